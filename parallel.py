@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge, increment_version, register_multi_grad_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -203,11 +203,12 @@ def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=B
 
 
 class Reducer:
-    """Sends buckets while backward still computes: each leaves when its last gradient is there.
+    """Sends buckets while backward still computes: each leaves when its last gradient is there, and all before it have
+    left.
 
     All ranks must start the same collectives in the same order, or one bucket would be added to another. So buckets
-    leave in the order of the list. A parameter that gets no gradient therefore holds up its bucket and all later ones,
-    until `finish`.
+    leave in the order of the list. A parameter that gets no gradient therefore holds up its bucket, and those after it
+    in the list, until `finish`.
 
     send(bucket): starts a collective; returns (handle, its input, its output). store(bucket, output): once it is done.
     """
@@ -273,7 +274,8 @@ class Reducer:
         self.restart()
 
     def forget(self):
-        """Drop the gradients of an unfinished step, for example after its backward raised. Call it on all ranks."""
+        """Drop the gradients of an unfinished step, for example after its backward raised on all ranks. (If it raised
+        on some, they have sent other buckets than the rest, and the group is of no more use.) Call it on all ranks."""
         while self.under_way:
             self.under_way.popleft()[1].wait()
         for bucket in self.buckets:
@@ -314,7 +316,7 @@ class DDP(nn.Module):
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.buckets = make_buckets(self.params, bucket_mb, self.group)
         self.reducer = Reducer(self.buckets, all_reduce_bucket, hand_out)
-        self.reducers = [self.reducer]
+        self.reducers = [self.reducer]  # FSDP has two
         self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
     def forward(self, *args, **kwargs):
@@ -336,8 +338,9 @@ class DDP(nn.Module):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
 #
-# Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters. (The last unit is gathered
-# once, because backward begins with it.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters, and those of tied weights.
+# (More on GPUs where Python runs far ahead: freed memory is used again only when its stream is done with it. And the
+# last unit is gathered once, because backward begins with it.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
 # the shards. Gradients add up in float32, too.
@@ -406,8 +409,8 @@ def cast_masters(buckets):
 def reduce_scatter_bucket(bucket, in_place=False):
     """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
 
-    The average gets a tensor of its own, so that the full vector can be freed. in_place, for stage 1: it is a slice of
-    the full vector. There all full vectors live until `finish` anyway, and another tensor would come on top.
+    The average gets a tensor of its own, so that the full vector can be freed. in_place, for stage 1: it overwrites its
+    slice of the full vector. There all full vectors live until `finish` anyway, and another tensor would come on top.
     """
     message = bucket.message()
     if dist.get_world_size(bucket.group) == 1:
@@ -437,7 +440,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer.step(); optimizer.zero_grad()                own Nth stepped, parameters: all-gather
 
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
-    optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
+    optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors, and
+    whose step takes no closure.
     stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
     the same parameters in each backward then. stage=0 shards nothing. compute_dtype, reduce_dtype: see mixed precision,
     above.
@@ -447,7 +451,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                  reduce_dtype=None, **kwargs):
         params = list(params)
         param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
-        group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}
+        for g in param_groups:
+            g["params"] = list(g["params"])
+        group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # the number of its parameter group
+        if len(group_of) != sum(len(g["params"]) for g in param_groups):
+            raise ValueError("ShardedOptimizer: a parameter is in two parameter groups, or twice in one")
         self.group, self.stage = group_or_world(group), stage
 
         def same(p):
@@ -492,6 +500,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.step()
         cast_masters(self.buckets)
         self.gather_weights(self.buckets)
+        increment_version(self.reducer.bucket_of)  # so that a backward through the old weights is refused
 
     def gather_weights(self, buckets):
         """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
@@ -512,7 +521,7 @@ class EveryBackward(Reducer):
         yield  # it changes nothing
 
     def expect(self, bucket):
-        """A backward begins that computes all of a bucket, whatever the one before has left out."""
+        """FSDP: a unit's backward begins, which computes all of its bucket, whatever the one before has left out."""
         if bucket in self.missing:
             self.missing[bucket] = set(bucket.params)
 
@@ -569,8 +578,8 @@ class FlatParameter(FlatBucket):
 
 
 def free_and_scatter(flat):
-    """What FSDP does when a unit's last gradient is there, and the buckets before it have left. A layer's backward
-    makes dx together with dW, so nothing still needs the unit's weights."""
+    """What FSDP does when a unit's last gradient is there. A layer's backward makes dx together with dW, so nothing
+    still needs the unit's weights. (Unless a forward uses one detached, too.)"""
     flat.free()
     return reduce_scatter_bucket(flat)
 
@@ -583,18 +592,18 @@ def fsdp_units(module):
     """
     units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-    def add_units(m, unit):  # unit: the one that m lies in, or None
+    def add_units(m, inside):  # inside: the parameters of the unit that m lies in, or None
         lists = (nn.ParameterList, nn.ParameterDict)  # they have no forward of their own
-        if unit is None and (m._parameters or any(isinstance(child, lists) for child in m.children())):
-            unit = (m, [])
-            units.append(unit)
-        if unit:
-            unit[1].extend(m.parameters(recurse=False))
+        if inside is None and (m._parameters or any(isinstance(child, lists) for child in m.children())):
+            inside = []
+            units.append((m, inside))
+        if inside is not None:
+            inside.extend(m.parameters(recurse=False))
         for child in m.children():
             if isinstance(m, containers) and not isinstance(child, containers):
                 units.append((child, list(child.parameters())))
             else:
-                add_units(child, unit)
+                add_units(child, inside)
 
     add_units(module, None)
     return units
@@ -607,7 +616,7 @@ class Units:
         a unit's forward begins                  before_forward       end its gather (or make it), begin the next one's
         it has ended                             after_forward        free it
         the gradient of its output is there      before_backward      end its gather, begin the previous one's
-        its last weight gradient is there        Reducer.computed     free_and_scatter, once earlier units have left
+        its last weight gradient is there        Reducer.computed     free_and_scatter
 
     Three units a, b, c; a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
 
@@ -694,13 +703,15 @@ class FSDP(nn.Module):
     A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each layer outside of those.
     Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too.
     Vectors (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must use
-    the same parameters in each backward, and one that gets no gradient keeps its unit, and all before it, whole until
-    the end. A unit's parameters must be used by its own forward alone. (PyTorch's users choose the units; its FSDP
-    shards vectors, too, and under no_sync keeps whole gradients and sends none.)
+    the same parameters in each backward. A unit with one that gets no gradient, because it is frozen or unused, stays
+    whole to the end of the step. A unit's parameters must be used by its own forward alone, and the module's are not to
+    be read outside of it: between steps they have no memory, and Python would crash. (PyTorch's users choose the units;
+    its FSDP shards vectors, too, and under no_sync keeps whole gradients and sends none.)
 
-    compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients keep the module's dtype. A
-    module on the meta device is never whole anywhere: name its device, and give its values to `load`. reduce_dtype: as
-    for ShardedOptimizer. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
+    compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients have `master_dtype` of it.
+    Shards are vectors: for weight decay ask `is_matrix`, not their shape. A module on the meta device is never whole
+    anywhere: name its device, and give its values to `load`. reduce_dtype: as for ShardedOptimizer. Zhao et al.,
+    "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
     """
 
     def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None):
@@ -710,7 +721,10 @@ class FSDP(nn.Module):
             if not buffer.is_meta:
                 dist.broadcast(buffer, group=self.group, group_src=0)
         units = fsdp_units(module)
-        unit_of = {p: unit for unit, params in reversed(units) for p in params}  # of a tied one the first unit wins
+        unit_of = {}
+        for unit, params in units:
+            for p in params:
+                unit_of.setdefault(p, unit)  # a tied one is of the first
 
         buckets_of = partial(make_buckets, megabytes=math.inf, group=group, compute_dtype=compute_dtype,
                              reduce_dtype=reduce_dtype, device=device)  # inf: a bucket is a whole unit, however large
@@ -757,7 +771,8 @@ class FSDP(nn.Module):
         self.units.free()
 
     def named_parameters(self, *args, **kwargs):
-        """What an optimizer steps: this rank's shards, of vectors all."""
+        """What an optimizer steps: this rank's shards, of vectors all. (parameters() asks here; self.module's own are
+        the views.)"""
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
 
     def state_dict(self, *args, **kwargs):
@@ -1454,7 +1469,9 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     groups: all that parameters may be cut over; ValueError where one is missing. scale: fp16's, divided out first.
     """
     groups = list(map(group_or_world, groups))
-    parameters = list(dict.fromkeys(p for p in parameters if p.grad is not None))
+    parameters = list(dict.fromkeys(parameters))
+    device = parameters[0].device if parameters else None
+    parameters = [p for p in parameters if p.grad is not None]
     over = {group for p in parameters for group in place_of(p).cut_over if dist.get_world_size(group) > 1}
     if not all(inside(group, groups) for group in over):
         raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`")
@@ -1463,7 +1480,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     grads = defaultdict(list)
     for p in parameters:
         grads[copies(place_of(p), groups)].append(p.grad)
-    square = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
+    square = torch.zeros((), dtype=torch.float64, device=device)
     for n, some in grads.items():
         square += torch.nn.utils.get_total_norm(some).double().square() / n
     for group in groups:

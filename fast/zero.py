@@ -7,6 +7,7 @@ parameter, and the network works while the optimizer and the next forward do. Th
 import weakref
 
 import torch
+from torch.autograd.graph import increment_version
 
 import collectives as dist
 from fast.adamw import AdamW
@@ -42,6 +43,7 @@ class GuardedOptimizer(ShardedOptimizer):
         if not isinstance(self.inner, AdamW):
             cast_masters(self.buckets)
         self.gather_weights(self.buckets)
+        increment_version(self.reducer.bucket_of)
 
     def gather_weights(self, buckets, wait=True):
         """wait: until they are there, unless forward does."""

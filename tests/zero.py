@@ -219,6 +219,22 @@ def test_frozen_whole_numbers_stay_what_they_are():
     assert all(values.equal(whole[name]) and values.equal(getattr(net, name)) for name, values in kept.items())
 
 
+@on_both
+@on_ranks(2)
+def test_optimizer_refuses_what_pytorch_refuses():
+    """A backward through weights that were stepped since, and a parameter in two groups."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model, sync, optimizer = laid_out(net, 1, lr=1.0)
+    early, late = model(torch.ones(1, 4)), model(torch.ones(1, 4))
+    early.backward()
+    sync.finish_grad_sync()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+    with pytest.raises(ValueError, match="in two parameter groups"):
+        parallel.ShardedOptimizer([{"params": list(net.parameters())}] * 2, torch.optim.SGD, lr=1.0)
+
+
 @on_ranks(2)
 def test_a_bucket_of_both_ends_of_a_model_leaves_last():
     """As of a root's own parameters; else none could leave before it."""
