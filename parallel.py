@@ -1079,11 +1079,17 @@ def stages_on(rank, homes):
     return [stage for stage, home in homes.items() if home == rank]
 
 
+class Result(NamedTuple):
+    """What an F makes, its stage's activation; or a B or an I, the gradient of its stage's input."""
+    kind: str           # "activation" or "gradient"
+    stage: int
+    micro_batch: int
+
+
 def result_of(action):
-    """What an action makes: F its stage's activation, B and I the gradient of the stage's input. (W, or a transfer,
-    stands for itself.)"""
-    made = {"F": "activation", "B": "gradient", "I": "gradient"}.get(action.kind, action.kind)
-    return action._replace(kind=made)
+    """The Result of an action. (A W, or a transfer, makes none, and stands for itself.)"""
+    kind, s, i = action
+    return Result("activation" if kind == "F" else "gradient", s, i) if kind in "FBI" else action
 
 
 def halves(action):
@@ -1095,20 +1101,29 @@ def needs(action, homes):
     """The results that an action computes with."""
     kind, s, i = action
     if kind == "F":
-        results = [Action("activation", s - 1, i)]
+        results = [Result("activation", s - 1, i)]
     elif kind == "W":
-        results = [Action("gradient", s, i)]  # of its I
+        results = [Result("gradient", s, i)]  # of its I
     else:  # B or I
-        results = [Action("activation", s, i), Action("gradient", s + 1, i)]
+        results = [Result("activation", s, i), Result("gradient", s + 1, i)]
     return [result for result in results if result.stage in homes]  # none before the first stage or after the last
+
+
+TRANSFERS = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}  # the other end, stages to it
 
 
 def other_end(transfer):
     """The receive that takes what this sends, or the send that fills what this receives: an activation goes to the next
     stage, a gradient to the one before."""
     kind, s, i = transfer
-    other, step = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}[kind]
+    other, step = TRANSFERS[kind]
     return Action(other, s + step, i)
+
+
+def carried(transfer):
+    """The result that a transfer carries, whichever end it is."""
+    send = transfer if transfer.kind[0] == "S" else other_end(transfer)
+    return Result("activation" if send.kind == "SF" else "gradient", send.stage, send.micro_batch)
 
 
 def run_in_turns(lists, can_run, stuck):
@@ -1166,8 +1181,8 @@ def lower(lists):
             continue  # nobody waits for it
         send = Action("SF" if action.kind == "F" else "SB", action.stage, action.micro_batch)
         receive = other_end(send)
-        other = homes.get(receive.stage, rank)  # itself, so no message, where no stage comes before or after
-        if other != rank:
+        other = homes.get(receive.stage)  # None before the first stage and after the last
+        if other not in (None, rank):
             lowered[rank].append(send)
             lowered[other].append(receive)
     return lowered
@@ -1194,11 +1209,8 @@ def check(lists):
 
     def can_run(action, done, waiting):
         kind, s, i = action
-        if kind[0] in "SR":  # a transfer: what it carries is made ("SF" carries F's), both ends are next on their ranks
-            send = action if kind[0] == "S" else other_end(action)
-            is_made = result_of(Action(kind[1], send.stage, i)) in done
-            both_are_there = send in waiting and other_end(send) in waiting
-            return is_made and both_are_there
+        if kind in TRANSFERS:  # what it carries is made, and the other end is next on its rank, too
+            return carried(action) in done and other_end(action) in waiting
         # A computation: what it needs was made on this rank, or received from the rank that made it.
         received = Action("RF" if kind == "F" else "RB", s, i)
         return all((result if homes[result.stage] == homes[s] else received) in done
@@ -1322,8 +1334,7 @@ class Pipeline:
         # The last action with each half of a backward, because later ones overwrite earlier ones.
         self.last_with = {(half, action.stage): action for action in actions for half in halves(action)}
         self.passages = {}      # (stage, micro-batch) -> its Passage, until its backward has ended
-        self.inbox = {}         # receive -> (handle, tensor): what this rank's stages will compute with
-        self.outbox = {}        # send -> tensor: what other ranks' stages will compute with
+        self.results = {}       # Result -> (handle, tensor): made here or received, until a stage or a send takes it
         self.sending = deque()  # (handle, tensor) of each message that is on its way
         self.losses = []
         if any(action.kind == "I" for action in actions):
@@ -1349,7 +1360,7 @@ class Pipeline:
 
     def forward(self, action):
         _, s, i = action
-        x = self.x[i] if s == 0 else self.wait_for(Action("RF", s, i))
+        x = self.x[i] if s == 0 else self.wait_for(Result("activation", s - 1, i))
         passage = self.passage(action)
         out = passage.forward(x, self.y[i])
         if torch.is_grad_enabled():
@@ -1357,7 +1368,7 @@ class Pipeline:
         if s == self.last_stage:
             self.losses.append(out)
         else:
-            self.hand_on(Action("SF", s, i), out)
+            self.results[result_of(action)] = dist.Handle(), out
 
     def passage(self, action):
         s = action.stage
@@ -1373,29 +1384,21 @@ class Pipeline:
         elif s == self.last_stage:
             dy = self.dloss
         else:
-            dy = self.wait_for(Action("RB", s, i))
+            dy = self.wait_for(Result("gradient", s + 1, i))
         sends_gradients = self.is_last_backward(action)
         with nullcontext() if sends_gradients else self.averagers[s].no_sync():
             dx = passage.backward(kind, dy)
         if s > 0 and kind != "W":
-            self.hand_on(Action("SB", s, i), dx)
+            self.results[result_of(action)] = dist.Handle(), dx
 
     def is_last_backward(self, action):
         """Whether no later action of the stage computes gradients of the same parameters: I those of norms, W those of
         matrices, B both."""
         return all(self.last_with[half, action.stage] == action for half in halves(action))
 
-    def hand_on(self, send, tensor):
-        """To the stage that computes with it: on this rank, or by the send that comes later in the list."""
-        receive = other_end(send)
-        if receive.stage in self.stages:
-            self.inbox[receive] = dist.Handle(), tensor
-        else:
-            self.outbox[send] = tensor
-
-    def wait_for(self, receive):
-        """What a stage computes with, received or made by another stage of this rank."""
-        handle, tensor = self.inbox.pop(receive)
+    def wait_for(self, result):
+        """What a stage computes with: received, or made by another stage of this rank."""
+        handle, tensor = self.results.pop(result)
         handle.wait()
         return tensor
 
@@ -1404,7 +1407,7 @@ class Pipeline:
         those of a group one after the other; that cannot hang, because `lower` gives both ends the same order."""
         buffer = self.room_for(action.micro_batch)
         handle = dist.irecv(buffer, group=self.group, group_src=self.other_rank(action))
-        self.inbox[action] = handle, buffer
+        self.results[carried(action)] = handle, buffer
 
     def room_for(self, micro_batch):
         """A tensor that takes a micro-batch's activation between two stages, or its gradient."""
@@ -1412,7 +1415,7 @@ class Pipeline:
         return torch.empty(batch, tokens // self.cut, self.width, dtype=self.dtype, device=self.device)
 
     def send(self, action):
-        tensor = self.outbox.pop(action)
+        _, tensor = self.results.pop(carried(action))
         handle = dist.isend(tensor, group=self.group, group_dst=self.other_rank(action))
         self.sending.append((handle, tensor))
         self.forget_sent(2)

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 import torch
 
 import collectives as dist
-from parallel import Pipeline
+from parallel import carried, Pipeline
 from safe.messages import lost_peer_named, progress
 
 
@@ -68,23 +68,23 @@ class PatientPipeline(Pipeline):
 
     def post(self, receive):
         source = self.other_rank(receive)
-        kind = "activation" if receive.kind == "RF" else "gradient"
-        what = f"{kind} of micro-batch {receive.micro_batch} from rank {self.ranks[source]} (pipeline rank {source})"
+        result = carried(receive)
+        what = f"{result.kind} of micro-batch {receive.micro_batch} from rank {self.ranks[source]} (pipeline rank {source})"
         buffer = self.room_for(receive.micro_batch)
         with lost_peer_named(f"posted the {what}"):
             handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
-        self.inbox[receive] = named(handle, what), buffer
+        self.results[result] = named(handle, what), buffer
 
-    def wait_for(self, receive):
-        source = self.other_rank(receive)
-        while receive not in self.inbox:  # post all earlier ones first, because the other rank sends in this order
+    def wait_for(self, result):
+        source = self.homes[result.stage]
+        while result not in self.results:  # post all earlier ones first, because the other rank sends in this order
             self.post(self.expected[source].popleft())
-        return super().wait_for(receive)
+        return super().wait_for(result)
 
     def send(self, action):
         what = f"send {action} of the pipeline"
         to = self.other_rank(action)
-        tensor = self.outbox.pop(action)
+        _, tensor = self.results.pop(carried(action))
         progress(what)
         with lost_peer_named(what):
             handle = dist.isend(tensor, self.ranks[to], self.channels[self.rank, to])

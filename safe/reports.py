@@ -45,8 +45,8 @@ def timed(pipeline):
         do(action)
         spans[-1][2] = now()
 
-    def timed_wait(receive):
-        value = wait_for(receive)
+    def timed_wait(result):
+        value = wait_for(result)
         spans[-1][1] = now()  # until now the rank was idle
         return value
 
