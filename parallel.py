@@ -1264,7 +1264,8 @@ def even_pieces(config, stages):
 class Passage:
     """One micro-batch's way through one stage: forward, later backward "B", or in its halves "I" and "W".
 
-    In between it holds the input, and the output's edge in autograd's graph. The output itself may go.
+    In between it holds the input, and the output's edge in autograd's graph, from which backward starts. The output
+    itself, and its memory, may go.
     weight_gradients: the stage's, if a schedule has halves.
     """
 
@@ -1560,11 +1561,11 @@ class Layout:
     reduce_dtype: torch.dtype = None    # of gradients that are sent; None: what they add up in, float32 at least
 
     @property
-    def shards_in_optimizer(self):
-        """Whether gradients are averaged by a ShardedOptimizer: for ZeRO-1 and 2, and at stage 0 for 16-bit weights, of
-        which it keeps float32 masters. Otherwise by DDP, or at stage 3 by FSDP."""
+    def averager(self):
+        """The class that averages gradients. (ShardedOptimizer at stage 0, too, if weights have 16 bits: it keeps their
+        float32 masters.)"""
         mixed = self.dtype != master_dtype(self.dtype) or self.reduce_dtype is not None
-        return self.zero in (1, 2) or self.zero == 0 and mixed
+        return ["ShardedOptimizer" if mixed else "DDP", "ShardedOptimizer", "ShardedOptimizer", "FSDP"][self.zero]
 
 
 def parallelize(config, layout, device, source=None):
@@ -1592,17 +1593,17 @@ def parallelize(config, layout, device, source=None):
                 layer = block if layout.recompute == "block" else block.attn
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
-        if layout.zero == 3:
+        if layout.averager == "FSDP":
             materialize_buffers(model.to(master), source, device)
             model = FSDP(model, groups.within, layout.dtype, layout.reduce_dtype, device)
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
         # 5. What averages gradients hooks parameters, so it comes after the steps that replace them:
-        #    ZeRO 0, float32                   DDP, here
-        #    ZeRO 0 in 16 bits, ZeRO 1 and 2   ShardedOptimizer, in `make_optimizer`
-        #    ZeRO 3                            FSDP, in step 4, because it shards weights as they come
-        if layout.zero == 0 and not layout.shards_in_optimizer:
+        #    DDP                 here: ZeRO 0
+        #    ShardedOptimizer    in `make_optimizer`: ZeRO 1 and 2, and 0 in 16 bits
+        #    FSDP                in step 4: ZeRO 3, because it shards weights as they come; parameters stay the same
+        if layout.averager == "DDP":
             model = DDP(model, groups.replicas)
         stages[stage] = model
     return ParallelGPT(config, layout, device, mesh, groups, stages, homes)
@@ -1699,8 +1700,8 @@ class ParallelGPT:
         self.config, self.layout, self.device = config, layout, torch.device(device)
         self.mesh, self.groups = mesh, groups
         self.stages, self.homes = stages, homes
-        # From make_optimizer on: what steps, and for each stage what averages its gradients, DDP, FSDP or
-        # ShardedOptimizer.
+        # From make_optimizer on: what steps, and for each stage what averages its gradients (`Layout.averager`), of
+        # which a step calls zero_grad, no_sync and finish_grad_sync.
         self.optimizer, self.averagers = None, {}
         self.routers = {}
         if config.experts:
@@ -1723,7 +1724,7 @@ class ParallelGPT:
                 params = [p for p in model.parameters() if is_matrix(p) == matrix]  # FSDP's are its shards
                 param_groups += [{"params": params, "weight_decay": decay}] if params else []
         layout = self.layout
-        if layout.shards_in_optimizer:
+        if layout.averager == "ShardedOptimizer":
             self.optimizer = ShardedOptimizer(param_groups, optimizer_class, self.groups.within, layout.zero, None,
                                               layout.dtype, layout.reduce_dtype, **kwargs)
             self.params = self.optimizer.shards
@@ -1789,7 +1790,7 @@ class ParallelGPT:
         return self.run(x, y, self.actions(len(x), training=False), 1.0, None)
 
     def run(self, x, y, actions, scale, averagers):
-        if self.layout.shards_in_optimizer and not self.optimizer:
+        if self.layout.averager == "ShardedOptimizer" and not self.optimizer:
             raise RuntimeError("call make_optimizer() first: it gives the layers their 16 bits, and itself the masters")
         if self.layout.cp > 1:
             from further.context import own_tokens

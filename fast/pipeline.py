@@ -69,7 +69,8 @@ class PatientPipeline(Pipeline):
     def post(self, receive):
         source = self.other_rank(receive)
         result = carried(receive)
-        what = f"{result.kind} of micro-batch {receive.micro_batch} from rank {self.ranks[source]} (pipeline rank {source})"
+        whose = f"{result.kind} of micro-batch {result.micro_batch}"
+        what = f"{whose} from rank {self.ranks[source]} (pipeline rank {source})"
         buffer = self.room_for(receive.micro_batch)
         with lost_peer_named(f"posted the {what}"):
             handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
