@@ -96,7 +96,8 @@ SHOWN = [
           all_gather_into_tensor     3,145,728 |    3,145,728   (N-1)/N K
           broadcast                  8,388,608 |    8,388,608   ceil(log2 N) K at the root
           barrier                            2 |            2   ceil(log2 N)"""),
-    # Buckets leave one by one before backward ends, in fewer messages; a few bytes more are padding.
+    # Buckets leave one by one before backward ends, in fewer messages. Where 3 does not divide what is sent,
+    # the chunks that rank 0 does not send, 0 and 1, may be an element longer, so it sends a few bytes less.
     ("data", 3, """
           gradients ready   bucket of             backward still computes
                  15 of 52   ln_f, h.3, h.2        h.2, h.1, h.0, wpe, wte
@@ -105,7 +106,7 @@ SHOWN = [
                  52 of 52   h.0, wpe, wte         nothing
 
           sent by rank 0           all-reduces  messages         bytes   gradients' error against one process
-          DDP, in buckets                    4        16     8,986,656   ~0
+          DDP, in buckets                    4        16     8,986,608   ~0
           naive, after backward             52       208     8,986,424   ~0
           2(N-1)/N x K x 8 bytes (float64)                   8,986,624   in 2(N-1) messages an all-reduce"""),
     # 4 x 16 x 128 x 96 x 8 / 3 = 2,097,152
