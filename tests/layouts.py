@@ -4,9 +4,11 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import itertools
 import math
+import pkgutil
 import sys
 import unittest.mock
 
@@ -22,10 +24,7 @@ import fast
 import fast.context
 import fast.experts
 import fast.nccl
-import further.context
 import further.experts
-import further.nodes
-import further.sequence
 import kernels
 import model
 import parallel
@@ -119,9 +118,10 @@ def without_collective(where):
     """Take the collectives out of one function of the reference, and out of what stands in its place: calls from its
     code return at once, having done nothing."""
     name, *method = where.split(".")
-    files = parallel, further.sequence, further.context, further.experts, further.nodes
-    targets = [getattr(file, name) for file in files if hasattr(file, name)]
+    files = [importlib.import_module(f"further.{file.name}") for file in pkgutil.iter_modules(further.__path__)]
+    targets = [getattr(file, name) for file in (parallel, *files) if hasattr(file, name)]
     targets += [plain for _, leaf, plain in fast.PLAIN if leaf == name]
+    assert targets, f"without={where}: neither parallel.py nor further/ has it"
     codes = {inspect.unwrap(functools.reduce(getattr, method, target)).__code__ for target in targets}
 
     def without(real):
