@@ -1,7 +1,6 @@
 """f and g, cuts, the mesh, pipelines and their schedules."""
 
 import dataclasses
-import functools
 import itertools
 import types
 import unittest.mock
@@ -67,13 +66,12 @@ IN_A_V = zb_v, v_half, v_min, dualpipe_v
 
 
 def test_every_schedule_can_run():
-    for p in range(1, 9):
+    """Interleaved leaves v open, and wants micro-batches in multiples of p."""
+    for (name, make), p in itertools.product(parallel.schedules().items(), range(1, 9)):
         for m in (*range(1, 2 * p + 2), 3 * p + 1, 4 * p):  # beyond two fillings of the pipe the same turns come again
-            makes = [parallel.gpipe, parallel.one_f_one_b, zero_bubble_h1, *IN_A_V]
-            if m % p == 0:
-                makes += [functools.partial(interleaved, v=v) for v in range(1, 5)]
-            for make in makes:
-                parallel.check(parallel.lower(make(p, m)))
+            several = [1, 2, 3, 4] if m % p == 0 else []
+            for v in several if name == "interleaved" else [1]:
+                parallel.check(parallel.lower(make(p, m, v)))
 
 
 def test_schedules_idle_and_hold_what_the_lecture_says():
