@@ -27,7 +27,7 @@ import itertools
 import math
 import weakref
 from collections import Counter, defaultdict, deque
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -1537,8 +1537,11 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
 
 def schedules():
     """SCHEDULES, to which further/schedules.py, if it is there, adds its own when it is imported."""
-    with suppress(ModuleNotFoundError):
+    try:
         import further.schedules  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name not in ("further", "further.schedules"):
+            raise
     return SCHEDULES
 
 
