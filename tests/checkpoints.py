@@ -1,5 +1,6 @@
 """Checkpoints survive crashes, kills, full disks, and are refused when damaged."""
 
+import dataclasses
 import errno
 import functools
 import itertools
@@ -24,10 +25,25 @@ import parallel
 from tests.pool import GPUS, on_gpus, HERE, close
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, slow, start, TRAIN, trained)
-from safe.checkpoints import checkpoints, open_checkpoint
+from safe.checkpoints import checkpoints, NUMBERS, open_checkpoint
 from safe.files import Log, read_safetensors
+from safe.flags import Settings
 from safe.reports import nothing_else_lost
 from safe.run import NotFinite
+
+
+# The flags that are not in NUMBERS: a run's identity has these as its model, its data and its start.
+KNOWN_OTHERWISE = {*"""model n_layer n_head n_embd seq_len vocab_size activation experts top_k expert_every tokenizer
+    init_from""".split()}
+# And these decide no losses, but for rounding.
+NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep pp schedule virtual_stages zero zero_within recompute device
+    kernels comm plain eval_every log_every sample prompt temperature top_k_sample out save_every resume trace profile
+    cuda_graphs keep timeout""".split()}
+
+
+def test_every_flag_that_decides_the_losses_is_known():
+    flags = {field.name for field in dataclasses.fields(Settings)}
+    assert flags == {*NUMBERS} | KNOWN_OTHERWISE | NO_LOSSES, "each must be in one of the three"
 
 
 SAME = [  # processes, flags, and flags of the second run alone
