@@ -592,18 +592,18 @@ def fsdp_units(module):
     """
     units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-    def add_units(m, inside):  # inside: the parameters of the unit that m lies in, or None
+    def add_units(m, unit):  # unit: the parameters of the unit that m lies in, or None
         lists = (nn.ParameterList, nn.ParameterDict)  # they have no forward of their own
-        if inside is None and (m._parameters or any(isinstance(child, lists) for child in m.children())):
-            inside = []
-            units.append((m, inside))
-        if inside is not None:
-            inside.extend(m.parameters(recurse=False))
+        if unit is None and (m._parameters or any(isinstance(child, lists) for child in m.children())):
+            unit = []
+            units.append((m, unit))
+        if unit is not None:
+            unit.extend(m.parameters(recurse=False))
         for child in m.children():
             if isinstance(m, containers) and not isinstance(child, containers):
                 units.append((child, list(child.parameters())))
             else:
-                add_units(child, inside)
+                add_units(child, unit)
 
     add_units(module, None)
     return units

@@ -67,7 +67,7 @@ LESSONS = {
     "coalescing": Lesson("a burst brings neighbours: use them all", "lessons/gpu.py columns_and_rows",
                          columns_and_rows),
     "order": Lesson("programs that run together share L2", "kernels.py tile_of", ungrouped_and_grouped, True),
-    "precision": Lesson("fewer bits, and tensor cores", "parallel.py flatten", float32_and_bf16),
+    "precision": Lesson("fewer bits, and tensor cores", "parallel.py FlatBucket", float32_and_bf16),
     "eight-bits": Lesson("few rows wait for weights: halve their bytes", "lessons/eight_bits.py _few_rows",
                          sixteen_and_eight_bits, True),
 }
