@@ -203,7 +203,6 @@ def groups_of(s):
         "tp": (s.tp, 1),
         "cp": (s.cp, s.tp),
         "ep": (s.ep, s.tp * s.cp),
-        "dp": (replicas, s.tp),
         "replicas": (replicas, s.tp),
         "within": (shards, s.tp),
         "between": (replicas // shards, s.tp * shards),
@@ -247,15 +246,15 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
     unit while the one before computes: in forward nothing hides the first unit, and in backward the last unit is still
     whole.
     """
-    m, axis = s.micro_batches, "dp" if shards_of(s) == s.dp * s.cp else "within"
-    gather, reduce = (spent[axis][what] + spent["same_experts"][what] for what in ("weights", "gradients"))
+    m = s.micro_batches
+    gather, reduce = (spent["within"][what] + spent["same_experts"][what] for what in ("weights", "gradients"))
     if s.zero == 3:
         one, send = gather / m / (2 * count - 1), reduce / m
         seen = m * (max(one, count * one - forward) + max(send / count, (count - 1) * one + send - backward))
     else:
         seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
         seen += max(gather / count, gather - updates)
-    lost = min(1.0, (touched[axis] + touched["same_experts"]) / max(gather + reduce, 1e-9))
+    lost = min(1.0, (touched["within"] + touched["same_experts"]) / max(gather + reduce, 1e-9))
     between = spent["between"].total()  # starts when all else has arrived
     return seen + (gather + reduce - seen) * lost + between
 

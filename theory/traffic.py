@@ -50,10 +50,10 @@ def in_two_levels(op, elements, inside, nodes, rank):
 class Message(NamedTuple):
     """One kind of collective or message of a training step.
 
-    axis: the group that it goes through: "dp" (dp x cp), "tp", "cp", "ep", "pp"; "replicas", dp x cp where the caller
-    waits; "ends", a pipeline's first and last stage; "within" and "between", inside and between the groups of ZeRO if
-    it shards over a part of dp x cp; "same_experts", the ranks that have them; "world", all ranks; "all", all ranks in
-    the trainer's own group.
+    axis: the group that it goes through, as parallel.make_groups names it: "tp", "cp", "ep", "pp"; "within", the ranks
+    over which ZeRO shards, all of dp x cp or a part of it; "between", those with the same shard; "replicas", dp x cp
+    where the caller waits; "ends", a pipeline's first and last stage; "same_experts", the ranks that have them. Or
+    "world", all ranks; "all", all ranks in the trainer's own group.
     """
     what: str
     op: str
@@ -102,7 +102,7 @@ def messages_of_buckets(s, axis, buckets, shards):
         kept = [n // shards for n in whole]
     if s.zero in (1, 2):
         yield Message("weights", GATHER, axis, whole, narrow)
-    if axis == "within":
+    if axis == "within" and shards < s.dp * s.cp:
         yield Message("averages of shards", "all_reduce", "between", kept, wide)
 
 
@@ -196,9 +196,8 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
     rows: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1, ...),
         ...], [(from rank 0, ...), ...]); None: equally many for each expert.
     """
-    replicas, shards = s.dp * s.cp, shards_of(s)
-    yield from messages_of_buckets(s, "dp" if shards == replicas else "within", buckets, shards)
-    yield from messages_of_buckets(s, "same_experts", of_experts, replicas // s.ep)
+    yield from messages_of_buckets(s, "within", buckets, shards_of(s))
+    yield from messages_of_buckets(s, "same_experts", of_experts, s.dp * s.cp // s.ep)
     yield Message("how many targets count", "all_reduce", "replicas", [1], 8)
     if config.experts:
         yield from messages_of_experts(config, s, stages, rows)
