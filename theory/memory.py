@@ -57,22 +57,11 @@ def local_elements(config, tp, pieces):
     """How many elements of these pieces are on one of tp ranks: {(are they experts', are they matrices'): number}."""
     count = Counter()
     for run in pieces:
-        for i in run:
-            count.update(elements_of(config, tp, i))
-        if config.tied and {0, config.n_layer + 1} <= set(run):  # one weight, not two
-            count[False, True] -= config.vocab_size * config.n_embd / tp
-    return count
-
-
-@functools.cache
-def elements_of(config, tp, i):
-    """local_elements of piece i alone."""
-    count = Counter()
-    for name, param in GPT(config, seed=None, pieces=range(i, i + 1)).named_parameters():
-        layer, _, leaf = name.rpartition(".")
-        how = planned(layer, gpt2_plan(None, None, config.experts > 0))
-        whole = how is None or getattr(how, "func", None) is RowParallelLinear and leaf == "bias"
-        count[".experts." in name, is_matrix(param)] += param.numel() / (1 if whole else tp)
+        for name, param in GPT(config, seed=None, pieces=run).named_parameters():
+            layer, _, leaf = name.rpartition(".")
+            how = planned(layer, gpt2_plan(None, None, config.experts > 0))
+            whole = how is None or getattr(how, "func", None) is RowParallelLinear and leaf == "bias"
+            count[".experts." in name, is_matrix(param)] += param.numel() / (1 if whole else tp)
     return count
 
 
