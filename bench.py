@@ -40,7 +40,8 @@ from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
 from lessons.machine import BUS, calls_of, fit, load_machine, measure_machine, sent_in
-from lessons.measure import interleaved, is_first, of_all_ranks, readable, say, seconds_of, Table, write_json
+from lessons.measure import (
+    interleaved, is_first, of_all_ranks, readable, say, seconds_of, Table, traffic_of, write_json)
 from lessons.pictures import draw_trace, pictures
 from lessons.plan import plan
 from lessons.strategies import configs_of, layouts, pieces, strategies
@@ -135,7 +136,7 @@ def measure_collective(op, size, a, device):
     seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // size)))
     dist.reset_traffic()
     calls["us"]()
-    logs = of_all_ranks(dist.traffic().get(op, dist.Traffic()))
+    logs = of_all_ranks(traffic_of(op))
     bus = 4e-9 * count * BUS[op](a.gpus)
     return {"op": op, "size": count / 256, **{who: 1e6 * took for who, took in seconds.items()},
             "ratio": seconds["torch_us"] / seconds["us"], "bus": bus / seconds["us"],

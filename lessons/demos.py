@@ -15,7 +15,7 @@ from further import experts as further_experts
 from further.context import own_tokens, seen
 from further.experts import count_of_each, split_experts
 from lessons import kernels as errors, pages, puzzles
-from lessons.measure import of_all_ranks, off, patched, readable, say
+from lessons.measure import of_all_ranks, off, patched, readable, say, traffic_of
 from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
 import safe
@@ -30,13 +30,6 @@ def say_in_order(text):
     """Print one text of each rank, in rank order, on rank 0."""
     for line in of_all_ranks(text):
         say(line)
-
-
-def traffic_of(operation):
-    """What this rank has sent by one operation since the counts were reset. Resets all counts."""
-    sent = dist.traffic().get(operation, dist.Traffic())
-    dist.reset_traffic()
-    return sent
 
 
 def ring_states():
@@ -96,16 +89,16 @@ def demo_collectives():
     show_ring()
     say(f"\nbytes sent by rank 0, K = {n} MiB, N = {n}:  counted | formula")
     whole, part = torch.ones(n << 18), torch.ones(1 << 18)
-    k, rounds = whole.nbytes, (n - 1).bit_length()
-    for call, tensors, formula, text in (
-            (dist.all_reduce, [whole], 2 * (n - 1) * k // n, "2(N-1)/N K"),
-            (dist.reduce_scatter_tensor, [part, whole], (n - 1) * k // n, "(N-1)/N K"),
-            (dist.all_gather_into_tensor, [whole, part], (n - 1) * k // n, "(N-1)/N K"),
-            (dist.broadcast, [whole], rounds * k, "ceil(log2 N) K at the root"),
-            (dist.barrier, [], rounds, "ceil(log2 N)")):
+    for call, tensors, text in (
+            (dist.all_reduce, [whole], "2(N-1)/N K"),
+            (dist.reduce_scatter_tensor, [part, whole], "(N-1)/N K"),
+            (dist.all_gather_into_tensor, [whole, part], "(N-1)/N K"),
+            (dist.broadcast, [whole], "ceil(log2 N) K at the root"),
+            (dist.barrier, [], "ceil(log2 N)")):
         dist.reset_traffic()
         call(*tensors)
-        say(f"  {call.__name__:24}{traffic_of(call.__name__).bytes:>12,} | {formula:>12,}   {text}")
+        op, formula = call.__name__, sent(call.__name__, whole.numel(), 4, n, 0)
+        say(f"  {op:24}{traffic_of(op).bytes:>12,} | {formula:>12,}   {text}")
 
 
 def demo_sizes():

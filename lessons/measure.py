@@ -75,6 +75,13 @@ def of_all_ranks(value):
     return every
 
 
+def traffic_of(operation):
+    """What this rank has sent by one operation since the counts were reset. Resets all counts."""
+    sent = dist.traffic().get(operation, dist.Traffic())
+    dist.reset_traffic()
+    return sent
+
+
 def plain_rows(module, *names):
     """[(module, name, the reference's own)] of a module's names, or of all that fast/ has replaced there."""
     return [row for row in fast.PLAIN if row[0] is module and row[1] in (names or row)]

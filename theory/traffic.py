@@ -17,7 +17,8 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
 
     Rings and direct exchange send (N-1)/N k for half an all-reduce, k = elements x width. Up to `small` bytes an
     all-reduce is log2(N) rounds of the whole tensor or, if a switch joins all ranks (`switched`), one round in which a
-    rank sends it N-1 times. In a binomial tree each rank sends the whole to the roots of its subtrees.
+    rank sends it N-1 times. In a binomial tree each rank sends the whole to the roots of its subtrees. A barrier has
+    log2(N) rounds of a byte.
     """
     if isinstance(elements, tuple):
         return width * (sum(elements) - elements[rank])
@@ -33,7 +34,7 @@ def sent(op, elements, width, n, rank, small=0, switched=False):
     if op == "broadcast":
         below = n if rank == 0 else min(rank & -rank, n - rank)  # ranks in this one's subtree, itself included
         return k * (below - 1).bit_length()
-    return {"isend": k, "reduce": k * (rank > 0)}.get(op, (n - 1) * k // n)
+    return {"isend": k, "reduce": k * (rank > 0), "barrier": (n - 1).bit_length()}.get(op, (n - 1) * k // n)
 
 
 HALVES = SCATTER, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"  # the two halves of an all-reduce
