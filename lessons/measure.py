@@ -33,8 +33,9 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
-def interleaved(steps, device, repeats, calls=1):
-    """Time {name: function}. Returns {name: seconds a call}, the median over repeats of the slowest rank's time.
+def interleaved(steps, device, repeats, calls):
+    """Time {name: function}. Returns {name: seconds a call}, the median over repeats of the slowest rank's time. A
+    repeat is so many calls in a row.
 
     The functions take turns, so that a slow moment of the machine hits all alike. All ranks start a turn together,
     behind a barrier.

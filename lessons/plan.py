@@ -118,4 +118,3 @@ def plan(a):
         say(f"\nnothing divides batch and heads and fits {ROOM:.0%} of {machine.memory / 2**30:.0f} GiB: give more "
             "--gpus, or another --batch-size")
     write_json(a, torch.device("cpu"), table)
-    return table

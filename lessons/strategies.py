@@ -7,7 +7,6 @@ import gc
 import math
 import statistics
 from collections import Counter, defaultdict
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,7 +26,6 @@ from lessons import peers
 from lessons.machine import measure_machine, sent_in
 from lessons.measure import (
     interleaved, of_all_ranks, patched, plain_rows, say, Table, without_collectives, write_json)
-from lessons.peers import PEERS
 from lessons.plan import describe_parameters
 from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.messages import watched_link
@@ -89,7 +87,7 @@ def routes_of_rows():
             routes.append((counts, incoming))
         return send(incoming, counts, *args, **more)
 
-    with patch.object(dist, "all_to_all_single", recorded):
+    with patched([(dist, "all_to_all_single", recorded)]):
         yield routes
 
 
@@ -308,7 +306,7 @@ def measure_strategy(name, s, a, device, machine):
     """Rows of one strategy: ours, and PyTorch's own."""
     config, tokens = a.configs[name], a.batch_size * a.config.seq_len / a.gpus
     calls = 1 if s.pp > 1 else in_a_row(a, device)  # a pipeline fills and drains in each step
-    peer = None if name == "one" and device.type == "cpu" else PEERS.get(name)  # torch.compile needs C++ there
+    peer = None if name == "one" and device.type == "cpu" else peers.PEERS.get(name)  # torch.compile needs C++ there
     trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
     found = memory_and_traffic(trainer)
     steps, peaks = {"ours" if a.comm == "ours" else f"ours, {a.comm}": lambda: trainer.step(2)}, [peak]

@@ -89,13 +89,13 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0):
     return Timeline(spans, length, idle, [most_held(actions) / v for actions in lists])
 
 
-def bubble(schedule, p, v, forward, input_gradient, weight_gradient):
+def bubble(schedule, p, v, f, i, w):
     """How long each of p ranks idles by the lecture's formulas, if there are p micro-batches or more, v stages a rank.
+    f, i, w: what F, I and W of a micro-batch take on all stages of a rank.
 
     Each further rank adds so much on the clock, where I takes a little longer than F and W. Zero-bubble schedules fill
     it with W. V-Min's is longer, by what grows with the number of micro-batches.
     """
-    f, i, w = forward, input_gradient, weight_gradient
     filled = {"zb-h1": f + i - w, "zb-v": i - w / 2, "v-half": 3 * i / 2, "v-min": 2 * (f + i + w) / 3,
               "dualpipe-v": (f + i - w) / 2}
     return (p - 1) * filled.get(schedule, (f + i + w) / v)
