@@ -176,45 +176,45 @@ def scaling(a):
 
 WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectives, "strategies": strategies,
         "plan": plan, "scaling": scaling, "pictures": pictures}
-OF_A_MODEL, TRAINED = ("strategies", "plan", "scaling"), ("strategies", "scaling")
-MEASURED = ("kernels", "collectives", *TRAINED)
+TRAINED = "strategies", "scaling"
 
 
 def option(takers, name, help=None, **more):
     """An entry of FLAGS: the commands of WHAT that take it, its name, the arguments for argparse."""
-    return takers, name, dict(more, help=help)
+    return takers.split(), name, dict(more, help=help)
 
 
 number = functools.partial(option, type=positive)
+MEASURED, OF_A_MODEL = "kernels lessons collectives strategies scaling", "strategies scaling plan"
 FLAGS = [
-    option((*MEASURED, "lessons", "plan"), "--json", "write the rows there, with hardware, versions, commit",
-           default="", metavar="FILE"),
-    number((*MEASURED[1:], "plan"), "--gpus", "processes, in plan GPUs; left out, all GPUs, on the CPU 2, in plan 8"),
-    option((*MEASURED, "lessons"), "--device", choices=["auto", "cpu", "cuda"], default="auto"),
-    option((*MEASURED, "lessons"), "--quick", "tiny sizes, few repeats: shows only that it works", action="store_true"),
-    option((*MEASURED, "lessons"), "--only", "which kernels, lessons, collectives or strategies; left out, all (but "
-           "experts and dense twin only with --experts), in scaling ddp and zero3", nargs="+", metavar="NAME"),
+    option(MEASURED + " plan", "--json", "write the rows there, with hardware, versions, commit", default="",
+           metavar="FILE"),
+    number("collectives strategies scaling plan", "--gpus",
+           "processes, in plan GPUs; left out, all GPUs, on the CPU 2, in plan 8"),
+    option(MEASURED, "--device", choices=["auto", "cpu", "cuda"], default="auto"),
+    option(MEASURED, "--quick", "tiny sizes, few repeats: shows only that it works", action="store_true"),
+    option(MEASURED, "--only", "which kernels, lessons, collectives or strategies; left out, all (but experts and "
+           "dense twin only with --experts), in scaling ddp and zero3", nargs="+", metavar="NAME"),
     option(OF_A_MODEL, "--model", "preset; left out, gpt2, on the CPU tiny, in plan gpt2-xl", choices=list(PRESETS)),
     *(number(OF_A_MODEL, dashed(name), "instead of the preset's") for name in train.SIZES),
     number(OF_A_MODEL, "--batch-size", "sequences a step of all GPUs, in scaling of each; left out, 8 for each GPU"),
     option(OF_A_MODEL, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
-    option(("collectives", *TRAINED), "--comm", "whose collectives are ours; ring: the textbook's",
+    option("collectives strategies scaling", "--comm", "whose collectives are ours; ring: the textbook's",
            choices=["ours", *dist.LINKS], default="ours"),
-    number(("strategies",), "--micro-batches", "how many a step has; left out, 8 in a pipeline, else 1"),
-    number(("strategies",), "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
-    option(TRAINED, "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),
-    option(("kernels", "collectives", "strategies"), "--plain", "measure the reference alone, without fast/",
+    number("strategies", "--micro-batches", "how many a step has; left out, 8 in a pipeline, else 1"),
+    number("strategies", "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
+    option("strategies scaling", "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),
+    option("kernels collectives strategies", "--plain", "measure the reference alone, without fast/",
            action="store_true"),
-    number(TRAINED, "--repeats", "timed runs of each step; left out, 7, but 3 with --quick"),
-    option(("strategies",), "--without", "time ours without these pieces of fast/, one at a time; no names: all of "
+    number("strategies scaling", "--repeats", "timed runs of each step; left out, 7, but 3 with --quick"),
+    option("strategies", "--without", "time ours without these pieces of fast/, one at a time; no names: all of "
            + ", ".join(pieces()), nargs="*", choices=list(pieces()), metavar="PIECE"),
-    option(("scaling",), "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong"],
-           default="weak"),
-    option(("plan",), "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
-    number(("plan",), "--top", "layouts to print", default=15),
-    option(("pictures",), "file", "trace.json of train.py's --trace; left out, the code alone is drawn", nargs="?",
+    option("scaling", "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong"], default="weak"),
+    option("plan", "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
+    number("plan", "--top", "layouts to print", default=15),
+    option("pictures", "file", "trace.json of train.py's --trace; left out, the code alone is drawn", nargs="?",
            metavar="FILE"),
-    option(("pictures",), "--into", "where the SVG files go", default="assets", metavar="DIR"),
+    option("pictures", "--into", "where the SVG files go", default="assets", metavar="DIR"),
 ]
 
 
