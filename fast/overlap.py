@@ -39,10 +39,6 @@ def collect_all(bucket):
 class FastReducer(Reducer):
     """A Reducer that moves gradients a bucket at a time. Until then they stay in .grad: the memory of a bucket."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.promised = {}  # bucket -> the shard's .grad, into which gradients of this step are on their way
-
     def restart(self):
         super().restart()
         self.computing = {bucket: set(bucket.params) for bucket in self.buckets}  # what this backward still computes
@@ -74,27 +70,6 @@ class FastReducer(Reducer):
         collect_all(bucket)
         super().leave(bucket)
 
-    def keeps_promise(self, bucket):
-        if bucket in self.promised and self.promised[bucket] is not bucket.shard.grad:
-            raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() must be "
-                               "called on the FSDP module or the ShardedOptimizer")
-
-    @torch.no_grad()
-    def receive(self):
-        bucket, handle, _, average = self.under_way.popleft()
-        handle.wait()
-        self.keeps_promise(bucket)
-        if bucket.shard is None or average is not bucket.shard.grad:
-            self.store(bucket, average)
-
-    def finish(self):
-        super().finish()
-        self.promised = {}
-
-    def forget(self):
-        self.promised = {}
-        super().forget()
-
     @property
     def finished(self):
         return not (self.next or self.under_way or any(bucket.holds_gradients() for bucket in self.buckets))
@@ -103,6 +78,10 @@ class FastReducer(Reducer):
 class FastEveryBackward(FastReducer, EveryBackward):
     """The shard's .grad is set when the first reduce-scatter into it starts; its numbers arrive later. RuntimeError if
     somebody drops .grad before `finish`."""
+
+    def restart(self):
+        super().restart()
+        self.promised = {}  # bucket -> the shard's .grad, into which gradients of this step are on their way
 
     def expect(self, bucket):
         super().expect(bucket)
@@ -116,3 +95,16 @@ class FastEveryBackward(FastReducer, EveryBackward):
             same = average.dtype == bucket.shard.dtype
             bucket.shard.grad = average if same else torch.zeros_like(bucket.shard)
         self.promised[bucket] = bucket.shard.grad
+
+    @torch.no_grad()
+    def receive(self):
+        bucket, handle, _, average = self.under_way.popleft()
+        handle.wait()
+        self.keeps_promise(bucket)
+        if average is not bucket.shard.grad:
+            self.store(bucket, average)
+
+    def keeps_promise(self, bucket):
+        if bucket in self.promised and self.promised[bucket] is not bucket.shard.grad:
+            raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() must be "
+                               "called on the FSDP module or the ShardedOptimizer")
