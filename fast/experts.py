@@ -13,7 +13,7 @@ import collectives as dist
 import kernels
 from fast import grouped
 from fast.nccl import NodeLink
-from further.experts import Experts, through_experts, visit
+from further.experts import exchange_counts, Experts, through_experts, visit
 from kernels import tl, triton
 
 
@@ -213,20 +213,18 @@ def visit_under_own_rows(mlps, group, rows, counts):
     if not isinstance(link, HIDE_EXCHANGES["link"]) or rows.nbytes < HIDE_EXCHANGES["bytes"] or link.size == 1:
         return visit(mlps, group, rows, counts)
     n, rank, grouped.SPARED = link.size, link.rank, 2  # products spare 2 multiprocessors for the transfers' signals
-    dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
-    both = torch.stack([counts, incoming]).view(2, n, -1)                                     # (2, rank, expert)
-    sends, receives = both.sum(2).tolist()
+    arriving, sends, receives = exchange_counts(counts, group)
     first = sum(sends[:rank])                                                                 # rows for lower ranks
     before, own, after = rows.split([first, sends[rank], len(rows) - first - sends[rank]])
     sends[rank] = receives[rank] = 0
     there, back = (SimpleNamespace(group=group, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
-    stay, others = both[1, rank], torch.cat([both[1, :rank], both[1, rank + 1:]])
+    stay, others = arriving[rank], torch.cat([arriving[:rank], arriving[rank + 1:]])
 
     away = before if rank == n - 1 else after if rank == 0 else torch.cat([before, after])
-    arriving = Travel.apply(away, there)
+    travelling = Travel.apply(away, there)
     own = experts.activation(experts.c_fc(own.clone(), stay))  # a copy: a view would keep all rows alive
-    y = without_sorting(mlps, Arrival.apply(arriving, there), others)
-    arriving = Travel.apply(y, back)
+    y = without_sorting(mlps, Arrival.apply(travelling, there), others)
+    travelling = Travel.apply(y, back)
     own = experts.c_proj(own, stay)
-    y = Arrival.apply(arriving, back)
+    y = Arrival.apply(travelling, back)
     return torch.cat([own, y] if rank == 0 else [y, own] if rank == n - 1 else [y[:first], own, y[first:]])

@@ -219,17 +219,22 @@ def exchange(rows, group, sends, receives):
     return incoming
 
 
+def exchange_counts(counts, group):
+    """counts (E) of the rows that this rank sends -> (those that arrive, by rank and then by expert (N, E/N); how many
+    rows go to each rank, a list; how many come from each). The CPU must know these, so it waits for the GPU."""
+    dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
+    both = torch.stack([counts, incoming]).view(2, dist.get_world_size(group), -1)            # (2, rank, expert)
+    return both[1], *both.sum(2).tolist()
+
+
 def visit(mlps, group, rows, counts):
     """`Experts.mlps` of experts that lie on the ranks of a group: rows (R, C), sorted by expert, counts (E) -> (R, C).
 
-    mlps: the same of this rank's E/N experts. The CPU must know how many rows are sent, so it waits for the GPU.
+    mlps: the same of this rank's E/N experts.
     """
-    n = dist.get_world_size(group)
-    dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
-    both = torch.stack([counts, incoming]).view(2, n, -1)                                     # (2, rank, expert)
-    sends, receives = both.sum(2).tolist()                                                    # rows of each rank
+    arriving, sends, receives = exchange_counts(counts, group)
     there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
-    y = through_experts(mlps, Trade.apply(rows, group, there, back), both[1])
+    y = through_experts(mlps, Trade.apply(rows, group, there, back), arriving)
     return Trade.apply(y, group, back, there)
 
 
