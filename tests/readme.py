@@ -213,7 +213,8 @@ def test_commands_of_the_lecture_run(text, tmp_path):
 
 
 # GPUs, nodes, a person; or it is refused
-NEEDS = r"srun|HOST|gpt2|runs/mine|bench.py kernels|\.venv|git |pytest|my\.txt|pdb|--help|NAME|FILE|--tp 3|--check"
+NEEDS = (r"srun|HOST|gpt2|eight-bits|bench.py kernels|\.venv|git |pytest|my\.txt|runs/mine|pdb|--help|NAME|FILE|--tp 3|"
+         r"--check")
 
 
 @slow
