@@ -1123,7 +1123,7 @@ def other_end(transfer):
 def carried(transfer):
     """The result that a transfer carries, whichever end it is."""
     send = transfer if transfer.kind[0] == "S" else other_end(transfer)
-    return Result("activation" if send.kind == "SF" else "gradient", send.stage, send.micro_batch)
+    return result_of(send._replace(kind=send.kind[1]))  # SF carries what the F has made, SB what the B has
 
 
 def run_in_turns(lists, can_run, stuck):
