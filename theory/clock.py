@@ -59,12 +59,18 @@ class Timeline(NamedTuple):
     spans: list         # for each rank: [(action, start, end)]
     length: float
     idle: list          # for each rank: time in which it computes nothing
-    peak: list          # for each rank: the most activations it holds at once, in micro-batches of all its stages
+    peak: list          # `held_at_once`
 
 
 def most_held(actions):
     """The most activations that a list holds at once: each from its F to its B or W."""
     return max(itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in actions), default=0)
+
+
+def held_at_once(lists):
+    """The most activations that each rank holds at once, in micro-batches of all its stages."""
+    stages = len(homes_of(lists)) // len(lists)
+    return [most_held(actions) / stages for actions in lists]
 
 
 def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0):
@@ -86,7 +92,7 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0):
         spans[r].append((action, start, clock[r]))
     length = max(clock)
     idle = [length - sum(end - start for _, start, end in row) for row in spans]
-    return Timeline(spans, length, idle, [most_held(actions) / v for actions in lists])
+    return Timeline(spans, length, idle, held_at_once(lists))
 
 
 def bubble(schedule, p, v, f, i, w):

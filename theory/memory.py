@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import parallel
 from model import GPT
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
-from theory.clock import simulate, stages_in
+from theory.clock import held_at_once, stages_in
 from theory.traffic import contents, shards_of, tokens_of, widths
 
 
@@ -143,7 +143,7 @@ ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries
 @functools.cache
 def held_by_ranks(schedule, p, m, v):
     """Micro-batches whose activations each pipeline rank holds at once."""
-    return simulate(parallel.SCHEDULES[schedule](p, m, v)).peak
+    return held_at_once(parallel.SCHEDULES[schedule](p, m, v))
 
 
 def needed_bytes(config, s):
