@@ -36,14 +36,6 @@ SHOWN = [
             gather h.0
             free h.1
             scatter h.1"""),
-    # (N-1)/N x K = 1,362,909,800 elements: ZeRO-0 sends 2 x 4 bytes for each, ZeRO-1 and 2 4 + 2. ZeRO-3 sends
-    # 4 + 2 x 2, less 2 for the last unit's 50,257 x 1,600 x 7/8.
-    ("memory", 1, """
-        stage     parameters   gradients   optimizer     total      sent   sharded over dp
-        ZeRO-0          2.90        5.80       17.41     26.11     10.15   nothing
-        ZeRO-1          2.90        5.80        2.18     10.88      7.62   optimizer
-        ZeRO-2          2.90        0.73        2.18      5.80      7.62   optimizer, gradients
-        ZeRO-3          0.00        0.73        2.19      2.92     10.02   optimizer, gradients, parameters"""),
     # Of the lecture's 34 bytes model.py lacks dropout's masks, 2; statistics of norms and heads are small.
     ("memory", 1, """
           one GPU                             114.00 | 32.03
