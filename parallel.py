@@ -119,14 +119,13 @@ class Bucket:
     """Parameters whose gradients travel together: one collective serves all of them.
 
     Gradients of several micro-batches add up in .grad; when the bucket leaves, `message` lays them side by side. group:
-    the N ranks that average them. reduce_dtype: of what is sent; None: what they add up in.
+    the N ranks that average them.
     """
     shard = None  # a FlatBucket (ZeRO, below) has one
 
-    def __init__(self, params, group, reduce_dtype=None, device=None):
+    def __init__(self, params, group, device=None):
         self.place = place_of(params[0])
         self.group = self.place.same_expert or group_or_world(group)
-        self.reduce_dtype = reduce_dtype
         self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
         self.total = None  # gradients side by side: kept between micro-batches if weights have 16 bits
         self.params = params
@@ -169,7 +168,7 @@ class Bucket:
             total = self.zeros(self.total_dtype)
         if self.place.losses > 1:
             total /= self.place.losses
-        return total.to(self.reduce_dtype or total.dtype)
+        return total
 
 
 def all_reduce_bucket(bucket):
@@ -183,7 +182,6 @@ def all_reduce_bucket(bucket):
 
 def hand_out(bucket, average):
     """Make each parameter's .grad its part of the average."""
-    average = average.to(bucket.dtype)
     for param in bucket.params:
         param.grad = bucket.view(average, param)
 
@@ -425,7 +423,7 @@ def reduce_scatter_bucket(bucket, in_place=False):
 def add_to_shard(bucket, average):
     """Add an average to the shard's .grad, which several micro-batches share at stage 2."""
     if bucket.shard.grad is None:
-        bucket.shard.grad = average.to(bucket.shard.dtype)
+        bucket.shard.grad = average
     else:
         bucket.shard.grad += average
 
@@ -443,12 +441,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors, and
     whose step takes no closure.
     stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
-    the same parameters in each backward then. stage=0 shards nothing. compute_dtype, reduce_dtype: see mixed precision,
-    above.
+    the same parameters in each backward then. stage=0 shards nothing. compute_dtype: see mixed precision, above.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
-                 reduce_dtype=None, **kwargs):
+                 **kwargs):
         params = list(params)
         param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
         for g in param_groups:
@@ -462,7 +459,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return p.requires_grad, group_of[p]
 
         buckets = make_buckets([*group_of], bucket_mb, self.group, same, FlatBucket, sharded=stage > 0,
-                               compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+                               compute_dtype=compute_dtype)
         self.buckets = [bucket for bucket in buckets if bucket.shard.requires_grad]  # frozen ones are equal from now on
         self.shards = [bucket.shard for bucket in self.buckets]
         for i, g in enumerate(param_groups):
@@ -710,11 +707,11 @@ class FSDP(nn.Module):
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients have `master_dtype` of it.
     Shards are vectors: for weight decay ask `is_matrix`, not their shape. A module on the meta device is never whole
-    anywhere: name its device, and give its values to `load`. reduce_dtype: as for ShardedOptimizer. Zhao et al.,
-    "PyTorch FSDP" (2023). CS336 lecture 7, ZeRO-3.
+    anywhere: name its device, and give its values to `load`. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7,
+    ZeRO-3.
     """
 
-    def __init__(self, module, group=None, compute_dtype=None, reduce_dtype=None, device=None):
+    def __init__(self, module, group=None, compute_dtype=None, device=None):
         super().__init__()
         self.module, self.group, self.compute_dtype = module, group_or_world(group), compute_dtype
         for buffer in module.buffers():
@@ -727,7 +724,7 @@ class FSDP(nn.Module):
                 unit_of.setdefault(p, unit)  # a tied one is of the first
 
         buckets_of = partial(make_buckets, megabytes=math.inf, group=group, compute_dtype=compute_dtype,
-                             reduce_dtype=reduce_dtype, device=device)  # inf: a bucket is a whole unit, however large
+                             device=device)  # inf: a bucket is a whole unit, however large
 
         def trained(buckets):
             return [bucket for bucket in buckets if bucket.shard.requires_grad]
@@ -1561,14 +1558,13 @@ class Layout:
     zero_within: int = None         # or over each so many neighbours of dp x cp
     recompute: str = "none"         # "block" or "attention": what backward runs again, not to keep it
     dtype: torch.dtype = torch.float32  # of the layers; bf16 and fp16 keep float32 masters
-    reduce_dtype: torch.dtype = None    # of gradients that are sent; None: what they add up in, float32 at least
 
     @property
     def averager(self):
         """The class that averages gradients. (ShardedOptimizer at stage 0, too, if weights have 16 bits: it keeps their
         float32 masters.)"""
-        mixed = self.dtype != master_dtype(self.dtype) or self.reduce_dtype is not None
-        return ["ShardedOptimizer" if mixed else "DDP", "ShardedOptimizer", "ShardedOptimizer", "FSDP"][self.zero]
+        in_16_bits = self.dtype != master_dtype(self.dtype)
+        return ["ShardedOptimizer" if in_16_bits else "DDP", "ShardedOptimizer", "ShardedOptimizer", "FSDP"][self.zero]
 
 
 def parallelize(config, layout, device, source=None):
@@ -1598,7 +1594,7 @@ def parallelize(config, layout, device, source=None):
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if layout.averager == "FSDP":
             materialize_buffers(model.to(master), source, device)
-            model = FSDP(model, groups.within, layout.dtype, layout.reduce_dtype, device)
+            model = FSDP(model, groups.within, layout.dtype, device)
             model.load(lambda param, name: cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, cut_like)
@@ -1729,7 +1725,7 @@ class ParallelGPT:
         layout = self.layout
         if layout.averager == "ShardedOptimizer":
             self.optimizer = ShardedOptimizer(param_groups, optimizer_class, self.groups.within, layout.zero, None,
-                                              layout.dtype, layout.reduce_dtype, **kwargs)
+                                              layout.dtype, **kwargs)
             self.params = self.optimizer.shards
             self.averagers = dict.fromkeys(self.stages, self.optimizer)
             self.reducers = [self.optimizer.reducer]

@@ -84,7 +84,6 @@ class Flags:
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
     dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters", choices=list(DTYPES))
-    reduce_dtype: str = flag("same", "what replicas send gradients in; same: as they add up", choices=["same", "bf16"])
     recompute: str = flag("none", "what backward runs again, not to keep it", choices=["none", "block", "attention"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "auto: Triton from Hopper on, in 16 bits or fp32", choices=["auto", "torch", "triton"])
@@ -122,8 +121,7 @@ def config_of(s):
 def layout_of(s):
     """The flags that make a parallel.Layout."""
     given = {field.name: getattr(s, field.name) for field in dataclasses.fields(parallel.Layout)}
-    reduce_dtype = None if s.reduce_dtype == "same" else DTYPES[s.reduce_dtype]
-    return parallel.Layout(**given | {"dtype": DTYPES[s.dtype], "reduce_dtype": reduce_dtype})
+    return parallel.Layout(**given | {"dtype": DTYPES[s.dtype]})
 
 
 def processes_of(s, world):

@@ -26,15 +26,12 @@ def average_between(reducers, group):
 
     (The ranks that keep an expert average its gradient all at once, so it is left out.)
     """
-    under_way = []
+    handles = []
     for bucket in itertools.chain(*(reducer.buckets for reducer in reducers)):
         if bucket.shard.grad is not None and not bucket.place.same_expert:
-            message = bucket.shard.grad.to(bucket.reduce_dtype or bucket.shard.dtype)
-            handle = dist.all_reduce(message, dist.ReduceOp.AVG, group, async_op=True)
-            under_way.append((bucket, handle, message))
-    for bucket, handle, message in under_way:
+            handles.append(dist.all_reduce(bucket.shard.grad, dist.ReduceOp.AVG, group, async_op=True))
+    for handle in handles:
         handle.wait()
-        bucket.shard.grad.copy_(message)
 
 
 # Two levels, for groups that are not sharded by node:

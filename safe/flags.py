@@ -150,8 +150,6 @@ def check_parts(s, c, world, local_world, processes):
     reject(replicas % within, f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: "
            f"give --zero-within {math.gcd(within, replicas)}")
     reject(s.zero_within and not s.zero, f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
-    reject(s.reduce_dtype != "same" and s.dtype == "fp64", f"--reduce-dtype {s.reduce_dtype} would lose what --dtype "
-           "fp64 keeps: leave one of them out")
 
 
 def check_schedule(s, config):

@@ -56,7 +56,7 @@ def module_and_inputs(kind, seed):
     return net.double().to(device), [[(x[i, rank], *more(i, rank)) for rank in range(size)] for i in range(2)]
 
 
-def laid_out(net, way, optimizer=torch.optim.SGD, group=None, reduce_dtype=None, compute_dtype=None, **options):
+def laid_out(net, way, optimizer=torch.optim.SGD, group=None, compute_dtype=None, **options):
     """(what to call, what has no_sync and finish_grad_sync, optimizer). way: a stage of ZeRO, "ddp" or "naive"."""
     if way == "naive":
         finish = functools.partial(parallel.average_gradients, net)
@@ -64,9 +64,9 @@ def laid_out(net, way, optimizer=torch.optim.SGD, group=None, reduce_dtype=None,
         return net, sync, optimizer([p for p in net.parameters() if p.requires_grad], **options)
     if way in ("ddp", 3):
         wrapped = (parallel.DDP(net, group, bucket_mb=1e-4) if way == "ddp" else  # a hundred bytes: many buckets
-                   parallel.FSDP(net, group, reduce_dtype=reduce_dtype, compute_dtype=compute_dtype))
+                   parallel.FSDP(net, group, compute_dtype=compute_dtype))
         return wrapped, wrapped, optimizer(wrapped.parameters(), **options)
-    sharded = parallel.ShardedOptimizer(net.parameters(), optimizer, group, way, 0.009, reduce_dtype=reduce_dtype,
+    sharded = parallel.ShardedOptimizer(net.parameters(), optimizer, group, way, 0.009,
                                         compute_dtype=compute_dtype, **options)
     return net, sharded, sharded
 
@@ -225,7 +225,7 @@ def test_loss_scale_grows_and_backs_off():
 def test_low_precision_trains_like_float32(trained, tmp_path):
     """And bf16 keeps what bf16 alone would round away: a float32 master. Same data, 40 steps."""
     ends = []
-    for i, dtype in enumerate(["fp32", "bf16", "bf16 --zero 2", "bf16 --zero 3 --reduce-dtype bf16", "fp16 --zero 1"]):
+    for i, dtype in enumerate(["fp32", "bf16", "bf16 --zero 2", "bf16 --zero 3", "fp16 --zero 1"]):
         trained(2, f"--steps 40 --eval-every 40 --lr 0.01 --warmup-steps 3 --out OUT/{i} --dtype {dtype}")
         ends += log_of(tmp_path / str(i), "val_loss")
     assert all(abs(end / ends[0] - 1) < 0.02 for end in ends), ends

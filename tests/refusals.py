@@ -68,7 +68,6 @@ REFUSED = {
         --pp 2 --virtual-stages 2           | --schedule interleaved
         --pp 2 --virtual-stages 2 --schedule interleaved | --micro-batches 2
         --cuda-graphs on --device cpu       | --cuda-graphs on
-        --dtype fp64 --reduce-dtype bf16    | --reduce-dtype bf16
         --dp 8 --zero 2 --zero-within 6     | --zero-within 6 does not divide --dp 8: give --zero-
         --dp 2 --zero-within 2              | give --zero 1, 2 or 3
         --sp                                | --sp cuts tokens over --tp: give --tp 2
