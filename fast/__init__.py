@@ -30,7 +30,6 @@ SWAPS = [  # (module, name there, what takes its place)
     (kernels, "flash_attention", attention.PackedAttention.apply),
     (kernels, "attend", attention.attention_block),
     (kernels, "attend_backward", attention.attention_block_backward),
-    (kernels, "matmul", linear.tuned_matmul),
     (model, "Block", norm.FusedBlock),
     (parallel, "make_buckets", overlap.large_buckets),
     (parallel, "Reducer", overlap.FastReducer),

@@ -1,6 +1,6 @@
-"""Linear layers: a bias's gradient by one kernel, outputs padded; the tuned product.
+"""Linear layers: a bias's gradient by one kernel, outputs padded.
 
-Takes the place of kernels.linear, bias_gradient and matmul. On an H200 a step of GPT-2 124M with its 50,257 tokens
+Takes the place of kernels.linear and bias_gradient. On an H200 a step of GPT-2 124M with its 50,257 tokens
 takes 74 % longer without padding. A bias's gradient takes 25 us, PyTorch's 46.
 """
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import kernels
-from kernels import bias_gradient, Linear, matmul, programs_at_once, tl, triton, weight_gradients
+from kernels import bias_gradient, Linear, programs_at_once, tl, triton, weight_gradients
 
 
 # ---------------------------------------------------------------------------------------------------- sums of columns
@@ -113,13 +113,3 @@ def pad_columns(dy, y):
     if dy.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and rows.stride() == (width, 1):
         return rows.as_strided((len(rows), width), rows.stride())
     return F.pad(rows, (0, width - rows.shape[1]))
-
-
-# ----------------------------------------------------------------------------------------------------- matrix product
-
-TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
-
-
-def tuned_matmul(a, b, function=None, tiles=None):
-    """matmul in the fastest tiles. In float32 a tile has twice the bytes, and a product takes three of TF32."""
-    return matmul(a, b, function, tiles or ((64, 64, 32, 8) if a.dtype == torch.float32 else TILES))
