@@ -428,7 +428,7 @@ def add_to_shard(bucket, average):
         bucket.shard.grad += average
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer:
     """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its Nth of the parameters, and steps it.
 
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
@@ -442,6 +442,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     whose step takes no closure.
     stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
     the same parameters in each backward then. stage=0 shards nothing. compute_dtype: see mixed precision, above.
+
+    `inner`, of that class, steps the shards: PyTorch's schedulers take it, and its state_dict is this rank's.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
@@ -465,30 +467,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for i, g in enumerate(param_groups):
             g["params"] = [bucket.shard for bucket in self.buckets if group_of[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
-        # An Optimizer in name, so that PyTorch's schedulers take it. The next line makes groups and a state of its own;
-        # the line after it takes the inner one's, so that a new lr reaches what steps.
-        super().__init__(self.inner.param_groups, self.inner.defaults)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         self.reducer = (EveryBackward if stage == 2 else Reducer)(self.buckets, send[stage], add_to_shard)
         self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
 
-    def add_param_group(self, group):
-        if hasattr(self, "reducer"):  # else it is PyTorch's __init__ that calls
-            raise ValueError("ShardedOptimizer cuts its parameters once, when it is made: make a new one with all of "
-                             "them")
-        super().add_param_group(group)
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    @property
+    def state(self):
+        return self.inner.state
 
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
         self.reducer.forget()
-        super().zero_grad(set_to_none)
-
-    def load_state_dict(self, state_dict):
-        """Load what `state_dict` returned on this rank in a run of as many ranks. Weights of 16 bits are loaded before
-        the optimizer is made, which copies them into its masters."""
-        self.inner.load_state_dict(state_dict)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.inner.zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self):

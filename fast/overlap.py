@@ -89,11 +89,9 @@ class FastEveryBackward(FastReducer, EveryBackward):
 
     def leave(self, bucket):
         super().leave(bucket)
-        average = self.under_way[-1][-1]
         self.keeps_promise(bucket)
         if bucket.shard.grad is None:
-            same = average.dtype == bucket.shard.dtype
-            bucket.shard.grad = average if same else torch.zeros_like(bucket.shard)
+            bucket.shard.grad = self.under_way[-1][-1]
         self.promised[bucket] = bucket.shard.grad
 
     @torch.no_grad()

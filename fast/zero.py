@@ -27,9 +27,8 @@ class GuardedOptimizer(ShardedOptimizer):
         super().__init__(*args, **kwargs)
         # Bucket -> the handle of its all-gather under way; bucket -> the event at its end, for which graphs wait.
         self.gathering, self.arrived = {}, {}
-        self.with_masters = [bucket for bucket in self.buckets if bucket.dtype != bucket.shard.dtype]
         if isinstance(self.inner, AdamW):
-            self.inner.copies = {b.shard: b.weights[b.own] for b in self.with_masters}
+            self.inner.copies = {b.shard: b.weights[b.own] for b in self.buckets if b.dtype != b.shard.dtype}
             if self.stage:  # by a weak reference, so that an optimizer that nobody keeps is freed at once
                 bucket_of, gather = {b.shard: b for b in self.buckets}, weakref.WeakMethod(self.gather_weights)
                 self.inner.stepped = lambda shard: gather()([bucket_of[shard]], wait=False)
@@ -85,24 +84,6 @@ class GuardedOptimizer(ShardedOptimizer):
                 self.arrived[bucket].wait()  # every replay does, for the gather before it
             elif bucket in self.gathering:
                 self.gathering.pop(bucket).wait()
-
-    def state_dict(self):
-        """This rank's part: torch.optim's state_dict, and the master weights if parameters have 16 bits."""
-        return dict(self.inner.state_dict(), masters=[b.shard.detach() for b in self.with_masters])
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict):
-        """Load what `state_dict` returned on this rank in a run of as many ranks. 16-bit parameters are set from their
-        masters. Call it on all ranks."""
-        self.wait_for_weights(self.buckets)
-        state = dict(state_dict)
-        masters = state.pop("masters", None) or [b.weights[b.own] for b in self.with_masters]
-        super().load_state_dict(state)
-        for bucket, master in zip(self.with_masters, masters, strict=True):
-            bucket.shard.copy_(master)
-        cast_masters(self.buckets)
-        self.gather_weights(self.with_masters)
-        self.wait_for_weights(self.buckets)
 
 
 class GuardedFSDP(FSDP):

@@ -292,35 +292,6 @@ def test_gradients_that_have_left_keep_no_memory():
 
 
 @on_both
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16], ids=str)
-@on_ranks(2)
-def test_sharded_optimizer_loads_its_state(compute_dtype):
-    """state_dict of one ShardedOptimizer into another: the same step, and a learning rate changed in between counts."""
-    if is_plain():
-        compute_dtype = None  # the reference's has no masters
-
-    nets = [nn.Linear(3, 3, bias=False) for _ in range(2)]
-    optimizers = [laid_out(net, 1, torch.optim.AdamW, lr=0.1, compute_dtype=compute_dtype)[2] for net in nets]
-
-    def step(i, lr):
-        optimizers[i].param_groups[0]["lr"] = lr
-        nets[i](torch.ones(2, 3, dtype=compute_dtype)).square().sum().backward()
-        optimizers[i].finish_grad_sync()
-        optimizers[i].step()
-        optimizers[i].zero_grad()
-        return nets[i].weight.detach().clone()
-
-    weight = step(0, 0.1)
-    if compute_dtype is None:  # 16-bit weights come with their masters
-        nets[1].load_state_dict(nets[0].state_dict())
-    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    assert nets[1].weight.equal(weight)
-    assert all(map(torch.equal, *map(stepped_by, optimizers)))  # masters hold more than 16-bit weights do
-    weight = step(0, 0.2)
-    assert step(1, 0.2).equal(weight) and step(1, 0.0).equal(weight)
-
-
-@on_both
 @pytest.mark.parametrize("way", ["ddp", 1, 2, 3])
 @on_ranks(2)
 def test_an_optimizer_that_is_zeroed_drops_its_step(way):
