@@ -8,7 +8,6 @@ import unittest.mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import collectives as dist
 import further.context
