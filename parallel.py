@@ -1792,12 +1792,12 @@ class ParallelGPT:
             x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
         weight = self.weight_of_a_target(y)
         losses = self.pipeline.run(actions, x, y, scale * weight, averagers)
-        total = torch.zeros_like(weight)
-        for loss in losses:
-            total += loss * weight
+        loss = torch.zeros_like(weight)
+        for summed in losses:
+            loss += summed * weight
         if self.layout.pp > 1:
-            dist.all_reduce(total, group=self.groups.pp)  # the other stages have none
-        return total
+            dist.all_reduce(loss, group=self.groups.pp)  # the other stages have none
+        return loss
 
     def weight_of_a_target(self, y):
         """R / n, of R replicas, and n targets that count on all of them together. Each replica multiplies the sum of
