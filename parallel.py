@@ -128,15 +128,12 @@ class Bucket:
         self.group = self.place.same_expert or group_or_world(group)
         self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
         self.total = None  # gradients side by side: kept between micro-batches if weights have 16 bits
+        self.total_dtype = self.dtype
         self.params = params
-        ends = itertools.accumulate(p.numel() for p in params)
-        self.start_of = {p: end - p.numel() for p, end in zip(params, ends)}  # where in the message it begins
-        self.numel = sum(p.numel() for p in params)
-
-    @property
-    def total_dtype(self):
-        """What gradients add up in."""
-        return self.dtype
+        self.start_of, self.numel = {}, 0
+        for p in params:
+            self.start_of[p] = self.numel  # where in the message it begins
+            self.numel += p.numel()
 
     def zeros(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
@@ -358,11 +355,10 @@ class FlatBucket(Bucket):
 
     def __init__(self, params, group, sharded=True, compute_dtype=None, **options):
         super().__init__(params, group, **options)
-        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        self.numel = -(-self.numel // ranks) * ranks
-        self.own = slice(rank * self.numel // ranks, (rank + 1) * self.numel // ranks)
-        if not sharded:
-            self.own = slice(0, self.numel)
+        ranks, rank = (dist.get_world_size(self.group), dist.get_rank(self.group)) if sharded else (1, 0)
+        width = -(-self.numel // ranks)  # rounded up
+        self.numel = ranks * width
+        self.own = slice(rank * width, (rank + 1) * width)
         values = self.zeros(self.dtype)
         if not params[0].is_meta:
             for p in params:
@@ -377,13 +373,9 @@ class FlatBucket(Bucket):
         if self.dtype != master_dtype(self.dtype):
             mine = values[self.own].to(torch.float32, copy=True)  # `cast_masters` writes it into the weights
         self.shard = nn.Parameter(mine, params[0].requires_grad)
+        self.total_dtype = self.shard.dtype  # so gradients of 16-bit weights add up in float32
         cut_over = self.place.cut_over + ((self.group,) if sharded else ())
         self.shard.place = replace(self.place, cut_over=cut_over, cuts=(), decays=all(map(is_matrix, params)))
-
-    @property
-    def total_dtype(self):
-        """The shard's, so gradients of 16-bit weights add up in float32."""
-        return self.shard.dtype
 
 
 def lie_in(param, view):

@@ -71,7 +71,7 @@ def hook(rank):
 
 def zero1(rank):
     """Which Nth a rank keeps and steps: set `numel`, the length of the flat vector with its padding, and `own`, the
-    slice of it that is this rank's."""
+    slice of it that is this rank's. `numel` is still without padding; `rank` is one of `ranks`."""
     from parallel import ShardedOptimizer
     weights = nn.Parameter(torch.arange(10.0, 60, 10))
     optimizer = ShardedOptimizer([weights], torch.optim.SGD, lr=1.0)
@@ -193,7 +193,7 @@ class Puzzle(NamedTuple):
 PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(ring, 3, "collectives.py", "ring_reduce_scatter", "mine"),
     Puzzle(hook, 2, "parallel.py", "Reducer.one_less", "discard"),
-    Puzzle(zero1, 3, "parallel.py", "FlatBucket.__init__", "ranks"),
+    Puzzle(zero1, 3, "parallel.py", "FlatBucket.__init__", "width"),
     Puzzle(zero3, 2, "parallel.py", "Units.after_forward", "flats_of", 1),
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),

@@ -17,8 +17,8 @@ MISTAKES = {
     "ring": ("link.rank - 2 - s", "link.rank - 1 - s", "reduce-scatter: got ["),  # a step behind
     "hook": ("not self.missing[self.buckets[self.next]]", "not self.missing[bucket]",  # sends incomplete buckets
              "buckets on their way after each gradient: got [3, 3, 3], should have got [0, 0, 3]"),
-    "zero1": ("rank * self.numel // ranks, (rank + 1) * self.numel // ranks",  # all keep the first one
-              "0, self.numel // ranks", "weights after the step: got ["),
+    "zero1": ("rank * width, (rank + 1) * width", "0, width",  # all keep the first one
+              "weights after the step: got ["),
     "zero3": ("flat not in self.kept", "True", "got [1, 1, 1, 0], should have got [1, 1, 1, 1]"),
     "g": ("grad, None", "grad / 2, None", "got [1.5, 2.0], should have got [3.0, 4.0]"),
     "vocabulary": ("total * (mine - top).exp()", "total", "loss: got 1.153, should have got 0.981"),
