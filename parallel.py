@@ -901,13 +901,6 @@ def local_parameter(param, cut):
     return local
 
 
-def cut_in_place(layer, cut):
-    """Put this rank's parts of a layer's parameters in their places."""
-    for leaf, param in list(layer.named_parameters()):
-        setattr(layer, leaf, local_parameter(param, cut))
-    return layer
-
-
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of logits (n, V/N), this rank's slice of the vocabulary, against targets (n).
 

@@ -17,7 +17,7 @@ from torch import nn
 import collectives as dist
 import kernels
 from model import ACTIVATIONS
-from parallel import Cut, cut_in_place, groups_of, local_parameter, Place, Trade
+from parallel import Cut, groups_of, local_parameter, Place, Trade
 
 
 # -------------------------------------------------------------------------------------------------- mixture of experts
@@ -173,6 +173,13 @@ def between_f_and_g(experts, group, f, g):
     forward = experts.forward
     experts.forward = lambda *inputs: g(forward(*(f(tensor, group) for tensor in inputs)), group)
     return experts
+
+
+def cut_in_place(layer, cut):
+    """Put this rank's parts of a layer's parameters in their places."""
+    for leaf, param in list(layer.named_parameters()):
+        setattr(layer, leaf, local_parameter(param, cut))
+    return layer
 
 
 def expert_plan(f, g):
