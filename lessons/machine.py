@@ -130,6 +130,8 @@ def load_machine(a):
         advice = f"give one of {', '.join(MACHINES)}, or a file that `bench.py collectives --json` wrote"
         with readable(f"--machine {a.machine}", advice), open(a.machine) as file:
             machine = Machine(**json.load(file)["machine"])
+    reject(a.dtype == "fp32" and a.machine in MACHINES,
+           f"--dtype fp32: the rates of {a.machine} are bf16's; leave it out, or give a file to --machine")
     reject(machine.link is None,
            f"--machine {a.machine}: one process has no link to measure; write it with --gpus 2 or more")
     reject(a.gpus > machine.node and not machine.network,

@@ -161,6 +161,7 @@ REFUSED = {
         kernels --gpus 2 --device cpu       | --gpus 2
         plan --gpus 0                       | --gpus
         plan --machine nope                 | --machine nope
+        plan --dtype fp32                   | --machine
         plan --gpus 16 --machine MACHINE    | network
         plan --gpus 4 --n-head 7            | --n-embd 1603
         plan --model gpt5                   | --model

@@ -66,8 +66,7 @@ class Machine:
 
 
 # `peak` is the datasheet's, `memory` what CUDA reports. The H200's rates were measured on four of them. Rates of the
-# other GPUs and of all networks are estimates; --machine FILE takes rates that you have measured. All these are rates
-# of bf16, so for --dtype fp32 they predict too short a time.
+# other GPUs and of all networks are estimates; --machine FILE takes rates that you have measured. All are of bf16.
 H200 = Machine(
     "H200", peak=989e12, memory=150e9, matmul=710e12, attention=220e12, long_attention=450e12, elementwise=5.9e12,
     loss=3.4e11, hbm=4.07e12, launch=1.7e-3, link=330e9, hop=2.7e-5, network=45e9)
