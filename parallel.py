@@ -118,8 +118,8 @@ def average_gradients(module, group=None):
 class Bucket:
     """Parameters whose gradients travel together: one collective serves all of them.
 
-    Gradients of several micro-batches add up in .grad; when the bucket leaves, `message` lays them side by side. group:
-    the N ranks that average them.
+    Gradients of several micro-batches add up in .grad; when the bucket leaves, `take_message` lays them side by side.
+    group: the N ranks that average them.
     """
     shard = None  # a FlatBucket (ZeRO, below) has one
 
@@ -127,8 +127,7 @@ class Bucket:
         self.place = place_of(params[0])
         self.group = self.place.same_expert or group_or_world(group)
         self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
-        self.total = None  # gradients side by side: kept between micro-batches if weights have 16 bits
-        self.total_dtype = self.dtype
+        self.total, self.total_dtype = None, self.dtype  # gradients side by side, and what they add up in
         self.params = params
         self.start_of, self.numel = {}, 0
         for p in params:
@@ -144,33 +143,31 @@ class Bucket:
 
     @torch.no_grad()
     def collect(self, param):
-        """Add .grad to its part of the total, and drop it. Of float32 weights `message` alone calls it, because
-        micro-batches add up in .grad; of 16-bit ones `Reducer.computed` in each backward, so they add up in float32."""
-        if param.grad is None:
-            return
+        """Add .grad to its part of the total, and drop it. `take_message` does this once, with what micro-batches have
+        added up in .grad. In 16 bits they must not add up there, so `Reducer.computed` does it in each backward."""
         if self.total is None:
             self.total = self.zeros(self.total_dtype)
-        self.view(self.total, param).add_(param.grad)
-        param.grad = None
+        if param.grad is not None:
+            self.view(self.total, param).add_(param.grad)
+            param.grad = None
 
     def holds_gradients(self):
         return self.total is not None or any(p.grad is not None for p in self.params)
 
-    def message(self):
+    def take_message(self):
         """The total, as it is sent; the bucket forgets it, and every .grad. A parameter without one counts as zero."""
         for param in self.params:
-            self.collect(param)  # those of all micro-batches have added up in .grad; now they lie side by side
+            self.collect(param)
         total, self.total = self.total, None
-        if total is None:
-            total = self.zeros(self.total_dtype)
         if self.place.losses > 1:
             total /= self.place.losses
         return total
 
 
 def all_reduce_bucket(bucket):
-    """Start to average a bucket: every rank gets all of it. 2(N-1)/N x K elements sent."""
-    message = bucket.message()
+    """Start to average a bucket: every rank gets all of it. 2(N-1)/N x K elements sent. Returns what `Reducer.send`
+    must: (handle, its input, its output)."""
+    message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
         return dist.Handle(), message, message
     handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.group, async_op=True)
@@ -193,7 +190,7 @@ def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=B
         key = param.dtype, param.device, place_of(param), same(param)
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
             full.append(filling.pop(key))
-        filling[key] = [*filling.pop(key, []), param]  # to the end of the list, because it is complete last
+        filling[key] = [*filling.pop(key, []), param]  # moved to the end, because it is complete last
     return [bucket_class(some, group, **options) for some in [*full, *filling.values()]]
 
 
@@ -233,7 +230,7 @@ class Reducer:
         """Autograd calls this when it has added all of a backward's gradient to param.grad."""
         bucket = self.bucket_of[param]
         if bucket.total_dtype != bucket.dtype:
-            bucket.collect(param)  # so that micro-batches do not add up in 16 bits
+            bucket.collect(param)
         if self.syncing:
             self.one_less(bucket, param)
 
@@ -402,7 +399,7 @@ def reduce_scatter_bucket(bucket, in_place=False):
     The average gets a tensor of its own, so that the full vector can be freed. in_place, for stage 1: it overwrites its
     slice of the full vector. There all full vectors live until `finish` anyway, and another tensor would come on top.
     """
-    message = bucket.message()
+    message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
         return dist.Handle(), message, message
     average = message[bucket.own]

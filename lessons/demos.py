@@ -229,7 +229,8 @@ def demo_data():
     for param in model.params:
         param.register_post_accumulate_grad_hook(look)
     say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
-        f"float64.\nA bucket leaves when its last gradient is computed, so that it travels while backward goes on:\n\n"
+        f"float64; wte is the head, too.\n"
+        f"A bucket leaves when its last gradient is computed, so that it travels while backward goes on:\n\n"
         f"  gradients ready   bucket of             backward still computes")
     traffic_of("all_reduce")
     mean_loss(one, x, y).backward()
