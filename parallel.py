@@ -437,13 +437,8 @@ class ShardedOptimizer:
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
                  **kwargs):
-        params = list(params)
-        param_groups = [dict(g) for g in params] if params and isinstance(params[0], dict) else [{"params": params}]
-        for g in param_groups:
-            g["params"] = list(g["params"])
+        param_groups = optimizer_class(params, **kwargs).param_groups  # a list of parameters is one group
         group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # the number of its parameter group
-        if len(group_of) != sum(len(g["params"]) for g in param_groups):
-            raise ValueError("ShardedOptimizer: a parameter is in two parameter groups, or twice in one")
         self.group, self.stage = group_or_world(group), stage
 
         def same(p):

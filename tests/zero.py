@@ -229,7 +229,7 @@ def test_optimizer_refuses_what_pytorch_refuses():
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.backward()
-    with pytest.raises(ValueError, match="in two parameter groups"):
+    with pytest.raises(ValueError, match="in more than one parameter group"):
         parallel.ShardedOptimizer([{"params": list(net.parameters())}] * 2, torch.optim.SGD, lr=1.0)
 
 
