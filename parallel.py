@@ -330,9 +330,8 @@ class DDP(nn.Module):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
 #
-# Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters, and those of tied weights.
-# (More on GPUs where Python runs far ahead: freed memory is used again only when its stream is done with it. And the
-# last unit is gathered once, because backward begins with it.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# Besides, stage 2 has three buckets' whole gradients. Stage 3 also has two units' parameters (a unit is what it gathers
+# at a time), and those of tied weights. Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
 # the shards. Gradients add up in float32, too.
@@ -346,14 +345,14 @@ class FlatBucket(Bucket):
     """A Bucket whose weights lie side by side, too: its parameters become views of one vector, `weights`, zero-padded
     to a multiple of N, so that one all-gather gathers them all. Their values are the first rank's.
 
-    shard: the Parameter that an optimizer steps. It is `own`, this rank's Nth of the vector; if not `sharded`, all of
-    it. Averages of gradients end up in its .grad.
+    shard: the Parameter that an optimizer steps, weights[own]: this rank's Nth, or if not `sharded` all. Averages of
+    gradients end up in its .grad.
     """
 
     def __init__(self, params, group, sharded=True, compute_dtype=None, **options):
         super().__init__(params, group, **options)
         ranks, rank = (dist.get_world_size(self.group), dist.get_rank(self.group)) if sharded else (1, 0)
-        width = -(-self.numel // ranks)  # rounded up
+        width = -(-self.numel // ranks)  # of an Nth, rounded up
         self.numel = ranks * width
         self.own = slice(rank * width, (rank + 1) * width)
         values = self.zeros(self.dtype)
@@ -396,8 +395,8 @@ def cast_masters(buckets):
 def reduce_scatter_bucket(bucket, in_place=False):
     """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
 
-    The average gets a tensor of its own, so that the full vector can be freed. in_place, for stage 1: it overwrites its
-    slice of the full vector. There all full vectors live until `finish` anyway, and another tensor would come on top.
+    The average gets a tensor of its own, so that the full vector can be freed. in_place (stage 1): it overwrites its
+    slice of the full vector, which lives until zero_grad.
     """
     message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
@@ -475,7 +474,8 @@ class ShardedOptimizer:
         self.inner.step()
         cast_masters(self.buckets)
         self.gather_weights(self.buckets)
-        increment_version(self.reducer.bucket_of)  # so that a backward through the old weights is refused
+        for bucket in self.buckets:
+            increment_version(bucket.params)  # so that a backward through the old weights is refused
 
     def gather_weights(self, buckets):
         """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
@@ -508,7 +508,9 @@ class EveryBackward(Reducer):
     def leave(self, bucket):
         super().leave(bucket)
         self.missing[bucket] = set(bucket.params)  # for the next backward
-        while len(self.under_way) > 2:  # full gradients cost the memory of these two, and of the next one
+        # Full gradients cost the memory of these two, and of the next one. (On GPUs of more, where Python runs far
+        # ahead, because freed memory is used again only when its stream is done with it.)
+        while len(self.under_way) > 2:
             self.receive()
 
     def unsent(self):
@@ -536,8 +538,8 @@ class FlatParameter(FlatBucket):
             return
         self.has_memory = True
         self.weights.untyped_storage().resize_(self.numel * self.dtype.itemsize)
-        # Autograd refuses a saved tensor that was written since, by its version counter. After param.data = view a
-        # parameter has a counter of its own, which this write leaves alone. It brings back the same values.
+        # Autograd refuses a saved tensor that was written since, by its version counter. This write leaves parameters'
+        # counters alone (param.data = view gave them their own), and brings back the same values.
         self.weights[self.own] = self.shard  # the cast from the master's dtype
         self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
 
@@ -554,7 +556,7 @@ class FlatParameter(FlatBucket):
 
 def free_and_scatter(flat):
     """What FSDP does when a unit's last gradient is there. A layer's backward makes dx together with dW, so nothing
-    still needs the unit's weights. (Unless a forward uses one detached, too.)"""
+    still needs the unit's weights."""
     flat.free()
     return reduce_scatter_bucket(flat)
 
@@ -591,7 +593,7 @@ class Units:
         a unit's forward begins                  before_forward       end its gather (or make it), begin the next one's
         it has ended                             after_forward        free it
         the gradient of its output is there      before_backward      end its gather, begin the previous one's
-        its last weight gradient is there        Reducer.computed     free_and_scatter
+        its last weight gradient is there        EveryBackward.leave  free_and_scatter
 
     Three units a, b, c; a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
 
@@ -605,8 +607,7 @@ class Units:
     on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units with
     matrices; a model that uses units in another order gathers some too early, and some only when they are needed.
 
-    flats_of: {unit: the FlatParameters that it computes with}, one, unless some are tied or frozen. expect(flat):
-    called when its backward begins.
+    flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
     """
 
     def __init__(self, flats_of, expect):
@@ -679,9 +680,9 @@ class FSDP(nn.Module):
     Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too.
     Vectors (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must use
     the same parameters in each backward. A unit with one that gets no gradient, because it is frozen or unused, stays
-    whole to the end of the step. A unit's parameters must be used by its own forward alone, and the module's are not to
-    be read outside of it: between steps they have no memory, and Python would crash. (PyTorch's users choose the units;
-    its FSDP shards vectors, too, and under no_sync keeps whole gradients and sends none.)
+    whole to the end of the step. A unit's parameters must be used by its own forward alone. Outside of it they have no
+    memory, and reading them would crash the process. (PyTorch's FSDP shards vectors, too, and under no_sync keeps whole
+    gradients and sends none.)
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients have `master_dtype` of it.
     Shards are vectors: for weight decay ask `is_matrix`, not their shape. A module on the meta device is never whole
@@ -713,17 +714,16 @@ class FSDP(nn.Module):
         self.vectors = buckets_of(vectors, same=lambda p: p.requires_grad, bucket_class=FlatBucket, sharded=False)
         self.buckets = self.flats + self.vectors
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.reducers = [EveryBackward(trained(self.flats), free_and_scatter, add_to_shard),
-                         Reducer(trained(self.vectors), all_reduce_bucket, add_to_shard)]
-        self.no_sync = self.reducers[1].no_sync  # vectors' gradients add up; matrices' leave in every backward
+        of_matrices = EveryBackward(trained(self.flats), free_and_scatter, add_to_shard)
+        of_vectors = Reducer(trained(self.vectors), all_reduce_bucket, add_to_shard)
+        self.reducers = [of_matrices, of_vectors]
+        self.no_sync = of_vectors.no_sync  # vectors' gradients add up; matrices' leave in every backward
         flats_of = {unit: list(dict.fromkeys(self.bucket_of[p] for p in params if is_matrix(p)))
                     for unit, params in units}
-        self.units = Units(flats_of, self.reducers[0].expect)
+        self.units = Units(flats_of, of_matrices.expect)
 
     def forward(self, *args, **kwargs):
-        # Begin with nothing gathered, because the optimizer may have stepped the shards. (Between micro-batches of a
-        # pipeline this drops a kept unit, too, which its backward gathers again.)
-        self.units.free()
+        self.units.free()  # because the optimizer may have stepped the shards
         cast_masters(self.vectors)
         if self.compute_dtype:
             args, kwargs = tree_map_only(
@@ -779,13 +779,12 @@ class FSDP(nn.Module):
 # cut by rows to match, so each rank has a full-size Y that is one term of the sum. One all-reduce adds them up:
 #
 #          ┌─ X ─ A_0 ─ GeLU ─ B_0 ─ Y_0 ─┐
-#     X ─ f                                g ─ Y    f: forward nothing, backward all-reduce (all used X: dX adds up)
-#          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward nothing (dY reaches each term as is)
+#     X ─ f                                g ─ Y    f: forward identity, backward all-reduce (all used X: dX adds up)
+#          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward identity (dY reaches each term as is)
 #
 # X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
-# columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. (The lecture's
-# code all-gathers after every matrix. With B cut by rows, one all-reduce serves two matrices.) Until backward a rank
-# keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
+# columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. Until backward
+# a rank keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
 class CopyToGroup(torch.autograd.Function):
     """f: forward identity, backward all-reduce: X went into every rank's columns of A, so dX adds up."""
@@ -830,8 +829,8 @@ class Cut:
 
     def part(self, full):
         """What this rank has of the whole tensor."""
-        parts = [part.tensor_split(self.size, self.dim)[self.rank] for part in full.chunk(self.parts, self.dim)]
-        return torch.cat(parts, self.dim)
+        mine = [part.tensor_split(self.size, self.dim)[self.rank] for part in full.chunk(self.parts, self.dim)]
+        return torch.cat(mine, self.dim)
 
     def first(self, rows):
         """The first of so many rows that this rank has."""

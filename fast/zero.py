@@ -42,7 +42,8 @@ class GuardedOptimizer(ShardedOptimizer):
         if not isinstance(self.inner, AdamW):
             cast_masters(self.buckets)
         self.gather_weights(self.buckets)
-        increment_version(self.reducer.bucket_of)
+        for bucket in self.buckets:
+            increment_version(bucket.params)
 
     def gather_weights(self, buckets, wait=True):
         """wait: until they are there, unless forward does."""

@@ -265,7 +265,7 @@ def demo_fsdp():
         plain(units, unit, grad)
 
     say("wte and lm_head are two matrices here (tied=False). In `plain` they are one, which stays whole from its\n"
-        "first use to the end of backward. What is computed from \"gather\" to \"wait for\" hides the gather.\n")
+        "first use to the end of backward. What is computed from \"gather\" to \"wait for\" hides the gather. A scatter stands where it\nstarts.\n")
     for unit in net.units.flats_of:
         unit.register_forward_pre_hook(lambda unit, inputs: say(f"forward of {name_of[unit]}"), prepend=True)
     with patched([told(parallel.FlatParameter, "begin_gather", "gather", lambda flat: not flat.has_memory),
@@ -296,10 +296,10 @@ def demo_tensor():
         (A, B), (A_r, B_r) = ([tuple(getattr(m, leaf).weight.T.shape) for leaf in (first, "c_proj")]
                               for m in (whole, cut))
         say(f"\n{what}. A {A} is cut by columns, B {B} by rows:")
-        say_in_order(f"  rank {rank}   A_{rank} {A_r}   into B {tuple(inner[0].shape)}   B_{rank} {B_r}   "
+        say_in_order(f"  rank {rank}   A_{rank} {A_r}   between them {tuple(inner[0].shape)}   B_{rank} {B_r}   "
                      f"its term of Y {tuple(term.shape)}, {100 * off(term, Y):.0f} % off Y")
-        say(f"  f   forward   nothing                                 backward  all-reduce of dX, {f:,} bytes sent\n"
-            f"  g   forward   all-reduce of Y, {g:9,} bytes sent   backward  nothing\n"
+        say(f"  f   forward   identity                                backward  all-reduce of dX, {f:,} bytes sent\n"
+            f"  g   forward   all-reduce of Y, {g:9,} bytes sent   backward  identity\n"
             f"  relative error, off from one rank's result: Y {off(Y_cut, Y):.0e}, dX {off(dX_cut, dX):.0e}")
 
 

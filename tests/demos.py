@@ -103,16 +103,16 @@ SHOWN = [
           2(N-1)/N x K x 8 bytes (float64)                   8,986,624   in 2(N-1) messages an all-reduce"""),
     # 4 x 16 x 128 x 96 x 8 / 3 = 2,097,152
     ("tensor", 3, """
-          f   forward   nothing                                 backward  all-reduce of dX, 2,097,152 bytes sent
-          g   forward   all-reduce of Y, 2,097,152 bytes sent   backward  nothing
+          f   forward   identity                                backward  all-reduce of dX, 2,097,152 bytes sent
+          g   forward   all-reduce of Y, 2,097,152 bytes sent   backward  identity
           relative error, off from one rank's result: Y ~0, dX ~0
 
         MLP: Y = GeLU(X A) B. A (96, 384) is cut by columns, B (384, 96) by rows:
-          rank 0   A_0 (96, 128)   into B (16, 128, 128)   B_0 (128, 96)   its term of Y (16, 128, 96), 81 % off Y
-          rank 1   A_1 (96, 128)   into B (16, 128, 128)   B_1 (128, 96)   its term of Y (16, 128, 96), 81 % off Y
-          rank 2   A_2 (96, 128)   into B (16, 128, 128)   B_2 (128, 96)   its term of Y (16, 128, 96), 81 % off Y
-          f   forward   nothing                                 backward  all-reduce of dX, 2,097,152 bytes sent
-          g   forward   all-reduce of Y, 2,097,152 bytes sent   backward  nothing
+          rank 0   A_0 (96, 128)   between them (16, 128, 128)   B_0 (128, 96)   its term of Y (16, 128, 96), 81 % off Y
+          rank 1   A_1 (96, 128)   between them (16, 128, 128)   B_1 (128, 96)   its term of Y (16, 128, 96), 81 % off Y
+          rank 2   A_2 (96, 128)   between them (16, 128, 128)   B_2 (128, 96)   its term of Y (16, 128, 96), 81 % off Y
+          f   forward   identity                                backward  all-reduce of dX, 2,097,152 bytes sent
+          g   forward   all-reduce of Y, 2,097,152 bytes sent   backward  identity
           relative error, off from one rank's result: Y ~0, dX ~0"""),
     # Experts 0 and 1 are rank 0's. It sends 3 rows, and the outputs of 6: 9 x 32 x 8 = 2,304 bytes, and two counts.
     ("experts", 2, """
