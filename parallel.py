@@ -182,7 +182,7 @@ def hand_out(bucket, average):
 
 def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=Bucket, **options):
     """Parameters in buckets of about `megabytes`, in the order in which they fill up from the last layer back, because
-    backward computes the last gradients first. Those of a bucket have one dtype, device and place, and the same(param):
+    backward computes the last gradients first. Those of a bucket have one dtype, device and place, and one same(param):
     ZeRO's parameter group, or FSDP's unit."""
     limit = (megabytes or 25) * 2**20  # 25 is PyTorch's own choice, too
     filling, full = {}, []
@@ -190,7 +190,7 @@ def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=B
         key = param.dtype, param.device, place_of(param), same(param)
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
             full.append(filling.pop(key))
-        filling[key] = [*filling.pop(key, []), param]  # moved to the end, because it is complete last
+        filling[key] = [*filling.pop(key, []), param]  # now last in the dict, because it is complete last
     return [bucket_class(some, group, **options) for some in [*full, *filling.values()]]
 
 
@@ -988,13 +988,9 @@ class Trade(torch.autograd.Function):
 #     B   backward = I, then W:   I gradient of the input, which the stage before waits for (Qi et al. call I "B")
 #                                 W gradient of the weights, which nobody waits for
 #
-# Idle time of every rank, with F = I = W = 1 (CS336 lecture 7; Qi et al., "Zero Bubble Pipeline Parallelism", 2023):
-#
-#     GPipe, 1F1B       (p-1) (F + I + W)         GPipe holds m micro-batches' activations, 1F1B p - rank
-#     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long; holds p + (p-1 - 2 rank) / v
-#     ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations a rank
-#
-# GPipe and 1F1B stand here, the others in further/schedules.py, with four whose stages lie in a V.
+# GPipe and 1F1B stand here. Every rank idles for (p-1) (F + B). GPipe holds m micro-batches' activations, 1F1B p - r.
+# Schedules that idle less are in further/schedules.py. CS336 lecture 7; Qi et al., "Zero Bubble Pipeline Parallelism"
+# (2023).
 
 class Action(NamedTuple):
     kind: str           # "F", "B", "I", "W"; after `lower` also SF, RF: send, receive an activation; SB, RB: a gradient
@@ -1014,9 +1010,9 @@ def whole_batch(kind, stage, m):
     return [Action(kind, stage, i) for i in range(m)]
 
 
-def take_turns(forwards, ahead, backwards):
-    """First `ahead` forwards (warm-up). Then in turn one forward, while any is left (steady state; then cool-down), and
-    one backward."""
+def alternate(forwards, ahead, backwards):
+    """First `ahead` forwards (warm-up). Then one forward, while any is left (steady state; then cool-down), and one
+    backward, in turn."""
     actions = forwards[:ahead]
     left = deque(forwards[ahead:])
     for backward in backwards:
@@ -1033,7 +1029,7 @@ def one_f_one_b(p, m, v=1):
     (p-r) (F + B), in which the rank runs p-r F and B. So p-r micro-batches keep it busy. Narayanan et al.,
     "PipeDream-2BW" (2020), call it PipeDream-Flush.
     """
-    return [take_turns(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
+    return [alternate(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
 
 
 def homes_of(lists):
@@ -1076,7 +1072,7 @@ def needs(action, homes):
     return [result for result in results if result.stage in homes]  # none before the first stage or after the last
 
 
-TRANSFERS = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}  # the other end, stages to it
+TRANSFERS = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}  # the other end, stages away
 
 
 def other_end(transfer):
@@ -1096,8 +1092,8 @@ def carried(transfer):
 def run_in_turns(lists, can_run, stuck):
     """All ranks' lists as one, in an order in which they can run: [(rank, action)].
 
-    In each turn, each rank whose next action can_run(action, done, waiting) runs it. done: the results of earlier
-    turns; waiting: all ranks' next actions. ScheduleError(stuck) if no rank can go on. 1F1B for p = 2, m = 2:
+    In each turn, each rank whose next action can_run(action, done, waiting) runs it. done: results and transfers of
+    earlier turns; waiting: all ranks' next actions. ScheduleError(stuck) if no rank can go on. 1F1B for p = 2, m = 2:
 
         turn       1   2   3   4   5   6
         rank 0    F0  F1   .  B0   .  B1    in turn 3, its B0 still needs the result of rank 1's B0
@@ -1128,17 +1124,17 @@ def in_order(lists):
 
 
 def lower(lists):
-    """Add the transfers: a result that another rank needs is sent as soon as it is made. The send is appended to its
-    rank's list, the receive to the other's, after all that the other has run so far. (It only posts a buffer, so it
-    may stand early.) 1F1B for p = 2, m = 2:
+    """Lower lists to what runs: add the transfers. A result that another rank needs is sent as soon as it is made. The
+    send is appended to its rank's list, the receive to the other's, after all that the other has run so far. (A receive
+    only posts a buffer, so it may stand early.) 1F1B for p = 2, m = 2:
 
         rank 0    F0 SF0 F1 SF1 RB0 B0 RB1 B1
         rank 1    RF0 RF1 F0 B0 SB0 F1 B1 SB1
 
     Why there is no deadlock: number the transfers as they are appended; so each rank's list has them in rising order.
-    Take the lowest number that is not done. Before it, only computations are left on its two ranks. What these need was
-    computed earlier on the same rank, or received; that receive stands earlier in the list, because it was appended
-    when the result was made, so it has a lower number and is done. So both ranks reach the transfer.
+    Take the lowest number that is not done. On its two ranks, all that is left before it are computations. What these
+    need was computed earlier on the same rank, or received; that receive stands earlier in the list, because it was
+    appended when the result was made, so it has a lower number and is done. So both ranks reach the transfer.
     """
     homes = homes_of(lists)
     lowered = [[] for _ in lists]
@@ -1214,7 +1210,8 @@ def checked(schedule, p, m, v):
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
 def place_stages(layout):
-    """Where the stages of a layout's schedule live, {stage: rank}: as its lists say, whatever m is, here 2p."""
+    """Where the stages of a layout's schedule live, {stage: rank}: as its lists say, for any m. (Interleaved wants a
+    multiple of p.)"""
     homes = homes_of(schedules()[layout.schedule](layout.pp, 2 * layout.pp, layout.virtual_stages))
     if layout.virtual_stages not in (1, len(homes) // layout.pp):
         raise ValueError(f"schedule {layout.schedule} has {len(homes) // layout.pp} stages a rank, "
@@ -1389,7 +1386,7 @@ class Pipeline:
         self.forget_sent(2)
 
     def forget_sent(self, most):
-        """Free outputs once they are sent, all but the latest few. It cannot hang: `check` lets every send wait."""
+        """Free outputs once they are sent, all but the latest few. It cannot hang: `check` took every send to wait."""
         while len(self.sending) > most:
             handle, _ = self.sending.popleft()
             handle.wait()
@@ -1556,7 +1553,7 @@ def parallelize(config, layout, device, source=None):
         # remembers its `cuts`, so that `cut_like` can cut its values likewise in step 4.
         cut_layers(model, layout, groups)
         mark_stage(model, len(homes), groups)
-        # 3. What to run again in backward. ZeRO-3's hooks go around it, so that the second run finds whole weights.
+        # 3. Recomputation: what backward runs again. ZeRO-3's hooks go around it, so that it finds whole weights.
         if layout.recompute != "none":
             for block in model.h.values():
                 layer = block if layout.recompute == "block" else block.attn
@@ -1571,7 +1568,7 @@ def parallelize(config, layout, device, source=None):
         # 5. What averages gradients hooks parameters, so it comes after the steps that replace them:
         #    DDP                 here: ZeRO 0
         #    ShardedOptimizer    in `make_optimizer`: ZeRO 1 and 2, and 0 in 16 bits
-        #    FSDP                in step 4: ZeRO 3, because it shards weights as they come; parameters stay the same
+        #    FSDP                in step 4: ZeRO 3, because it shards weights as they come; parameters stay (`lie_in`)
         if layout.averager == "DDP":
             model = DDP(model, groups.replicas)
         stages[stage] = model
@@ -1669,9 +1666,7 @@ class ParallelGPT:
         self.config, self.layout, self.device = config, layout, torch.device(device)
         self.mesh, self.groups = mesh, groups
         self.stages, self.homes = stages, homes
-        # From make_optimizer on: what steps, and for each stage what averages its gradients (`Layout.averager`), of
-        # which a step calls zero_grad, no_sync and finish_grad_sync.
-        self.optimizer, self.averagers = None, {}
+        self.optimizer, self.averagers = None, {}  # `make_optimizer` sets them; {stage: DDP, FSDP or ShardedOptimizer}
         self.routers = {}
         if config.experts:
             from further.experts import routers
@@ -1688,14 +1683,14 @@ class ParallelGPT:
     def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
         """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
         param_groups = []
-        for model in self.stages.values():  # each has its own, so that no bucket waits for two stages
+        for model in self.stages.values():  # a group for each, so that no bucket waits for two stages
             for matrix, decay in (False, 0.0), (True, weight_decay):
                 params = [p for p in model.parameters() if is_matrix(p) == matrix]  # FSDP's are its shards
                 param_groups += [{"params": params, "weight_decay": decay}] if params else []
         layout = self.layout
         if layout.averager == "ShardedOptimizer":
-            self.optimizer = ShardedOptimizer(param_groups, optimizer_class, self.groups.within, layout.zero, None,
-                                              layout.dtype, **kwargs)
+            self.optimizer = ShardedOptimizer(param_groups, optimizer_class, self.groups.within, layout.zero,
+                                              compute_dtype=layout.dtype, **kwargs)
             self.params = self.optimizer.shards
             self.averagers = dict.fromkeys(self.stages, self.optimizer)
             self.reducers = [self.optimizer.reducer]
@@ -1780,7 +1775,7 @@ class ParallelGPT:
         its losses by this. The mean over replicas divides by R, which cancels the R. What is left is the sum of all
         losses / n, the mean over these targets, however unevenly they lie: of losses a, b, c on one replica and d on
         another, 2/4 (a + b + c) and 2/4 d have the mean (a + b + c + d) / 4. A mean of parts' means would weigh d as
-        much as the other three. Backward starts from it, because gradients add up and are sent while backward runs.
+        much as the other three. Backward starts from it, because gradients are sent while backward runs.
 
         A tensor, so that nothing waits for the GPU."""
         count = (torch.cat([*y]) != kernels.IGNORED).sum()

@@ -1,8 +1,12 @@
 """More schedules: how small can a pipeline's bubble get, and how few activations need its ranks hold?
 
 A schedule is a function of (p ranks, m micro-batches, v stages a rank) that returns a list of actions for each rank.
-Its name enters SCHEDULES, and `--schedule` takes it. The idle time of interleaved and ZB-H1 stands in parallel.py's
-section on pipelines, that of the others below.
+Its name enters SCHEDULES, and `--schedule` takes it. Idle time of every rank, where 1F1B's is (p-1) (F + I + W):
+
+    interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long; holds p + (p-1 - 2r) / v
+    ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations a rank
+
+F, I and W as in parallel.py's section on pipelines; the schedules in a V are below.
 
     torchrun --nproc_per_node 2 train.py --plain --pp 2 --micro-batches 4 --schedule zb-h1
 """
@@ -17,7 +21,7 @@ import torch
 import kernels
 import parallel
 from model import Linear
-from parallel import Action, homes_of, needs, result_of, one_f_one_b, SCHEDULES, take_turns, whole_batch
+from parallel import Action, alternate, homes_of, needs, result_of, one_f_one_b, SCHEDULES, whole_batch
 
 
 def interleaved(p, m, v):
@@ -40,7 +44,7 @@ def interleaved(p, m, v):
         forwards = in_groups("F", stages, p, m)
         backwards = in_groups("B", stages[::-1], p, m)
         ahead = (v - 1) * p + 2 * (p - 1 - rank)
-        lists.append(take_turns(forwards, ahead, backwards))
+        lists.append(alternate(forwards, ahead, backwards))
     return lists
 
 
@@ -60,7 +64,7 @@ def zero_bubble_h1(p, m, v=1):
     for rank in range(p):
         weights = whole_batch("W", rank, m)
         actions = []
-        for action in take_turns(whole_batch("F", rank, m), p - 1 - rank, whole_batch("I", rank, m)):
+        for action in alternate(whole_batch("F", rank, m), p - 1 - rank, whole_batch("I", rank, m)):
             actions.append(action)
             if action.kind == "I" and action.micro_batch >= rank:
                 actions.append(weights.pop(0))

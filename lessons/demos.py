@@ -163,6 +163,10 @@ def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
     p, m = stages, micro_batches
     costs = costs_in(trace) if trace else (1, 1, 1)
     odd = {"v-half": -(p % 2) / 2, "v-min": 0.5 if p % 3 == 0 else -0.5}  # what the formula leaves out
+    if not trace:
+        print("F, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1,\n"
+              "from its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and\n"
+              "the rank's second F0 runs micro-batch 0 through its next stage. -- is the rest of an action, .. idle.")
     for name, schedule in parallel.SCHEDULES.items():
         v = virtual_stages if name == "interleaved" else 1
         try:
@@ -181,10 +185,6 @@ def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
     if trace:
         print("\nF, I and W take {:.2f}, {:.2f} and {:.2f} units of time, as in the trace; in the formulas each takes "
               "1.".format(*costs))
-        return
-    print("\nF, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1, from\n"
-          "its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and the\n"
-          "rank's second F0 runs micro-batch 0 through its next stage. -- is the rest of an action, .. is idle.")
 
 
 def both_ways(module, op, x, dy):
@@ -265,7 +265,8 @@ def demo_fsdp():
         plain(units, unit, grad)
 
     say("wte and lm_head are two matrices here (tied=False). In `plain` they are one, which stays whole from its\n"
-        "first use to the end of backward. What is computed from \"gather\" to \"wait for\" hides the gather. A scatter stands where it\nstarts.\n")
+        "first use to the end of backward. What is computed from \"gather\" to \"wait for\" hides the gather.\n"
+        "A scatter stands where it starts.\n")
     for unit in net.units.flats_of:
         unit.register_forward_pre_hook(lambda unit, inputs: say(f"forward of {name_of[unit]}"), prepend=True)
     with patched([told(parallel.FlatParameter, "begin_gather", "gather", lambda flat: not flat.has_memory),

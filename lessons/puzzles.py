@@ -116,7 +116,7 @@ def vocabulary(rank):
 
 
 def order(rank):
-    """1F1B's order: return a list of actions for each rank. `whole_batch` and `take_turns`, above, help."""
+    """1F1B's order: return a list of actions for each rank. `whole_batch` and `alternate`, above, help."""
     from parallel import one_f_one_b
     yield "its list", " ".join(map(str, one_f_one_b(3, 4)[rank]))
 
