@@ -1,7 +1,7 @@
 """The training program with both rooms on: safe/'s, with graphs, AdamW's kernel, and windows in the profile.
 
 Takes the place of safe/run.py's trainer, and puts the rest of fast/ to use that a run must choose. That a step looks at
-the numbers of the step before saves 2 % of a step of GPT-2 124M on an H200.
+the numbers of the step before saves 2.5 % of a step of GPT-2 124M on an H200 with 32 sequences, 6.6 % with 8.
 """
 
 import torch
@@ -29,7 +29,7 @@ class FastTrainer(WatchedTrainer):
 
     def all_finite(self, loss, norm):
         """As in WatchedTrainer. On GPUs with --on-nan stop a step looks at the numbers of the step before, which have
-        arrived by now: to wait for its own would leave the GPU idle, for 2 % of a step of GPT-2 124M."""
+        arrived by now: to wait for its own would leave the GPU idle."""
         if self.device.type != "cuda" or self.s.on_nan != "stop" or self.scaler:
             return super().all_finite(loss, norm)
         finite = self.read()
