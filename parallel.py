@@ -328,10 +328,10 @@ class DDP(nn.Module):
 #     stage 0          4K           4K          8K       2 (N-1)/N K              all-reduce
 #     stage 1          4K           4K          8K/N     2 (N-1)/N K              reduce-scatter, all-gather: its halves
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
-#     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m times all-gather 2x, reduce-scatter
+#     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
-# Besides, stage 2 has three buckets' whole gradients. Stage 3 also has two units' parameters (a unit is what it gathers
-# at a time), and those of tied weights. Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters, and those of tied weights. (A
+# unit is what it gathers at a time; the last one it gathers once.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
 # the shards. Gradients add up in float32, too.
@@ -353,7 +353,7 @@ class FlatBucket(Bucket):
         super().__init__(params, group, **options)
         ranks, rank = (dist.get_world_size(self.group), dist.get_rank(self.group)) if sharded else (1, 0)
         width = -(-self.numel // ranks)  # of an Nth, rounded up
-        self.numel = ranks * width
+        self.numel = ranks * width  # padded, as the message is
         self.own = slice(rank * width, (rank + 1) * width)
         values = self.zeros(self.dtype)
         if not params[0].is_meta:
@@ -396,7 +396,7 @@ def reduce_scatter_bucket(bucket, in_place=False):
     """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
 
     The average gets a tensor of its own, so that the full vector can be freed. in_place (stage 1): it overwrites its
-    slice of the full vector, which lives until zero_grad.
+    slice of the full vector, which lives until zero_grad (the table's 4K).
     """
     message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
@@ -445,7 +445,7 @@ class ShardedOptimizer:
 
         buckets = make_buckets([*group_of], bucket_mb, self.group, same, FlatBucket, sharded=stage > 0,
                                compute_dtype=compute_dtype)
-        self.buckets = [bucket for bucket in buckets if bucket.shard.requires_grad]  # frozen ones are equal from now on
+        self.buckets = [bucket for bucket in buckets if bucket.shard.requires_grad]  # frozen ones need no more
         self.shards = [bucket.shard for bucket in self.buckets]
         for i, g in enumerate(param_groups):
             g["params"] = [bucket.shard for bucket in self.buckets if group_of[bucket.params[0]] == i]
