@@ -807,7 +807,7 @@ class ReduceFromGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        x = x.clone(memory_format=torch.contiguous_format)
+        x = x.clone(memory_format=torch.contiguous_format)  # because all_reduce works in place
         dist.all_reduce(x, group=group)
         return x
 
