@@ -7,10 +7,11 @@
     pipeline    layers are spread over ranks: GPipe and 1F1B, as lists of actions
     norm        one gradient norm over any combination
     whole       whole tensors from cut ones and back, for checkpoints
-    recipe      `parallelize` puts them together, in an order that works
+
+train.py puts them together, in an order that works: `parallelize`.
 
 further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, and groups on several
-nodes. The recipe imports a file of it where a layout needs the file.
+nodes.
 
 `python -m lessons data`, `memory`, `fsdp`, `tensor`, `pipeline`, and for further/ `context` and `experts`, run on a
 laptop.
@@ -30,7 +31,6 @@ from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -40,11 +40,10 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, increment_version, register_multi_grad_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 import kernels
-from model import GPT, buffers, initial_weight, Linear, materialize, materialize_buffers, shapes
+from model import Linear
 
 
 # ----------------------------------------------------------------------------------------------------------------- mesh
@@ -66,6 +65,17 @@ def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
     if needed != there:
         raise ValueError(f"pp {pp} x dp {dp} x cp {cp} x tp {tp} needs {needed} processes, there are {there}")
     return init_device_mesh(device_type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
+
+
+def ranks_of_replicas(mesh):
+    """The ranks that keep the same parameters, those of dp and cp: a row for each place in pp and tp. For pp 2, dp 2,
+    tp 2 [[0, 2], [1, 3], [4, 6], [5, 7]]."""
+    return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)                             # (pp tp, dp cp)
+
+
+def groups_of(grids):
+    """Of the grid of ranks that this rank is in: [its group along the rows, its group along the columns]."""
+    return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
 
 
 def group_or_world(group):
@@ -335,6 +345,9 @@ class DDP(nn.Module):
 
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
 # the shards. Gradients add up in float32, too.
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
 
 def master_dtype(dtype):
     """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
@@ -927,10 +940,10 @@ def cross_entropy(logits, targets, vocab_size, group=None):
     return VocabParallelCrossEntropy.apply(logits, targets, group, Cut(group, 0).first(vocab_size))
 
 
-def gpt2_plan(f, g, experts=False):
+def gpt2_plan(f, g):
     """How each layer of a GPT-2 is cut, with this f and g. What is not named (layer norms, positions) stays whole."""
     column, row = partial(ColumnParallelLinear, f=f), partial(RowParallelLinear, g=g)
-    plan = {
+    return {
         "wte": partial(VocabParallelEmbedding, g=g),
         "attn.c_attn": partial(column, parts=3),
         "attn.c_proj": row,
@@ -938,10 +951,6 @@ def gpt2_plan(f, g, experts=False):
         "mlp.c_proj": row,
         "lm_head": column,
     }
-    if experts:
-        from further.experts import expert_plan
-        plan |= expert_plan(f, g)
-    return plan
 
 
 def planned(name, plan):
@@ -952,7 +961,7 @@ def planned(name, plan):
 def tensor_parallel(module, group, plan=None):
     """Put this rank's slices in place of the layers that the plan names; left out, it is a GPT's `gpt2_plan`. N must
     divide the heads. Ties stay ties."""
-    plan = plan or gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply, module.config.experts > 0)
+    plan = plan or gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply)
     slices = {}  # weight -> its slice: a tied weight is cut once
     for name, layer in list(module.named_modules()):
         if how := planned(name, plan):
@@ -1207,15 +1216,17 @@ def checked(schedule, p, m, v):
     return lists
 
 
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
+
+
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
-def place_stages(layout):
-    """Where the stages of a layout's schedule live, {stage: rank}: as its lists say, for any m. (Interleaved wants a
-    multiple of p.)"""
-    homes = homes_of(schedules()[layout.schedule](layout.pp, 2 * layout.pp, layout.virtual_stages))
-    if layout.virtual_stages not in (1, len(homes) // layout.pp):
-        raise ValueError(f"schedule {layout.schedule} has {len(homes) // layout.pp} stages a rank, "
-                         f"not {layout.virtual_stages}: give virtual_stages 1")
+def place_stages(schedule, p, v):
+    """Where the stages of a schedule live, {stage: rank}: as its lists say, for any m. (Interleaved wants a multiple of
+    p.)"""
+    homes = homes_of(schedule(p, 2 * p, v))
+    if v not in (1, len(homes) // p):
+        raise ValueError(f"this schedule has {len(homes) // p} stages a rank, not {v}: give virtual_stages 1")
     return homes
 
 
@@ -1492,340 +1503,3 @@ def put_together(shape, places, values, groups):
     for group in groups:
         dist.all_reduce(whole.view(torch.uint8), dist.ReduceOp.MAX, group)
     return whole.view(shape)
-
-
-# --------------------------------------------------------------------------------------------------------------- recipe
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
-
-
-def schedules():
-    """SCHEDULES, to which further/schedules.py, if it is there, adds its own when it is imported."""
-    try:
-        import further.schedules  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name not in ("further", "further.schedules"):
-            raise
-    return SCHEDULES
-
-
-@dataclass
-class Layout:
-    """How a GPT is spread over ranks, and what it computes in. train.py has a flag for each field."""
-    dp: int = 1                     # replicas
-    tp: int = 1                     # ranks that each layer is cut over
-    sp: bool = False                # whether tp cuts the tokens, too, between those layers
-    cp: int = 1                     # ranks that each sequence is cut over
-    cp_kind: str = "ring"           # or "ulysses"
-    ep: int = 1                     # ranks of dp that share out the experts
-    pp: int = 1                     # ranks that the layers are spread over
-    schedule: str = "1f1b"          # the pipeline's; its lists say which stages live on which rank
-    virtual_stages: int = 1         # stages a rank, for a schedule that leaves it open
-    zero: int = 0                   # the stage of ZeRO, over dp x cp
-    zero_within: int = None         # or over each so many neighbours of dp x cp
-    recompute: str = "none"         # "block" or "attention": what backward runs again, not to keep it
-    dtype: torch.dtype = torch.float32  # of the layers; bf16 and fp16 keep float32 masters
-
-    @property
-    def averager(self):
-        """The class that averages gradients. (ShardedOptimizer at stage 0, too, if weights have 16 bits: it keeps their
-        float32 masters.)"""
-        in_16_bits = self.dtype != master_dtype(self.dtype)
-        return ["ShardedOptimizer" if in_16_bits else "DDP", "ShardedOptimizer", "ShardedOptimizer", "FSDP"][self.zero]
-
-
-def parallelize(config, layout, device, source=None):
-    """Build the GPT of `config` on this rank; returns a ParallelGPT. Call it on all ranks: it makes groups.
-
-    source(name) gives a parameter's whole initial value; left out, seed 0 and the name decide it. The order of the five
-    steps matters.
-    """
-    mesh = make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
-    homes = place_stages(layout)
-    groups = make_groups(mesh, layout, homes, config.tied)
-    source = source or partial(initial_weight, config, seed=0)
-    stages, master = {}, master_dtype(layout.dtype)
-    pieces_of = even_pieces(config, len(homes))
-    for stage in stages_on(dist.get_rank(groups.pp), homes):
-        # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
-        model = GPT(config, seed=None, pieces=pieces_of[stage])
-        # 2. Cut the layers, because what follows must see this rank's parameters. They have no values yet. Each
-        # remembers its `cuts`, so that `cut_like` can cut its values likewise in step 4.
-        cut_layers(model, layout, groups)
-        mark_stage(model, len(homes), groups)
-        # 3. Recomputation: what backward runs again. ZeRO-3's hooks go around it, so that it finds whole weights.
-        if layout.recompute != "none":
-            for block in model.h.values():
-                layer = block if layout.recompute == "block" else block.attn
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
-        if layout.averager == "FSDP":
-            materialize_buffers(model.to(master), source, device)
-            model = FSDP(model, groups.within, layout.dtype, device)
-            model.load(lambda param, name: cut_like(param, source(name)))
-        else:
-            materialize(model, source, device, master, cut_like)
-        # 5. What averages gradients hooks parameters, so it comes after the steps that replace them:
-        #    DDP                 here: ZeRO 0
-        #    ShardedOptimizer    in `make_optimizer`: ZeRO 1 and 2, and 0 in 16 bits
-        #    FSDP                in step 4: ZeRO 3, because it shards weights as they come; parameters stay (`lie_in`)
-        if layout.averager == "DDP":
-            model = DDP(model, groups.replicas)
-        stages[stage] = model
-    return ParallelGPT(config, layout, device, mesh, groups, stages, homes)
-
-
-def make_groups(mesh, layout, homes, tied):
-    """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
-
-    replicas          the ranks that average gradients, dp x cp
-    within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
-                      `between` are the ranks with the same shard, or None. (HSDP's shard and replicate groups)
-    ep, same_experts  of `split_experts`, or None
-    ends              the two ranks that keep a `tied` embedding, of the first and the last stage, else None
-    """
-    groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
-    groups.replicas, groups.between, groups.ends = groups.dp, None, None
-    replicas, make = ranks_of_replicas(mesh), torch.distributed.new_subgroups_by_enumeration
-    if layout.cp > 1:
-        groups.replicas, _ = make(replicas.tolist())
-    dist.over_nodes(groups.replicas, replicas.tolist())  # they send most, so they cross nodes in two levels
-    groups.within = groups.replicas
-    if layout.zero and layout.zero_within not in (None, layout.dp * layout.cp):
-        groups.within, groups.between = groups_of(replicas.unflatten(1, (-1, layout.zero_within)))
-    groups.ep, groups.same_experts = None, None
-    if layout.ep > 1:
-        from further.experts import split_experts
-        groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
-    ends = [homes[0], homes[len(homes) - 1]]
-    if tied and ends[0] != ends[1]:
-        first_and_last = mesh.mesh[ends].flatten(1)                                           # (2, dp cp tp)
-        groups.ends, _ = make(first_and_last.T.tolist())
-    return groups
-
-
-def ranks_of_replicas(mesh):
-    """The ranks that keep the same parameters, those of dp and cp: a row for each place in pp and tp. For pp 2, dp 2,
-    tp 2 [[0, 2], [1, 3], [4, 6], [5, 7]]."""
-    return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)                             # (pp tp, dp cp)
-
-
-def groups_of(grids):
-    """Of the grid of ranks that this rank is in: [its group along the rows, its group along the columns]."""
-    return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
-
-
-def cut_layers(model, layout, groups):
-    """Over cp, ep and tp, in place."""
-    if layout.cp > 1:
-        from further.context import context_parallel
-        context_parallel(model, groups.cp, layout.cp_kind)
-    if layout.ep > 1:
-        from further.experts import expert_parallel
-        expert_parallel(model, groups.ep, groups.same_experts)
-    if layout.tp > 1 and layout.sp:
-        from further.sequence import sequence_parallel
-        sequence_parallel(model, groups.tp)
-    elif layout.tp > 1:
-        tensor_parallel(model, groups.tp)
-
-
-def mark_stage(model, stages, groups):
-    """Mark what the pipeline has cut. A tied weight is in the first and in the last stage. Both start alike and step
-    alike, because their gradients are added up: over two ranks, or on one."""
-    if stages == 1:
-        return
-    for name, param in model.named_parameters():
-        before = place_of(param)
-        param.place = replace(before, cut_over=before.cut_over + (groups.pp,))
-        if model.config.tied and name in ("wte.weight", "lm_head.weight"):
-            ends = dict(add_over=before.add_over + (groups.ends,)) if groups.ends else dict(twins=2)
-            param.place = replace(param.place, **ends)
-
-
-@torch.no_grad()
-def add_up_twins(params):
-    """The two ends of a tied embedding, where one rank has both: no message."""
-    twins = [param for param in params if place_of(param).twins > 1]
-    total = sum(param.grad for param in twins)
-    for param in twins:
-        param.grad.copy_(total)
-
-
-class ParallelGPT:
-    """This rank's part of a GPT: `stages` {stage: module}, and what a training loop does with them.
-
-        net = parallelize(config, Layout(dp=2, tp=2), device)
-        optimizer = net.make_optimizer(torch.optim.AdamW, weight_decay=0.1, lr=1e-3)
-        net.zero_grad()
-        loss = net.forward_backward(x, y)                  x, y: this rank's micro-batches
-        norm = net.clip_grad_norm_(1.0); optimizer.step()
-    """
-
-    def __init__(self, config, layout, device, mesh, groups, stages, homes):
-        self.config, self.layout, self.device = config, layout, torch.device(device)
-        self.mesh, self.groups = mesh, groups
-        self.stages, self.homes = stages, homes
-        self.optimizer, self.averagers = None, {}  # `make_optimizer` sets them; {stage: DDP, FSDP or ShardedOptimizer}
-        self.routers = {}
-        if config.experts:
-            from further.experts import routers
-            self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        self.pipeline = Pipeline(stages, homes, mesh, self.loss, layout.dtype, config.n_embd, self.device,
-                                 layout.tp if layout.sp else 1)
-        wrapped = [model for model in stages.values() if isinstance(model, FSDP)]
-        self.bucket_of = {param: bucket for model in wrapped for param, bucket in model.bucket_of.items()}
-
-    def all_groups(self):
-        """Every group that carries messages of this model; None: all ranks."""
-        return [*dict.fromkeys(vars(self.groups).values()), None]
-
-    def make_optimizer(self, optimizer_class, weight_decay=0.0, **kwargs):
-        """An optimizer over this rank's parameters or shards, with weight decay on matrices only."""
-        param_groups = []
-        for model in self.stages.values():  # a group for each, so that no bucket waits for two stages
-            for matrix, decay in (False, 0.0), (True, weight_decay):
-                params = [p for p in model.parameters() if is_matrix(p) == matrix]  # FSDP's are its shards
-                param_groups += [{"params": params, "weight_decay": decay}] if params else []
-        layout = self.layout
-        if layout.averager == "ShardedOptimizer":
-            self.optimizer = ShardedOptimizer(param_groups, optimizer_class, self.groups.within, layout.zero,
-                                              compute_dtype=layout.dtype, **kwargs)
-            self.params = self.optimizer.shards
-            self.averagers = dict.fromkeys(self.stages, self.optimizer)
-            self.reducers = [self.optimizer.reducer]
-            self.bucket_of = self.optimizer.reducer.bucket_of
-        else:
-            self.optimizer = optimizer_class(param_groups, **kwargs)
-            self.params = [p for group in param_groups for p in group["params"]]
-            self.averagers = self.stages
-            self.reducers = [reducer for model in self.stages.values() for reducer in model.reducers]
-        return self.optimizer
-
-    def zero_grad(self):
-        """Drop all gradients, also those that an unfinished step has left. Call it on all ranks."""
-        for averager in dict.fromkeys(self.averagers.values()):
-            averager.zero_grad()
-
-    def actions(self, m, training=True):
-        """This rank's lowered list for m micro-batches, checked; without `training`, of forwards alone."""
-        layout = self.layout
-        if training:
-            lists = checked(schedules()[layout.schedule], layout.pp, m, layout.virtual_stages)
-        else:
-            lists = lower([[action for stage in stages_on(rank, self.homes) for action in whole_batch("F", stage, m)]
-                           for rank in range(layout.pp)])
-        return lists[dist.get_rank(self.groups.pp)]
-
-    def loss(self, logits, targets):
-        """Of a micro-batch, summed over the targets that count."""
-        return cross_entropy(logits, targets, self.config.vocab_size, self.groups.tp)
-
-    def forward_backward(self, x, y, scale=1.0):
-        """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
-        lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
-        Returns, on every rank of the pipeline, the sum of this replica's losses times `weight_of_a_target`: the mean
-        over replicas is the loss."""
-        if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice
-            raise RuntimeError("a second forward_backward before zero_grad(): give one all micro-batches of a step")
-        for router in self.routers.values():
-            router.load = 0
-        loss = self.run(x, y, self.actions(len(x)), scale, self.averagers)
-        for averager in dict.fromkeys(self.averagers.values()):
-            averager.finish_grad_sync()
-        if self.groups.between:
-            from further.nodes import average_between
-            average_between(self.reducers, self.groups.between)
-        self.add_up_gradients()
-        add_up_twins(self.params)
-        return loss
-
-    @torch.no_grad()
-    def add_up_gradients(self):
-        """Over each parameter's `add_over`, in a message each: they are few, and by now small shards. (A tied
-        embedding has a place, and so a bucket, of its own, so the shards of its ends match.)"""
-        for param in self.params:
-            for group in place_of(param).add_over:
-                dist.all_reduce(param.grad, group=group)
-
-    @torch.no_grad()
-    def forward(self, x, y):
-        """What forward_backward returns, with no gradients."""
-        return self.run(x, y, self.actions(len(x), training=False), 1.0, None)
-
-    def run(self, x, y, actions, scale, averagers):
-        if self.layout.averager == "ShardedOptimizer" and not self.optimizer:
-            raise RuntimeError("call make_optimizer() first: it gives the layers their 16 bits, and itself the masters")
-        if self.layout.cp > 1:
-            from further.context import own_tokens
-            own = own_tokens(x[0].shape[1], dist.get_rank(self.groups.cp), self.layout.cp, self.layout.cp_kind,
-                             self.device)
-            x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
-        weight = self.weight_of_a_target(y)
-        losses = self.pipeline.run(actions, x, y, scale * weight, averagers)
-        loss = torch.zeros_like(weight)
-        for summed in losses:
-            loss += summed * weight
-        if self.layout.pp > 1:
-            dist.all_reduce(loss, group=self.groups.pp)  # the other stages have none
-        return loss
-
-    def weight_of_a_target(self, y):
-        """R / n, of R replicas, and n targets that count on all of them together. Each replica multiplies the sum of
-        its losses by this. The mean over replicas divides by R, which cancels the R. What is left is the sum of all
-        losses / n, the mean over these targets, however unevenly they lie: of losses a, b, c on one replica and d on
-        another, 2/4 (a + b + c) and 2/4 d have the mean (a + b + c + d) / 4. A mean of parts' means would weigh d as
-        much as the other three. Backward starts from it, because gradients are sent while backward runs.
-
-        A tensor, so that nothing waits for the GPU."""
-        count = (torch.cat([*y]) != kernels.IGNORED).sum()
-        dist.all_reduce(count, group=self.groups.replicas)
-        replicas = dist.get_world_size(self.groups.replicas)
-        return replicas / count.clamp(min=1).to(master_dtype(self.layout.dtype))
-
-    def clip_grad_norm_(self, max_norm, scale=1.0):
-        """As the function of this name, over the whole model."""
-        return clip_grad_norm_(self.params, max_norm, [None], scale)
-
-    def module(self, stage):
-        """A stage without its DDP or FSDP."""
-        return getattr(self.stages[stage], "module", self.stages[stage])
-
-    def kept(self, param):
-        """Where this rank keeps a parameter: (what the optimizer steps for it, which of these elements are the
-        parameter's, which elements of the parameter they are)."""
-        if bucket := self.bucket_of.get(param):
-            there, here = overlap(bucket, param, bucket.own)
-            return bucket.shard, here, there
-        return param, slice(None), slice(None)
-
-    @torch.no_grad()
-    def whole_parameter(self, name, key=None):
-        """A parameter as one process would hold it, in the master dtype; with `key`, what the optimizer keeps of it
-        (zeros before its first step); or a buffer. Call it on all ranks."""
-        shape = {**shapes(self.config), **buffers(self.config)}[name]
-        dtype = torch.float32 if name in buffers(self.config) else master_dtype(self.layout.dtype)
-        places, values, groups = slice(0), torch.empty(0, device=self.device), []  # of a rank that has none of it
-        for model in map(self.module, self.stages):
-            if name in (own := dict(model.named_buffers())):
-                places, values = slice(None), own[name].view(-1)
-            elif name in (own := dict(model.named_parameters())):
-                stepped, here, there = self.kept(own[name])
-                held = stepped.detach()
-                if key is not None:
-                    held = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
-                # Cut like the tensor, its numbers say what of it is here.
-                numbers = torch.arange(math.prod(shape), device=self.device).view(shape)
-                places, values = cut_like(own[name], numbers).reshape(-1)[there], held.reshape(-1)[here]
-                groups = [group for group in place_of(stepped).cut_over if group != self.groups.pp]
-        return put_together(shape, places, values.to(dtype), [*groups, self.groups.pp])  # other stages know pp alone
-
-    @torch.no_grad()
-    def load_state(self, key, source):
-        """Let the optimizer keep under `key` this rank's part of source(name), a tensor of each parameter's shape."""
-        for model in map(self.module, self.stages):
-            for name, param in model.named_parameters():
-                stepped, own, there = self.kept(param)
-                whole = source("wte.weight" if self.config.tied and name == "lm_head.weight" else name)
-                state = self.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
-                state.view(-1)[own] = cut_like(param, whole).reshape(-1)[there].to(state)

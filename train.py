@@ -26,14 +26,17 @@ import pathlib
 import sys
 import sysconfig
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 import kernels
 import parallel
-from model import ACTIVATIONS, GPT, PRESETS, buffers, initial_weight, materialize, shapes
+from model import ACTIVATIONS, GPT, PRESETS, buffers, initial_weight, materialize, materialize_buffers, shapes
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -42,9 +45,19 @@ def flag(default, help, **more):
     return field(default=default, metadata=dict(help=help, **more))
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 SIZES = "n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "experts", "top_k", "expert_every"
 MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter: running means of its gradient and of its square
+
+
+def schedules():
+    """{name: schedule(p, m, v)} of --schedule: parallel.py's, and those of further/schedules.py if it is there."""
+    try:
+        from further.schedules import SCHEDULES
+    except ModuleNotFoundError as error:
+        if error.name not in ("further", "further.schedules"):
+            raise
+        return parallel.SCHEDULES
+    return SCHEDULES
 
 
 @dataclass
@@ -79,11 +92,11 @@ class Flags:
     cp_kind: str = flag("ring", "keys and values go round, or tokens are traded for heads", choices=["ring", "ulysses"])
     ep: int = flag(1, "ranks of dp that share out the experts")
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
-    schedule: str = flag("1f1b", "of the pipeline", choices=parallel.schedules())
+    schedule: str = flag("1f1b", "of the pipeline", choices=list(schedules()))
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
-    dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters", choices=list(DTYPES))
+    dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters", choices=list(parallel.DTYPES))
     recompute: str = flag("none", "what backward runs again, not to keep it", choices=["none", "block", "attention"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "auto: Triton from Hopper on, in 16 bits or fp32", choices=["auto", "torch", "triton"])
@@ -119,9 +132,9 @@ def config_of(s):
 
 
 def layout_of(s):
-    """The flags that make a parallel.Layout."""
-    given = {field.name: getattr(s, field.name) for field in dataclasses.fields(parallel.Layout)}
-    return parallel.Layout(**given | {"dtype": DTYPES[s.dtype]})
+    """The flags that make a Layout."""
+    given = {field.name: getattr(s, field.name) for field in dataclasses.fields(Layout)}
+    return Layout(**given | {"dtype": parallel.DTYPES[s.dtype]})
 
 
 def processes_of(s, world):
@@ -187,6 +200,336 @@ def batch(tokens, seed, step, batch_size, seq_len, samples):
     return rows[:, :-1], rows[:, 1:]
 
 
+# --------------------------------------------------------------------------------------------------------------- recipe
+
+@dataclass
+class Layout:
+    """How a GPT is spread over ranks, and what it computes in. `Flags` has a flag for each field."""
+    dp: int = 1                     # replicas
+    tp: int = 1                     # ranks that each layer is cut over
+    sp: bool = False                # whether tp cuts the tokens, too, between those layers
+    cp: int = 1                     # ranks that each sequence is cut over
+    cp_kind: str = "ring"           # or "ulysses"
+    ep: int = 1                     # ranks of dp that share out the experts
+    pp: int = 1                     # ranks that the layers are spread over
+    schedule: str = "1f1b"          # the pipeline's; its lists say which stages live on which rank
+    virtual_stages: int = 1         # stages a rank, for a schedule that leaves it open
+    zero: int = 0                   # the stage of ZeRO, over dp x cp
+    zero_within: int = None         # or over each so many neighbours of dp x cp
+    recompute: str = "none"         # "block" or "attention": what backward runs again, not to keep it
+    dtype: torch.dtype = torch.float32  # of the layers; bf16 and fp16 keep float32 masters
+
+    @property
+    def shards_optimizer(self):
+        """Whether a ShardedOptimizer averages gradients: at ZeRO 1 and 2, and at 0 if weights have 16 bits, because it
+        keeps their float32 masters."""
+        return self.zero in (1, 2) or self.zero == 0 and self.dtype != parallel.master_dtype(self.dtype)
+
+
+def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
+    """Build the GPT of `config` on this rank; returns a ParallelGPT. Call it on all ranks: it makes groups.
+
+    source(name) gives a parameter's whole initial value; left out, seed 0 and the name decide it. optimizer: a class
+    from torch.optim with its options, as a partial; None: for evaluation. gpt: a subclass of ParallelGPT. The order of
+    the five steps matters.
+    """
+    mesh = parallel.make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
+    homes = parallel.place_stages(schedules()[layout.schedule], layout.pp, layout.virtual_stages)
+    groups = make_groups(mesh, layout, homes, config.tied)
+    source = source or partial(initial_weight, config, seed=0)
+    stages, master = {}, parallel.master_dtype(layout.dtype)
+    pieces_of = parallel.even_pieces(config, len(homes))
+    for stage in parallel.stages_on(dist.get_rank(groups.pp), homes):
+        # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
+        model = GPT(config, seed=None, pieces=pieces_of[stage])
+        # 2. Cut the layers, because what follows must see this rank's parameters. They have no values yet. Each
+        # remembers its `cuts`, so that `cut_like` can cut its values likewise in step 4.
+        cut_layers(model, layout, groups)
+        mark_stage(model, len(homes), groups)
+        # 3. Recomputation: what backward runs again. ZeRO-3's hooks go around it, so that it finds whole weights.
+        if layout.recompute != "none":
+            for block in model.h.values():
+                layer = block if layout.recompute == "block" else block.attn
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
+        if layout.zero == 3:
+            materialize_buffers(model.to(master), source, device)
+            model = parallel.FSDP(model, groups.within, layout.dtype, device)
+            model.load(lambda param, name: parallel.cut_like(param, source(name)))
+        else:
+            materialize(model, source, device, master, parallel.cut_like)
+        # 5. What averages gradients hooks parameters, so it comes after the steps that replace them:
+        #    DDP                 here: ZeRO 0
+        #    ShardedOptimizer    in `ParallelGPT`, for all stages: ZeRO 1 and 2, and 0 in 16 bits
+        #    FSDP                in step 4: ZeRO 3, because it shards weights as they come; parameters stay (`lie_in`)
+        if layout.zero == 0 and not layout.shards_optimizer:
+            model = parallel.DDP(model, groups.replicas)
+        stages[stage] = model
+    return (gpt or ParallelGPT)(config, layout, device, mesh, groups, stages, homes, optimizer)
+
+
+def make_groups(mesh, layout, homes, tied):
+    """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
+
+    replicas          the ranks that average gradients, dp x cp
+    within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
+                      `between` are the ranks with the same shard, or None. (HSDP's shard and replicate groups)
+    ep, same_experts  of `split_experts`, or None
+    ends              the two ranks that keep a `tied` embedding, of the first and the last stage, else None
+    """
+    groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
+    groups.replicas, groups.between, groups.ends = groups.dp, None, None
+    replicas, make = parallel.ranks_of_replicas(mesh), torch.distributed.new_subgroups_by_enumeration
+    if layout.cp > 1:
+        groups.replicas, _ = make(replicas.tolist())
+    dist.over_nodes(groups.replicas, replicas.tolist())  # they send most, so they cross nodes in two levels
+    groups.within = groups.replicas
+    if layout.zero and layout.zero_within not in (None, layout.dp * layout.cp):
+        groups.within, groups.between = parallel.groups_of(replicas.unflatten(1, (-1, layout.zero_within)))
+    groups.ep, groups.same_experts = None, None
+    if layout.ep > 1:
+        from further.experts import split_experts
+        groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
+    ends = [homes[0], homes[len(homes) - 1]]
+    if tied and ends[0] != ends[1]:
+        first_and_last = mesh.mesh[ends].flatten(1)                                           # (2, dp cp tp)
+        groups.ends, _ = make(first_and_last.T.tolist())
+    return groups
+
+
+def cut_layers(model, layout, groups):
+    """Over cp, ep and tp, in place."""
+    if layout.cp > 1:
+        from further.context import context_parallel
+        context_parallel(model, groups.cp, layout.cp_kind)
+    if layout.ep > 1:
+        from further.experts import expert_parallel
+        expert_parallel(model, groups.ep, groups.same_experts)
+    if layout.tp > 1 and layout.sp:
+        from further.sequence import gathered, scattered, sequence_parallel
+        sequence_parallel(model, groups.tp, tensor_plan(model.config, gathered, scattered))
+    elif layout.tp > 1:
+        plan = tensor_plan(model.config, parallel.CopyToGroup.apply, parallel.ReduceFromGroup.apply)
+        parallel.tensor_parallel(model, groups.tp, plan)
+
+
+def tensor_plan(config, f, g):
+    """How tensor parallelism cuts each layer of a GPT, with this f and g."""
+    plan = parallel.gpt2_plan(f, g)
+    if config.experts:
+        from further.experts import expert_plan
+        plan |= expert_plan(f, g)
+    return plan
+
+
+def mark_stage(model, stages, groups):
+    """Mark what the pipeline has cut. A tied weight is in the first and in the last stage. Both start alike and step
+    alike, because their gradients are added up: over two ranks, or on one."""
+    if stages == 1:
+        return
+    for name, param in model.named_parameters():
+        before = parallel.place_of(param)
+        param.place = dataclasses.replace(before, cut_over=before.cut_over + (groups.pp,))
+        if model.config.tied and name in ("wte.weight", "lm_head.weight"):
+            ends = dict(add_over=before.add_over + (groups.ends,)) if groups.ends else dict(twins=2)
+            param.place = dataclasses.replace(param.place, **ends)
+
+
+@torch.no_grad()
+def add_up_twins(params):
+    """The two ends of a tied embedding, where one rank has both: no message."""
+    twins = [param for param in params if parallel.place_of(param).twins > 1]
+    total = sum(param.grad for param in twins)
+    for param in twins:
+        param.grad.copy_(total)
+
+
+class ParallelGPT:
+    """This rank's part of a GPT: `stages` {stage: module}, and what a training loop does with them.
+
+        adamw = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+        net = parallelize(config, Layout(dp=2, tp=2), device, optimizer=adamw)
+        net.zero_grad()
+        loss = net.forward_backward(x, y)                  x, y: this rank's micro-batches
+        norm = net.clip_grad_norm_(1.0); net.optimizer.step()
+
+    params: what `optimizer` steps, parameters or shards. averagers: {stage: the DDP, FSDP or ShardedOptimizer that
+    averages its gradients}.
+    """
+
+    def __init__(self, config, layout, device, mesh, groups, stages, homes, optimizer):
+        self.config, self.layout, self.device = config, layout, torch.device(device)
+        self.mesh, self.groups = mesh, groups
+        self.stages, self.homes = stages, homes
+        self.routers = {}
+        if config.experts:
+            from further.experts import routers
+            self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
+        self.pipeline = parallel.Pipeline(stages, homes, mesh, self.loss, layout.dtype, config.n_embd, self.device,
+                                          layout.tp if layout.sp else 1)
+        if layout.shards_optimizer and optimizer:
+            self.optimizer = parallel.ShardedOptimizer(self.param_groups(), optimizer, groups.within, layout.zero,
+                                                       compute_dtype=layout.dtype)
+            self.params = self.optimizer.shards
+            self.averagers = dict.fromkeys(stages, self.optimizer)
+            self.reducers = [self.optimizer.reducer]
+            self.bucket_of = self.optimizer.reducer.bucket_of
+            return
+        self.optimizer = optimizer and optimizer(self.param_groups())
+        self.params = [p for group in self.param_groups() for p in group["params"]]
+        self.averagers = stages
+        self.reducers = [reducer for model in stages.values() for reducer in getattr(model, "reducers", [])]
+        self.bucket_of = {}
+        for model in stages.values():
+            self.bucket_of |= getattr(model, "bucket_of", {})
+        if layout.shards_optimizer:  # the layers get their 16 bits from the optimizer that is not there
+            for model in stages.values():
+                model.to(layout.dtype)
+
+    def param_groups(self):
+        """For an optimizer: matrices have weight decay, biases and norms have none. Each stage has its own groups, so
+        that no bucket waits for two stages."""
+        param_groups = []
+        for model in self.stages.values():
+            for matrix, options in (False, {"weight_decay": 0.0}), (True, {}):
+                params = [p for p in model.parameters() if parallel.is_matrix(p) == matrix]  # FSDP's are its shards
+                param_groups += [{"params": params, **options}] if params else []
+        return param_groups
+
+    def all_groups(self):
+        """Every group that carries messages of this model; None: all ranks."""
+        return [*dict.fromkeys(vars(self.groups).values()), None]
+
+    def zero_grad(self):
+        """Drop all gradients, also those that an unfinished step has left. Call it on all ranks."""
+        for averager in dict.fromkeys(self.averagers.values()):
+            averager.zero_grad()
+
+    def actions(self, m, training=True):
+        """This rank's lowered list for m micro-batches, checked; without `training`, of forwards alone."""
+        layout = self.layout
+        if training:
+            lists = parallel.checked(schedules()[layout.schedule], layout.pp, m, layout.virtual_stages)
+        else:
+            lists = parallel.lower([[action for stage in parallel.stages_on(rank, self.homes)
+                                     for action in parallel.whole_batch("F", stage, m)] for rank in range(layout.pp)])
+        return lists[dist.get_rank(self.groups.pp)]
+
+    def loss(self, logits, targets):
+        """Of a micro-batch, summed over the targets that count."""
+        return parallel.cross_entropy(logits, targets, self.config.vocab_size, self.groups.tp)
+
+    def forward_backward(self, x, y, scale=1.0):
+        """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
+        lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
+        Returns, on every rank of the pipeline, the sum of this replica's losses times `weight_of_a_target`: the mean
+        over replicas is the loss."""
+        if not self.optimizer:
+            raise RuntimeError("this GPT was built for evaluation: give parallelize(..., optimizer=...) to train it")
+        if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice
+            raise RuntimeError("a second forward_backward before zero_grad(): give one all micro-batches of a step")
+        for router in self.routers.values():
+            router.load = 0
+        loss = self.run(x, y, self.actions(len(x)), scale, self.averagers)
+        for averager in dict.fromkeys(self.averagers.values()):
+            averager.finish_grad_sync()
+        if self.groups.between:
+            from further.nodes import average_between
+            average_between(self.reducers, self.groups.between)
+        self.add_up_gradients()
+        add_up_twins(self.params)
+        return loss
+
+    @torch.no_grad()
+    def add_up_gradients(self):
+        """Over each parameter's `add_over`, in a message each: they are few, and by now small shards. (A tied
+        embedding has a place, and so a bucket, of its own, so the shards of its ends match.)"""
+        for param in self.params:
+            for group in parallel.place_of(param).add_over:
+                dist.all_reduce(param.grad, group=group)
+
+    @torch.no_grad()
+    def forward(self, x, y):
+        """What forward_backward returns, with no gradients."""
+        return self.run(x, y, self.actions(len(x), training=False), 1.0, None)
+
+    def run(self, x, y, actions, scale, averagers):
+        if self.layout.cp > 1:
+            from further.context import own_tokens
+            own = own_tokens(x[0].shape[1], dist.get_rank(self.groups.cp), self.layout.cp, self.layout.cp_kind,
+                             self.device)
+            x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
+        weight = self.weight_of_a_target(y)
+        losses = self.pipeline.run(actions, x, y, scale * weight, averagers)
+        loss = torch.zeros_like(weight)
+        for summed in losses:
+            loss += summed * weight
+        if self.layout.pp > 1:
+            dist.all_reduce(loss, group=self.groups.pp)  # the other stages have none
+        return loss
+
+    def weight_of_a_target(self, y):
+        """R / n, of R replicas, and n targets that count on all of them together. Each replica multiplies the sum of
+        its losses by this. The mean over replicas divides by R, which cancels the R. What is left is the sum of all
+        losses / n, the mean over these targets, however unevenly they lie: of losses a, b, c on one replica and d on
+        another, 2/4 (a + b + c) and 2/4 d have the mean (a + b + c + d) / 4. A mean of parts' means would weigh d as
+        much as the other three. Backward starts from it, because gradients are sent while backward runs.
+
+        A tensor, so that nothing waits for the GPU."""
+        count = (torch.cat([*y]) != kernels.IGNORED).sum()
+        dist.all_reduce(count, group=self.groups.replicas)
+        replicas = dist.get_world_size(self.groups.replicas)
+        return replicas / count.clamp(min=1).to(parallel.master_dtype(self.layout.dtype))
+
+    def clip_grad_norm_(self, max_norm, scale=1.0):
+        """As the function of this name, over the whole model."""
+        return parallel.clip_grad_norm_(self.params, max_norm, [None], scale)
+
+    def module(self, stage):
+        """A stage without its DDP or FSDP."""
+        return getattr(self.stages[stage], "module", self.stages[stage])
+
+    def kept(self, param):
+        """Where this rank keeps a parameter: (what the optimizer steps for it, which of these elements are the
+        parameter's, which elements of the parameter they are)."""
+        if bucket := self.bucket_of.get(param):
+            there, here = parallel.overlap(bucket, param, bucket.own)
+            return bucket.shard, here, there
+        return param, slice(None), slice(None)
+
+    @torch.no_grad()
+    def whole_parameter(self, name, key=None):
+        """A parameter as one process would hold it, in the master dtype; with `key`, what the optimizer keeps of it
+        (zeros before its first step); or a buffer. Call it on all ranks."""
+        shape = {**shapes(self.config), **buffers(self.config)}[name]
+        dtype = torch.float32 if name in buffers(self.config) else parallel.master_dtype(self.layout.dtype)
+        places, values, groups = slice(0), torch.empty(0, device=self.device), []  # of a rank that has none of it
+        for model in map(self.module, self.stages):
+            if name in (own := dict(model.named_buffers())):
+                places, values = slice(None), own[name].view(-1)
+            elif name in (own := dict(model.named_parameters())):
+                stepped, here, there = self.kept(own[name])
+                held = stepped.detach()
+                if key is not None:
+                    held = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
+                # Cut like the tensor, its numbers say what of it is here.
+                numbers = torch.arange(math.prod(shape), device=self.device).view(shape)
+                places, values = parallel.cut_like(own[name], numbers).reshape(-1)[there], held.reshape(-1)[here]
+                groups = [group for group in parallel.place_of(stepped).cut_over if group != self.groups.pp]
+        groups = [*groups, self.groups.pp]  # a rank of another stage knows pp alone
+        return parallel.put_together(shape, places, values.to(dtype), groups)
+
+    @torch.no_grad()
+    def load_state(self, key, source):
+        """Let the optimizer keep under `key` this rank's part of source(name), a tensor of each parameter's shape."""
+        for model in map(self.module, self.stages):
+            for name, param in model.named_parameters():
+                stepped, own, there = self.kept(param)
+                whole = source("wte.weight" if self.config.tied and name == "lm_head.weight" else name)
+                state = self.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
+                state.view(-1)[own] = parallel.cut_like(param, whole).reshape(-1)[there].to(state)
+
+
 # ------------------------------------------------------------------------------------------------------------- training
 
 def learning_rate(s, step):
@@ -225,24 +568,26 @@ class LossScale:
 class Trainer:
     """Model, optimizer, data and this rank's place in the mesh. s: the Flags. source(name) gives a parameter's initial
     value; None: the seed does. data: (training tokens, held-out tokens, their vocabulary)."""
+    gpt = ParallelGPT
 
     def __init__(self, s, config, source, data, device):
         self.s, self.config, self.device = s, config, device
         self.train_data, self.held_out, self.vocabulary = data
         self.control = dist.new_group(backend="gloo")  # all ranks, for `agree`; on the CPU, where Python reads it
         source = source or (lambda name: initial_weight(config, name, s.seed))
-        self.net = parallel.parallelize(config, layout_of(s), device, source)
+        adamw = partial(self.adamw(), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
+        self.net = parallelize(config, layout_of(s), device, source, adamw, self.gpt)
+        self.optimizer = self.net.optimizer
         for group in self.net.all_groups():
             dist.use(group, s.comm)
-        self.optimizer = self.make_optimizer(torch.optim.AdamW)
         self.scaler = LossScale() if s.dtype == "fp16" else None
         self.skipped = 0  # steps left out because a number was not finite
         self.loads = None  # how many tokens each expert got in the last step that was not left out, int64 (L, E)
         n, r = s.batch_size // s.dp, dist.get_rank(self.net.groups.dp)
         self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp, cp and pp take the same
 
-    def make_optimizer(self, adamw):
-        return self.net.make_optimizer(adamw, self.s.weight_decay, lr=self.s.lr, betas=(0.9, 0.95))
+    def adamw(self):
+        return torch.optim.AdamW
 
     def train(self, saved):
         """Run the steps after checkpoint `saved`, all if it is None; then show a sample. Steps count from 0."""

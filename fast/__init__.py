@@ -12,7 +12,7 @@ import kernels
 import model
 import parallel
 import safe
-from fast import attention, context, experts, graphs, grouped, linear, links, norm, overlap, pipeline, sequence, zero
+from fast import attention, context, experts, grouped, linear, links, norm, overlap, pipeline, sequence, zero
 from further import context as further_context
 from further import experts as further_experts
 from further import sequence as further_sequence
@@ -39,7 +39,6 @@ SWAPS = [  # (module, name there, what takes its place)
     (parallel, "ColumnParallelLinear", sequence.RegatheringColumns),
     (parallel, "even_pieces", split_pieces),
     (parallel, "Pipeline", pipeline.PatientPipeline),
-    (parallel, "ParallelGPT", graphs.LeanGPT),
     (further_sequence, "gather_tokens", sequence.gather_in_place),
     (further_sequence, "scatter_tokens", sequence.scatter_in_place),
     (further_context, "RingAttention", context.TunedRing),

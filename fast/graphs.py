@@ -1,7 +1,7 @@
 """A pipeline's micro-batches, replayed from CUDA graphs.
 
-GraphPipeline takes the place of the Pipeline, LeanGPT that of ParallelGPT. Without graphs a step of GPT-2 medium takes
-2 % longer on two H200s (DDP, --tp), 26 % (ZeRO-3), 31 % (--tp --sp), and four times as long in two stages.
+GraphPipeline takes the place of a GPT's Pipeline. Without graphs a step of GPT-2 medium takes 2 % longer on two H200s
+(DDP, --tp), 26 % (ZeRO-3), 31 % (--tp --sp), and four times as long in two stages.
 """
 
 from functools import partial
@@ -10,31 +10,11 @@ from types import SimpleNamespace
 import torch
 
 import collectives as dist
-from fast.adamw import AdamW
 from fast.pipeline import PatientPipeline
 from fast import recorded
 from fast.zero import GuardedOptimizer
-from parallel import clip_grad_norm_, EveryBackward, FSDP, ParallelGPT, Passage
+from parallel import EveryBackward, FSDP, Passage
 from theory.clock import most_held
-
-
-class LeanGPT(ParallelGPT):
-    """A ParallelGPT whose layers wait for their own weights where graphs replay them. With fast.adamw's AdamW, clipping
-    only computes a factor, because the kernel scales the gradients as it reads them."""
-
-    def make_optimizer(self, *args, **kwargs):
-        optimizer = super().make_optimizer(*args, **kwargs)
-        if isinstance(optimizer, GuardedOptimizer) and isinstance(self.pipeline, GraphPipeline):
-            optimizer.wait_in(*self.stages.values())
-        return optimizer
-
-    def clip_grad_norm_(self, max_norm, scale=1.0):
-        inner = getattr(self.optimizer, "inner", self.optimizer)
-        if not isinstance(inner, AdamW):
-            return super().clip_grad_norm_(max_norm, scale)
-        norm = clip_grad_norm_(self.params, 0, [None]) / scale
-        inner.scale = (max_norm / (norm + 1e-6) if max_norm else torch.ones_like(norm)).clamp(max=1) / scale
-        return norm
 
 
 # ------------------------------------------------------------------------------------------------ pipeline: CUDA graphs
@@ -295,9 +275,10 @@ class HookedGraphPipeline(GraphPipeline):
 
 
 def replay_micro_batches(net):
-    """Let a ParallelGPT replay its micro-batches from CUDA graphs. ValueError if ZeRO-2 or 3 has several stages or
-    another schedule than 1F1B, because while one micro-batch waits for its backward, the graphs of others would gather
-    and free the same units."""
+    """Let a ParallelGPT replay its micro-batches from CUDA graphs, and its layers wait for their own weights.
+
+    ValueError if ZeRO-2 or 3 has several stages or another schedule than 1F1B, because while one micro-batch waits for
+    its backward, the graphs of others would gather and free the same units."""
     zero, pipeline = net.layout.zero, GraphPipeline
     if zero > 1:
         pipeline = HookedGraphPipeline
@@ -305,3 +286,5 @@ def replay_micro_batches(net):
             raise ValueError(f"CUDA graphs of ZeRO-{zero} need one stage, not {len(net.homes)}, and one micro-batch, F "
                              f"and B, before the next one: give schedule 1f1b")
     net.pipeline = pipeline(*net.pipeline.arguments, channels=net.pipeline.channels)
+    if isinstance(net.optimizer, GuardedOptimizer):
+        net.optimizer.wait_in(*net.stages.values())

@@ -13,19 +13,36 @@ from fast.gloo import scratches
 from fast.graphs import replay_micro_batches
 from fast.windows import Window
 from safe.run import WatchedRun, WatchedTrainer
-from train import Trainer
+from train import ParallelGPT
+
+
+class LeanGPT(ParallelGPT):
+    """A ParallelGPT that clips as its optimizer steps. With fast.adamw's AdamW, clipping only computes a factor,
+    because the kernel scales the gradients as it reads them."""
+
+    def clip_grad_norm_(self, max_norm, scale=1.0):
+        inner = getattr(self.optimizer, "inner", self.optimizer)
+        if not isinstance(inner, AdamW):
+            return super().clip_grad_norm_(max_norm, scale)
+        norm = parallel.clip_grad_norm_(self.params, 0, [None]) / scale
+        inner.scale = (max_norm / (norm + 1e-6) if max_norm else torch.ones_like(norm)).clamp(max=1) / scale
+        return norm
 
 
 class FastTrainer(WatchedTrainer):
     """The WatchedTrainer that replays micro-batches from CUDA graphs, and steps float32 masters with our AdamW."""
+    gpt = LeanGPT
     unread = None  # (loss and norm of a step on their way to the CPU, the event at their end)
 
-    def make_optimizer(self, adamw):
+    def __init__(self, *args):
+        super().__init__(*args)
         if self.s.cuda_graphs == "on":
             replay_micro_batches(self.net)
-        mixed = self.net.layout.dtype != parallel.master_dtype(self.net.layout.dtype)
-        flat = mixed and kernels.on_triton(torch.empty(0, device=self.device))
-        return Trainer.make_optimizer(self, AdamW) if flat else super().make_optimizer(adamw)
+
+    def adamw(self):
+        dtype = parallel.DTYPES[self.s.dtype]
+        flat = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=self.device))
+        return AdamW if flat else super().adamw()
 
     def all_finite(self, loss, norm):
         """As in WatchedTrainer. On GPUs with --on-nan stop a step looks at the numbers of the step before, which have

@@ -21,7 +21,7 @@ import torch
 import kernels
 import parallel
 from model import Linear
-from parallel import Action, alternate, homes_of, needs, result_of, one_f_one_b, SCHEDULES, whole_batch
+from parallel import Action, alternate, homes_of, needs, result_of, one_f_one_b, whole_batch
 
 
 def interleaved(p, m, v):
@@ -251,5 +251,5 @@ class WeightGradients:
             hook(param)
 
 
-SCHEDULES.update({"interleaved": interleaved, "zb-h1": zero_bubble_h1, "zb-v": zb_v, "v-half": v_half, "v-min": v_min,
-                  "dualpipe-v": dualpipe_v})
+SCHEDULES = parallel.SCHEDULES | {"interleaved": interleaved, "zb-h1": zero_bubble_h1, "zb-v": zb_v, "v-half": v_half,
+                                  "v-min": v_min, "dualpipe-v": dualpipe_v}

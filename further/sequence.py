@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 import collectives as dist
-from parallel import gpt2_plan, place_of, tensor_parallel, Trade
+from parallel import place_of, tensor_parallel, Trade
 
 
 # ------------------------------------------------------------------------------ sequence parallel: f and g over tokens
@@ -50,9 +50,10 @@ def scattered(x, group):
     return Trade.apply(x, group, scatter_tokens, gather_tokens)
 
 
-def sequence_parallel(module, group):
-    """Tensor parallelism of a GPT whose tokens are cut between its sublayers, in place. N must divide T."""
-    tensor_parallel(module, group, gpt2_plan(gathered, scattered, module.config.experts > 0))
+def sequence_parallel(module, group, plan):
+    """Tensor parallelism of a GPT whose tokens are cut between its sublayers, in place. plan: as `gpt2_plan`, with
+    `gathered` for f and `scattered` for g. N must divide T."""
+    tensor_parallel(module, group, plan)
     for param in module.parameters():
         before = place_of(param)
         if all(cut.group != group for cut in before.cuts):

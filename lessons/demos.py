@@ -14,6 +14,7 @@ import parallel
 from further import experts as further_experts
 from further.context import own_tokens, seen
 from further.experts import count_of_each, split_experts
+from further.schedules import SCHEDULES
 from lessons import kernels as errors, pages, puzzles
 from lessons.measure import of_all_ranks, off, patched, readable, say, traffic_of
 from model import GPT, PRESETS, GPTConfig
@@ -167,7 +168,7 @@ def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
         print("F, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1,\n"
               "from its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and\n"
               "the rank's second F0 runs micro-batch 0 through its next stage. -- is the rest of an action, .. idle.")
-    for name, schedule in parallel.SCHEDULES.items():
+    for name, schedule in SCHEDULES.items():
         v = virtual_stages if name == "interleaved" else 1
         try:
             lists = schedule(p, m, v)

@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import collectives as dist
 import parallel
+from further.schedules import SCHEDULES
 from lessons.demos import ring_states
 from lessons.measure import of_all_ranks, say
 from model import PRESETS
@@ -98,7 +99,7 @@ def lanes(spans, unit, y):
 
 def draw_schedules():
     """The schedules on one time axis, for 4 ranks and 8 micro-batches. F, I and W take equally long."""
-    runs = {name: simulate(lists(4, 8, 1 + (name == "interleaved"))) for name, lists in parallel.SCHEDULES.items()}
+    runs = {name: simulate(lists(4, 8, 1 + (name == "interleaved"))) for name, lists in SCHEDULES.items()}
     unit = 880 / max(run.length for run in runs.values())
     out = [*legend(6, 230, KINDS)]
     for i, (name, run) in enumerate(runs.items()):

@@ -8,7 +8,7 @@ import signal
 import torch
 
 import parallel
-import train
+from further.schedules import SCHEDULES
 from lessons.measure import say, Table, write_json
 from safe.flags import BadInput, check_parts, dashed, Settings
 from theory.clock import homes_in
@@ -29,7 +29,7 @@ SPLIT = "zb-h1", "zb-v", "v-half"  # these split backward: W must come late, so 
 def can_run(schedule, p, m, v):
     """Whether a schedule takes these numbers: tried with few micro-batches that leave m's remainder over p."""
     try:
-        return bool(parallel.SCHEDULES[schedule](p, p + m % p, v))
+        return bool(SCHEDULES[schedule](p, p + m % p, v))
     except ValueError:
         return False
 
@@ -48,7 +48,7 @@ def axes_of(config, gpus, batch_size, dtype, machine):
     """Layouts by their axes alone: tp inside a node, cp where attention hides a ring inside a node."""
     for tp, cp, pp, kind in itertools.product(*[divisors(gpus)] * 3, ("ring", "ulysses")):
         own = config.seq_len // cp
-        hides = max(ring_hides(machine.attention_with(own), machine.link, train.DTYPES[dtype]))
+        hides = max(ring_hides(machine.attention_with(own), machine.link, parallel.DTYPES[dtype]))
         s = Settings(dp=gpus // (tp * cp * pp), tp=tp, cp=cp, pp=pp, cp_kind=kind, dtype=dtype, batch_size=batch_size)
         if s.dp * tp * cp * pp == gpus and (own >= hides if cp > 1 else kind == "ring"):
             yield s

@@ -124,8 +124,9 @@ def order(rank):
 def transfers(rank):
     """Where sends and receives go: if another rank needs the action's result, append the send (SF, SB) to this rank's
     list, and put the receive (`other_end` of the send) into the other's, so that no ranks wait for each other."""
-    from parallel import check, lower, schedules
-    for schedule in schedules().values():
+    from further.schedules import SCHEDULES
+    from parallel import check, lower
+    for schedule in SCHEDULES.values():
         check(lower(schedule(3, 3, 2)))
     yield "lowered lists", "can run"
 

@@ -16,12 +16,12 @@ import collectives as dist
 import kernels
 import model
 import parallel
-import train
 from fast import attention, gloo, linear, nccl, norm, recorded, run
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
 from fast.pipeline import PatientPipeline
 from further import context, experts
+from further.schedules import SCHEDULES
 from lessons import peers
 from lessons.machine import measure_machine, sent_in
 from lessons.measure import (
@@ -50,7 +50,7 @@ def layouts(n, m, virtual, experts):
     if n > 3 and n % 2 == 0:
         every |= {"hsdp": {"dp": n, "zero": 3, "zero_within": n // 2}, "dp+tp": {"dp": n // 2, "tp": 2}}
     # pipelines late, because after them ranks have made different numbers of windows, and `make_window` makes no more
-    every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in parallel.SCHEDULES}
+    every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in SCHEDULES}
     every["interleaved"]["virtual_stages"] = virtual
     return every | last
 
@@ -161,7 +161,7 @@ def strategies(a):
     if a.without:
         without(a, device)
         return
-    machine = measure_machine(device, train.DTYPES[a.dtype], a.config, a.comm)
+    machine = measure_machine(device, parallel.DTYPES[a.dtype], a.config, a.comm)
     say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {describe_parameters(a.config)}, {a.dtype}; "
         f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}{mfu_note(a.config)}")
     for reason in a.reasons:

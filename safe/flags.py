@@ -15,7 +15,7 @@ import parallel
 from safe.huggingface import open_hf
 from safe.sizes import BadInput, check_sizes, multiple, reject
 from theory.speed import replayable
-from train import SIZES, config_of, device_for, flag, Flags, processes_of
+from train import SIZES, config_of, device_for, flag, Flags, processes_of, schedules
 
 
 # -------------------------------------------------------------------------------------------------- settings, bad input
@@ -155,7 +155,7 @@ def check_parts(s, c, world, local_world, processes):
 def check_schedule(s, config):
     """Reject a schedule that makes no lists for these ranks, micro-batches and stages, or lists that cannot finish."""
     try:
-        lists = parallel.schedules()[s.schedule](s.pp, s.micro_batches, s.virtual_stages)
+        lists = schedules()[s.schedule](s.pp, s.micro_batches, s.virtual_stages)
         parallel.check(parallel.lower(lists))
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
         raise BadInput(f"--schedule {s.schedule}: {problem}; give --micro-batches "

@@ -44,8 +44,8 @@ class WatchedTrainer(Trainer):
     terminated = stopping = False  # whether this rank has had a SIGTERM; whether one of them has
     saved = True  # whether the last checkpoint was written
 
-    def make_optimizer(self, adamw):
-        return super().make_optimizer(partial(adamw, fused=True))
+    def adamw(self):
+        return partial(super().adamw(), fused=True)
 
     # the loop
 

@@ -5,6 +5,7 @@ import gc
 import math
 import unittest.mock
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMo
 import collectives as dist
 import fast.recorded
 import parallel
+import train
 from tests.layouts import case_of, differences_in, expanded, in_layout, SMALL, tokens_of
 from tests.pool import close, on_cpus, on_ranks
 from tests.zero import when_it_computes
@@ -149,10 +151,10 @@ def test_replayed_graphs_equal_one_process(pool, row):
 def recorded_net(**options):
     """(a model whose micro-batches are replayed, its optimizer, a batch)"""
     device = torch.get_default_device()
-    layout = parallel.Layout(dp=dist.get_world_size(), dtype=torch.float64, **options)
-    net = parallel.parallelize(SMALL, layout, device)
+    layout = train.Layout(dp=dist.get_world_size(), dtype=torch.float64, **options)
+    net = train.parallelize(SMALL, layout, device, optimizer=partial(torch.optim.SGD, lr=0.1))
     replay_micro_batches(net)
-    return net, net.make_optimizer(torch.optim.SGD, lr=0.1), [t.to(device) for t in tokens_of(0)]
+    return net, net.optimizer, [t.to(device) for t in tokens_of(0)]
 
 
 @on_cpus  # the tape stands for graphs

@@ -25,6 +25,7 @@ import fast.context
 import fast.experts
 import fast.nccl
 import further.experts
+import further.schedules
 import kernels
 import model
 import parallel
@@ -59,8 +60,8 @@ def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL, holes=False
     return x, y
 
 
-def optimizer_of(name, params):
-    return torch.optim.SGD(params, 0.5) if name == "sgd" else torch.optim.AdamW(params, 1e-2)
+def optimizer_of(name, params, **options):
+    return torch.optim.SGD(params, 0.5, **options) if name == "sgd" else torch.optim.AdamW(params, 1e-2, **options)
 
 
 @functools.cache
@@ -106,9 +107,8 @@ def margin_of(router, x):
 
 def small_gpt(config=SMALL, **options):
     """A ParallelGPT in a layout on this process's device, with an optimizer."""
-    net = parallel.parallelize(config, parallel.Layout(**options), torch.get_default_device())
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
-    return net
+    return train.parallelize(config, train.Layout(**options), torch.get_default_device(),
+                             optimizer=functools.partial(torch.optim.SGD, lr=0.1))
 
 
 SABOTAGED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "batch_isend_irecv"
@@ -119,9 +119,9 @@ def without_collective(where):
     code return at once, having done nothing."""
     name, *method = where.split(".")
     files = [importlib.import_module(f"further.{file.name}") for file in pkgutil.iter_modules(further.__path__)]
-    targets = [getattr(file, name) for file in (parallel, *files) if hasattr(file, name)]
+    targets = [getattr(file, name) for file in (parallel, train, *files) if hasattr(file, name)]
     targets += [plain for _, leaf, plain in fast.PLAIN if leaf == name]
-    assert targets, f"without={where}: neither parallel.py nor further/ has it"
+    assert targets, f"without={where}: neither parallel.py, nor train.py, nor further/ has it"
     codes = {inspect.unwrap(functools.reduce(getattr, method, target)).__code__ for target in targets}
 
     def without(real):
@@ -158,20 +158,20 @@ def mean_of_micro_batches():
     """A micro-batch's loss is the mean over its own targets, a step's the mean of these means."""
     def loss(net, logits, targets):
         return real(net, logits, targets) / (targets != -1).sum().clamp(min=1)
-    real = parallel.ParallelGPT.loss
-    return unittest.mock.patch.multiple(parallel.ParallelGPT, loss=loss, weight_of_a_target=lambda net, y: torch.tensor(
+    real = train.ParallelGPT.loss
+    return unittest.mock.patch.multiple(train.ParallelGPT, loss=loss, weight_of_a_target=lambda net, y: torch.tensor(
         1 / len(y), dtype=torch.float64, device=net.device))
 
 
 def mean_of_replicas():
     """A replica's loss is the mean over its own targets, a step's the mean of these means."""
-    return unittest.mock.patch.object(parallel.ParallelGPT, "weight_of_a_target", lambda net, y: 1 / (
+    return unittest.mock.patch.object(train.ParallelGPT, "weight_of_a_target", lambda net, y: 1 / (
         torch.cat([*y]) != -1).sum().clamp(min=1).double())
 
 
 def ends_apart():
     """The ends of a tied embedding on one rank are not added up."""
-    return unittest.mock.patch.object(parallel, "add_up_twins", lambda params: None)
+    return unittest.mock.patch.object(train, "add_up_twins", lambda params: None)
 
 
 BREAKS = {function.__name__: function for function in (
@@ -218,7 +218,7 @@ def in_layout(*args, without=None, node=None, choice="auto", forced=None, **opti
             around.enter_context(FORCED[forced]())
         if without:
             around.enter_context(BREAKS[without]() if without in BREAKS else without_collective(without))
-        around.enter_context(unittest.mock.patch.dict(parallel.SCHEDULES, MIXED))
+        around.enter_context(unittest.mock.patch.dict(further.schedules.SCHEDULES, MIXED))
         around.callback(kernels.use, "auto")
         kernels.use(choice)
         return train_steps(*args, **options)
@@ -233,13 +233,14 @@ def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, 
     device = torch.get_default_device()
     source = bias and (lambda name: torch.tensor(bias) if name.endswith("router.bias")
                        else model.initial_weight(config, name, 0))
-    net = parallel.parallelize(config, parallel.Layout(**layout, dtype=dtype, **options), device, source)
+    net = train.parallelize(config, train.Layout(**layout, dtype=dtype, **options), device, source,
+                            functools.partial(optimizer_of, optimizer, weight_decay=DECAY))
+    opt = net.optimizer
     assert two_levels is None or two_levels == (layout["dp"] in map(dist.get_world_size, dist._levels))
     for group in net.all_groups():
         dist.use(group, comm)
     if cuda_graphs:
         replay_micro_batches(net)
-    opt = net.make_optimizer(lambda groups, **kw: optimizer_of(optimizer, groups), weight_decay=DECAY)
     losses, norms, grads, shapes = [], [], {}, model.shapes(config)
     mine = batch // dist.get_world_size(net.groups.dp)
     for step in range(steps):
@@ -557,20 +558,29 @@ def test_second_derivatives_through_tensor_parallelism_are_refused():
 
 
 @on_ranks(1)
-def test_layers_of_16_bits_want_their_optimizer_first():
-    net = parallel.parallelize(SMALL, parallel.Layout(dtype=torch.bfloat16), torch.get_default_device())
-    with pytest.raises(RuntimeError, match="call make_optimizer"):
-        net.forward(*([t.to(net.device)] for t in tokens_of(0)))
+@pytest.mark.parametrize("zero", range(4))
+def test_without_an_optimizer_a_gpt_is_for_evaluation(zero):
+    """In 16 bits, too, whoever keeps the masters."""
+    of = [train.parallelize(SMALL, train.Layout(dtype=torch.bfloat16, zero=zero), torch.get_default_device(),
+                            optimizer=optimizer) for optimizer in (None, functools.partial(torch.optim.SGD, lr=0.1))]
+    x, y = ([t.to(of[0].device)] for t in tokens_of(0))
+    assert of[0].forward(x, y).equal(of[1].forward(x, y))
+    with pytest.raises(RuntimeError, match="built for evaluation"):
+        of[0].forward_backward(x, y)
 
 
 @on_ranks(2)
 def test_frozen_experts_stay_each_rank_s_own():
     config, name = dataclasses.replace(SMALL, experts=4), "h.0.mlp.experts.c_fc.weight"
-    net = parallel.parallelize(config, parallel.Layout(dp=2, ep=2, zero=1), torch.get_default_device())
-    net.module(0).get_parameter(name).requires_grad_(False)
-    before = net.whole_parameter(name)
-    net.make_optimizer(torch.optim.SGD, lr=0.1)
-    assert net.whole_parameter(name).equal(before)
+
+    class Frozen(train.ParallelGPT):
+        def param_groups(self):
+            self.module(0).get_parameter(name).requires_grad_(False)
+            return super().param_groups()
+
+    net = train.parallelize(config, train.Layout(dp=2, ep=2, zero=1), torch.get_default_device(),
+                            optimizer=functools.partial(torch.optim.SGD, lr=0.1), gpt=Frozen)
+    assert net.whole_parameter(name).cpu().equal(model.initial_weight(config, name, 0))
 
 
 @on_ranks(2)
@@ -591,7 +601,7 @@ def refused(message, *args, **options):
 
 
 @pytest.mark.parametrize("row, message", [
-    ("virtual_stages=2", "1f1b has 1 stages a rank, not 2"),
+    ("virtual_stages=2", "this schedule has 1 stages a rank, not 2"),
     ("pp=2 virtual_stages=2 schedule=1f1b", "give virtual_stages 1"),
     ("zero=2 cuda_graphs=1 schedule=gpipe micro_batches=4", "give schedule 1f1b"),
     ("pp=2 zero=2 cuda_graphs=1", "ZeRO-2 need one stage, not 2")])

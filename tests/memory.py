@@ -18,8 +18,8 @@ from tests.layouts import small_gpt, tokens_of
 from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks, table
 from tests.runs import TINY, parse
 from fast.adamw import AdamW
-from fast.graphs import LeanGPT
-from further.schedules import zero_bubble_h1
+from fast.run import LeanGPT
+from further.schedules import SCHEDULES, zero_bubble_h1
 from lessons.demos import main
 from lessons.measure import of_all_ranks
 from safe.data import load_data
@@ -117,7 +117,7 @@ def test_memory_is_what_is_predicted(text, bound, flags):
 def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(zero):
     if torch.get_default_device().type == "cuda":
         pytest.skip("products that add to float32 round once less")
-    parallel.SCHEDULES["added"] = zero_bubble_h1  # as README says how to: nobody knows its name
+    SCHEDULES["added"] = zero_bubble_h1  # as README says how to: nobody knows its name
     every = []
     for schedule in "1f1b", "zb-h1", "added":
         net = small_gpt(pp=2, dtype=torch.bfloat16, zero=zero, schedule=schedule)

@@ -66,7 +66,8 @@ def test_each_link_has_a_target_and_nothing_is_loaded(site):
 SHOWN = {  # a page, and what stands in it: names lead to their definitions, the index is the reading path
     "parallel.html": (
         '.<a href="collectives.html#all_reduce">all_reduce</a>', 'self.<a href="parallel.html#Reducer.leave">',
-        '<dfn id="Reducer.computed">computed</dfn>', '<a href="model.html#GPT">GPT</a>(config, seed='),
+        '<dfn id="Reducer.computed">computed</dfn>'),
+    "train.html": ('<a href="model.html#GPT">GPT</a>(config, seed=', '.<a href="parallel.html#FSDP">FSDP</a>(model, '),
     "index.html": (
         "Reading path</h2>", '<a href="train.html"><code>train.py</code></a>',
         '"collectives.html#ring_reduce_scatter"', '"parallel.html#ShardedOptimizer"',

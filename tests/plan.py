@@ -12,11 +12,11 @@ import lessons.plan
 import model
 import parallel
 import theory.clock
-import train
 from tests.benchmark import H200, asked
 from tests.pool import close
 from tests.runs import parse
 from lessons.plan import SPLIT, all_layouts, describe_layout
+from further.schedules import SCHEDULES
 from safe.flags import check_layout, Settings
 from theory.clock import simulate
 from theory.memory import needed_bytes
@@ -102,7 +102,7 @@ def test_the_lecture_s_bubble_is_that_of_the_clock(schedule):
     machine, v = dataclasses.replace(FAST, elementwise=3e12), 1 + (schedule == "interleaved")  # W <= F, or ZB-H1 idles
     s = layout(f"--pp 4 --micro-batches 8 --schedule {schedule} --virtual-stages {v}")
     stages = theory.clock.stages_in(s, EVEN, 1)
-    timeline = simulate(parallel.SCHEDULES[schedule](4, 8, v), *stage_seconds(EVEN, s, machine, stages))
+    timeline = simulate(SCHEDULES[schedule](4, 8, v), *stage_seconds(EVEN, s, machine, stages))
     assert close(predict(EVEN, s, machine).bubble, max(timeline.idle), 0.05)
 
 
@@ -111,7 +111,8 @@ def test_a_ring_hides_where_the_bytes_take_as_long_as_the_flops(dtype, width):
     """A rank's t queries see t/2 of another rank's keys: 2C FLOPs for each pair in each product, two forward and five
     backward. A token's key and value are 2C numbers of `width` bytes. Backward also sends their float32 gradients."""
     flops, link = 400e12, 300e9
-    for tokens, sent, products in zip(ring_hides(flops, link, train.DTYPES[dtype]), (2 * width, 2 * width + 8), (2, 5)):
+    hidden = ring_hides(flops, link, parallel.DTYPES[dtype])
+    for tokens, sent, products in zip(hidden, (2 * width, 2 * width + 8), (2, 5)):
         assert close(sent * tokens / link, products * tokens**2 / flops)
 
 

@@ -18,7 +18,7 @@ import theory.clock
 from tests.layouts import SMALL, small_gpt, tokens_of
 from tests.pool import close, on_ranks, table
 from further.schedules import (
-    dualpipe_v, interleaved, v_half, v_min, WeightGradients, zb_v, zero_bubble_h1)
+    dualpipe_v, interleaved, SCHEDULES, v_half, v_min, WeightGradients, zb_v, zero_bubble_h1)
 from theory.clock import simulate
 
 
@@ -63,7 +63,7 @@ IN_A_V = zb_v, v_half, v_min, dualpipe_v
 
 def test_every_schedule_can_run():
     """Interleaved leaves v open, and wants micro-batches in multiples of p."""
-    for (name, make), p in itertools.product(parallel.schedules().items(), range(1, 9)):
+    for (name, make), p in itertools.product(SCHEDULES.items(), range(1, 9)):
         for m in (*range(1, 2 * p + 2), 3 * p + 1, 4 * p):  # beyond two fillings of the pipe the same turns come again
             several = [1, 2, 3, 4] if m % p == 0 else []
             for v in several if name == "interleaved" else [1]:

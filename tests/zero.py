@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import collectives as dist
 import fast.gloo
 import model
 import parallel
+import train
 from further.nodes import average_between
 from tests.data import laid_out, module_and_inputs, stepped_by
 from tests.layouts import SMALL, small_gpt, tokens_of
@@ -93,9 +95,9 @@ def test_zero_sends_what_the_table_says(m, within):
 def test_zero_keeps_what_the_table_says(zero, within):
     """Between backward and step, in bf16 with AdamW, on any device."""
     config, before = model.GPTConfig(vocab_size=256, seq_len=16, n_layer=2, n_head=4, n_embd=64), bytes_alive()
-    layout = parallel.Layout(dp=4, dtype=torch.bfloat16, zero=zero, zero_within=within)
-    net = parallel.parallelize(config, layout, "cpu")
-    opt, x = net.make_optimizer(torch.optim.AdamW, lr=0.1), torch.randint(256, (2, 16)).split(1)
+    layout = train.Layout(dp=4, dtype=torch.bfloat16, zero=zero, zero_within=within)
+    net = train.parallelize(config, layout, "cpu", optimizer=partial(torch.optim.AdamW, lr=0.1))
+    opt, x = net.optimizer, torch.randint(256, (2, 16)).split(1)
     for step in range(2):
         opt.zero_grad()
         net.forward_backward(x, x)

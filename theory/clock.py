@@ -5,6 +5,7 @@ import itertools
 from typing import NamedTuple
 
 import parallel
+from further.schedules import SCHEDULES
 from parallel import homes_of, in_order, needs, result_of
 
 
@@ -38,7 +39,7 @@ def split_pieces(config, stages):
 
 @functools.cache
 def placed(schedule, p, v):
-    return parallel.place_stages(parallel.Layout(pp=p, schedule=schedule, virtual_stages=v))
+    return parallel.place_stages(SCHEDULES[schedule], p, v)
 
 
 def homes_in(s):

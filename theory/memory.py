@@ -10,7 +10,8 @@ from collections import Counter
 import torch
 from torch.utils._pytree import tree_leaves
 
-import parallel
+from further.experts import expert_plan
+from further.schedules import SCHEDULES
 from model import GPT
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import held_at_once, stages_in
@@ -59,7 +60,7 @@ def local_elements(config, tp, pieces):
     for run in pieces:
         for name, param in GPT(config, seed=None, pieces=run).named_parameters():
             layer, _, leaf = name.rpartition(".")
-            how = planned(layer, gpt2_plan(None, None, config.experts > 0))
+            how = planned(layer, gpt2_plan(None, None) | expert_plan(None, None))
             whole = how is None or getattr(how, "func", None) is RowParallelLinear and leaf == "bias"
             count[".experts." in name, is_matrix(param)] += param.numel() / (1 if whole else tp)
     return count
@@ -143,7 +144,7 @@ ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries
 @functools.cache
 def held_by_ranks(schedule, p, m, v):
     """Micro-batches whose activations each pipeline rank holds at once."""
-    return held_at_once(parallel.SCHEDULES[schedule](p, m, v))
+    return held_at_once(SCHEDULES[schedule](p, m, v))
 
 
 def needed_bytes(config, s):

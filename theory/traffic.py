@@ -7,7 +7,6 @@ p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters
 from typing import NamedTuple
 
 import parallel
-import train
 from theory.clock import homes_in
 
 
@@ -51,7 +50,7 @@ def in_two_levels(op, elements, inside, nodes, rank):
 class Message(NamedTuple):
     """One kind of collective or message of a training step.
 
-    axis: the group that it goes through, as parallel.make_groups names it: "tp", "cp", "ep", "pp"; "within", the ranks
+    axis: the group that it goes through, as train.make_groups names it: "tp", "cp", "ep", "pp"; "within", the ranks
     over which ZeRO shards, all of dp x cp or a part of it; "between", those with the same shard; "replicas", dp x cp
     where the caller waits; "ends", a pipeline's first and last stage; "same_experts", the ranks that have them. Or
     "world", all ranks; "all", all ranks in the trainer's own group.
@@ -74,7 +73,7 @@ def contents(config, runs):
 
 def widths(s):
     """(bytes of an element in the dtype that layers compute in, in the dtype that gradients are summed in)."""
-    dtype = train.DTYPES[s.dtype]
+    dtype = parallel.DTYPES[s.dtype]
     return dtype.itemsize, parallel.master_dtype(dtype).itemsize
 
 
