@@ -12,6 +12,7 @@ import pathlib
 import re
 import runpy
 import shlex
+import shutil
 import sys
 import types
 from unittest.mock import patch
@@ -40,7 +41,7 @@ from tests.walls import CORE, REFERENCE, ROOMS, SOURCES, room_of
 
 TOP = pathlib.Path(HERE)
 PAGES = {str(page.relative_to(TOP)): page.read_text() for page in sorted([TOP / "README.md", *TOP.glob("docs/*.md")])}
-PLAIN = re.search(r"(?m)^plain\(\) { (.*); }$", PAGES["README.md"])[1]
+PLAIN = re.search(r"(?m)^plain\(\) { n=\$1; shift; (.*); }$", PAGES["README.md"])[1]
 
 
 def section(title, page="README.md"):
@@ -71,7 +72,7 @@ def commands(text):
     blocks = [block for language, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL) if not language]
     lines = re.sub(r"\\\n *", " ", "".join(blocks)).splitlines() + inline_code(text)
     lines = [part.split("   ")[0].strip() for line in lines for part in re.split(" &&? ", line)]
-    lines = [re.sub(r"^plain (\d) (.*)", lambda m: PLAIN.replace("$1", m[1]).replace("${@:2}", m[2]), line)
+    lines = [re.sub(r"^plain (\d) (.*)", lambda m: PLAIN.replace("$n", m[1]).replace('"$@"', m[2]), line)
              for line in lines]
     return [line for line in dict.fromkeys(lines) if re.match(r"(\S*/)?(python3?|pytest|torchrun|srun) |SLOW=1 ", line)]
 
@@ -196,6 +197,19 @@ def test_commands_of_a_page_are_understood(page, monkeypatch, capsys):
             with pytest.raises(SystemExit, match="0"):
                 output_of(lessons.demos.main, *words)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["sh", "dash", "bash", "zsh", "fish"])
+def test_what_is_pasted_into_a_shell_runs_there(shell):
+    """Every command of a block, the lines of a comment too: zsh knows none in what is typed."""
+    blocks = [block for text in PAGES.values() for block in re.findall(r"(?ms)^```(\w*)\n(.*?)^```$", text)]
+    assert len(blocks) > 20 and not [body for kind, body in blocks if not kind and re.search(r"(?m)(^|\s)#", body)]
+    if not shutil.which(shell):
+        pytest.skip(f"no {shell} here")
+    plain = re.search(r"(?m)^function plain.*" if shell == "fish" else r"(?m)^plain\(\).*", PAGES["README.md"])[0]
+    stub = "function torchrun; echo $argv; end" if shell == "fish" else 'torchrun() { echo "$@"; }'
+    assert command(shell, "-c", f"{stub}\n{plain}\nplain 2 --dp 'a b'") == (
+        "--nproc_per_node 2 train.py --plain --steps 50 --dp a b\n")
 
 
 def test_commands_of_the_lecture_run(text, tmp_path):
