@@ -749,13 +749,14 @@ class Run:
     flags, trainer = Flags, Trainer
 
     def __init__(self, arguments):
-        world = int(os.environ.get("WORLD_SIZE", "1"))
+        world = int(os.environ.get("WORLD_SIZE") or 1)
         s = parse(argparse.ArgumentParser(**ABOUT), self.flags, arguments)
         processes = processes_of(s, world)
         if processes != world:
             refuse(f"this layout needs torchrun --nproc_per_node {processes}; {world} were started")
-        if s.batch_size % (s.dp * s.micro_batches):
-            refuse("--batch-size must be a multiple of --dp x --micro-batches")
+        parts = s.dp * s.micro_batches
+        if s.batch_size % parts:
+            refuse(f"--batch-size must be a multiple of --dp x --micro-batches: give --batch-size {parts}")
         s.device = device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
         vocabulary = vocabulary_of(s.tokenizer)
@@ -770,7 +771,10 @@ class Run:
         if s.resume:
             self.saved = torch.load(newest(s.out if s.resume == "newest" else s.resume), map_location="cpu", mmap=True,
                                     weights_only=True)
-            tensors = self.saved["tensors"]
+            there, tensors = config_of(argparse.Namespace(**self.saved["flags"])), self.saved["tensors"]
+            for name, size in dataclasses.asdict(there).items():
+                if size != getattr(self.config, name):
+                    refuse(f"the model in --resume has other sizes: give --{name.replace('_', '-')} {size}")
             self.source = lambda name: tensors["wte.weight" if name == "lm_head.weight" else name]  # they are one
         if s.out:
             os.makedirs(s.out, exist_ok=True)

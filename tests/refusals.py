@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+import torch
 
 import bench
 import collectives as dist
@@ -131,6 +132,7 @@ REFUSED = {
         --resume STEP_2 --out RUN           | /run and move newer ones away
         --plain --dp 2                      | needs torchrun --nproc_per_node 2; 1 were started
         --plain --vocab-size 50             | --vocab-size 50: the text has token
+        --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4
         --plain --data ASCII --resume STEP_3 | step-00000003: no file step-*.pt, as --plain writes it; leave --plain
         --plain --data ASCII --resume /none | /none: no file step-*.pt, as --plain writes it; leave --plain out
 
@@ -234,6 +236,7 @@ def files(text, tmp_path_factory):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     os.mkdir(folder / "read_only", 0o555)
+    torch.save({"flags": vars(train.Flags()), "tensors": {}}, folder / "step-00000001.pt")
     flags = f"--data {text} --steps 3 --save-every 1 --experts 2 --out {folder / 'run'}"
     ran([*TRAIN, *flags.split()], 1, folder / "log")
     lock = open(folder / "run" / ".lock", "w")  # noqa: SIM115  locked until the last test ends
@@ -242,6 +245,7 @@ def files(text, tmp_path_factory):
     fcntl.flock(lock, fcntl.LOCK_EX)
     words = {path.stem.upper(): path for path in folder.iterdir()} | {
         "folder": folder, "lock": lock, "TEXT": text, "TINY": " ".join(TINY), "BYTE_255": os.fsdecode(b"\xff"),
+        "PLAIN": folder / "step-00000001.pt",
         "STEP_2": folder / "run" / "step-00000002", "STEP_3": folder / "run" / "step-00000003"}
     return words if os.geteuid() else words | {"READ_ONLY": "/proc/run"}  # root may write anywhere, almost
 
