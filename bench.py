@@ -321,11 +321,11 @@ def check_file(a):
 
 
 def main():
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     if len(sys.argv) == 1:
         print(__doc__.strip())
         return
     try:
+        world = launch.started()
         a = parse(sys.argv[1:])
         if not a.plain:
             fast.on()

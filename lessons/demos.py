@@ -407,6 +407,7 @@ def main():
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices)
     puzzles.add_to(lessons)
     try:
+        launch.started()
         flags = vars(parser.parse_args())
         demo = flags.pop("demo")
         if demo not in ON_RANKS:

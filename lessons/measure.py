@@ -19,6 +19,7 @@ import collectives as dist
 import fast
 from kernels import triton
 from safe.flags import BadInput
+from safe.launch import cores
 from theory.memory import tensors_in
 
 
@@ -131,7 +132,7 @@ def write_json(a, device, *tables, **more):
     with contextlib.suppress(OSError):  # where there is no git
         commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, text=True,
                                 capture_output=True).stdout.strip()
-    hardware = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    hardware = f"{platform.machine()} CPU, {cores()} cores"
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}, NCCL {torch.cuda.nccl.version()}"
     found = {"what": a.what, "hardware": hardware, "commit": commit or "unknown", "command": " ".join(sys.argv),

@@ -1,6 +1,7 @@
 """Checkpoints that survive crashes and full disks, written, found again and checked; and whose run a folder holds."""
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -17,7 +18,8 @@ import torch
 
 from model import GPTConfig, shapes
 from parallel import master_dtype
-from safe.files import crc_of_file, read_safetensors, sync_folder, writable, write_file, write_safetensors
+from safe.files import (
+    crc_of_file, read_safetensors, sync_folder, UNKNOWN, warn_once, writable, write_file, write_safetensors)
 from safe.flags import dashed, Settings
 from safe.huggingface import open_hf, write_hf
 from safe.sizes import BadInput, reject
@@ -223,6 +225,10 @@ def lock(folder, identity):
         except BlockingIOError:
             raise BadInput(f"--out {out}: {(out / '.lock').read_text().strip() or 'another run'} writes there; name "
                            f"another folder, e.g. --out {out}-2") from None
+        except OSError as error:
+            if error.errno not in (*UNKNOWN, errno.ENOLCK):
+                raise
+            warn_once(f"the filesystem of --out has no locks ({error.strerror}): nothing keeps a second run out of it")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()

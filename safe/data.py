@@ -17,6 +17,7 @@ import numpy as np
 
 from further.bpe import END, FILES, text_of, Tokenizer
 from safe.files import writable, write_blocks
+from safe.launch import cores
 from safe.sizes import BadInput, reject
 from train import Bytes, read_texts, split, standard_library, vocabulary_of
 
@@ -179,12 +180,12 @@ def encode_parts(texts, vocabulary):
     if len(parts) < 2:
         yield vocabulary.tokens_of(texts)
         return
-    cores, started, done = os.cpu_count() or 1, time.perf_counter(), 0
-    with concurrent.futures.ThreadPoolExecutor(cores) as threads:  # each waits for a process
+    workers, started, done = cores(), time.perf_counter(), 0
+    with concurrent.futures.ThreadPoolExecutor(workers) as threads:  # each waits for a process
         for part, tokens in zip(parts, threads.map(lambda part: encode_part(part, vocabulary.folder), parts)):
             done += len(part)
             print(f"text     {done / 1e6:.0f} of {len(text) / 1e6:.0f} million letters encoded, "
-                  f"{done / 1e6 / (time.perf_counter() - started):.1f} a second on {cores} cores", flush=True)
+                  f"{done / 1e6 / (time.perf_counter() - started):.1f} a second on {workers} cores", flush=True)
             yield tokens
 
 

@@ -5,9 +5,12 @@ then the tensors' bytes.
 """
 
 import contextlib
+import errno
+import functools
 import json
 import math
 import os
+import sys
 import tempfile
 import zlib
 
@@ -72,16 +75,42 @@ def write_blocks(path, blocks):
             size += len(block)
             crc = zlib.crc32(block, crc)
         file.flush()
-        os.fsync(file)
+        sync(file)
     os.replace(f"{path}.part", path)
     return {"bytes": size, "crc32": crc}
+
+
+# What a filesystem answers that does not know an operation at all.
+UNKNOWN = errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP
+
+
+def sync(file):
+    """Bring a file to the disk. Where a filesystem cannot, that is said once, and costs nothing but the certainty."""
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno not in UNKNOWN:
+            raise
+        warn_once(f"the filesystem of --out cannot say when data is on the disk ({error.strerror}): a power cut may "
+                  "lose the newest checkpoint")
 
 
 def sync_folder(path):
     """Bring a folder to the disk: it holds its files' names, which a power cut could lose otherwise."""
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
+    sync(descriptor)
     os.close(descriptor)
+
+
+def tell(text, file=None):
+    """Print at once. What cannot be printed (a full disk, a closed pipe or terminal) must not end a run."""
+    with contextlib.suppress(OSError):
+        print(text + "\n", end="", file=file or sys.stdout, flush=True)  # in one write: lines of ranks do not mix
+
+
+@functools.cache
+def warn_once(text):
+    tell(f"warning  {text}", sys.stderr)
 
 
 def crc_of_file(path):
@@ -107,17 +136,25 @@ def check_folder(folder, name):
 class Log:
     """log.jsonl, an entry a line. If the disk is full, entries are lost, and no line is cut in two.
 
-    step: a run that resumes drops the entries of later steps, because it will write them again."""
+    step: a run that resumes drops the entries of later steps, because it will write them again. Lines that are no
+    entries, somebody's notes, stay."""
 
     def __init__(self, path, step):
         kept = []
-        with contextlib.suppress(FileNotFoundError), open(path) as file:
-            for line in file:
-                with contextlib.suppress(ValueError):  # a line that a power cut left incomplete
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line)
-        write_file(path, "".join(kept))
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            kept = [line for line in file if self.step_of(line) <= step]
+        if kept and not kept[-1].endswith(b"\n"):
+            kept.append(b"\n")
+        write_blocks(path, kept)
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    @staticmethod
+    def step_of(line):
+        """Of an entry its step, of one that a power cut has cut short infinity, of any other line -1."""
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
+            return int(json.loads(line)["step"])
+        start = b'{"step": '
+        return math.inf if line[:len(start)] == start[:len(line)] and not line.endswith(b"\n") else -1
 
     def write(self, entry):
         """Write entry, {"step": ..., ...}. Returns the OSError if it is lost, else None."""

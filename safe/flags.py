@@ -12,6 +12,7 @@ import torch
 
 import kernels
 import parallel
+from safe.files import tell
 from safe.huggingface import open_hf
 from safe.sizes import BadInput, check_sizes, multiple, reject
 from theory.speed import replayable
@@ -47,7 +48,7 @@ def refuse(program, problem):
     """End this process with exit code 2. The first rank of each node says why, in one line, because a file may be
     missing on one node alone."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-        print(f"{program}: {problem}", file=sys.stderr, flush=True)
+        tell(f"{program}: {problem}", sys.stderr)
     else:
         time.sleep(2)  # torchrun ends all ranks when one has exited, so the rank that prints has to be the first
     sys.exit(2)

@@ -1,8 +1,12 @@
 """Starting the processes of a layout, and ending them together."""
 
+import contextlib
 import multiprocessing
 import os
+import pathlib
+import re
 import signal
+import socket
 import sys
 from datetime import timedelta
 
@@ -10,6 +14,7 @@ import torch
 import torch.distributed as torch_dist
 
 from collectives import rendezvous
+from safe.sizes import reject
 
 
 # --------------------------------------------------------------------------------------------------- starting processes
@@ -18,26 +23,84 @@ waits = {"timeout": 600}  # seconds that a rank waits for another one's message
 
 
 LAUNCHER_S = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "ROLE_",
-              "TORCHELASTIC_")  # beginnings of what an outer torchrun sets, for a world of one
+              "TORCHELASTIC_", "PET_")  # beginnings of what an outer torchrun sets, or takes as its flags
+
+
+def forget_launcher():
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_S)]:
+        del os.environ[name]
+
+
+def started():
+    """How many processes torchrun, or who sets the same variables, has started. What another program has left there of
+    them is removed; BadInput where several processes may be meant. Call it first of all."""
+    for number in range(3):  # a closed stdout: else a file that is opened later would get what is printed
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            continue
+        os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    rank, world = given["RANK"] or "0", given["WORLD_SIZE"] or "1"
+    whole = all(given.values()) and rank.isdigit() and world.isdigit() and int(rank) < int(world)
+    reject(not whole and (rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no "
+           "MASTER_ADDR and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
+    if not whole:
+        forget_launcher()
+    return int(world)
+
+
+def check_interfaces(names):
+    for name in names.split(",") * bool(names):
+        try:
+            torch_dist.ProcessGroupGloo.create_device(interface=name)
+        except RuntimeError:
+            there = ", ".join(name for _, name in socket.if_nameindex())
+            reject(True, f"GLOO_SOCKET_IFNAME {names}: {name} is no network interface with an address; there are "
+                   f"{there}: name one of them, or unset it")
+
+
+def cores(root="/"):
+    """How many cores this process may use: a job may have fewer than its machine."""
+    allowed = [len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1]
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path(root, "proc/self/cgroup").read_text().splitlines():
+            kinds, path = line.split(":", 2)[1:]
+            if not kinds or "cpu" in kinds.split(","):
+                own = pathlib.Path(root, "sys/fs/cgroup", "cpu" * bool(kinds), path.lstrip("/"))
+                allowed += [quota for folder in (own, *own.parents) for quota in quotas(folder)]
+    return max(1, int(min(allowed)))
+
+
+def quotas(folder):
+    """How many cores a control group's folder allows, [] where it says nothing: quota / period, in two versions."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        files = [folder / "cpu.max"] if (folder / "cpu.max").exists() else [
+            folder / f"cpu.cfs_{what}_us" for what in ("quota", "period")]
+        quota, period = map(int, " ".join(file.read_text() for file in files).split())
+        return [quota / period] if quota > 0 else []
+    return []
 
 
 def start_again(processes, saved=lambda: True):
     """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place, and exit.
 
-    SIGTERM goes on to the ranks, which have 30 s to save and end; then the exit code is 0 if `saved()` says so. A rank
-    without an error must return or call sys.exit(0), because the launcher waits for the result of a forked one.
+    SIGTERM and SIGHUP go on to the ranks, which have 30 s to save and end; then the exit code is 0 if `saved()` says
+    so. A rank without an error must return or call sys.exit(0): the launcher waits for the result of a forked one.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     end_with_launcher()
-    for name in list(os.environ):
-        if name.startswith(LAUNCHER_S):
-            del os.environ[name]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    forget_launcher()
+    if not re.match(r"\s*0*[1-9]", os.environ.get("OMP_NUM_THREADS", "")):
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup, but torchrun would handle it
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # ranks inherit this
     module = sys.modules["__main__"].__spec__  # of `python -m lessons`
-    words = ["--module", module.parent] if module else [sys.argv[0]]
+    words = ["--module", module.name.removesuffix(".__main__")] if module else [sys.argv[0]]
     if may_fork():
         # Ranks are forked from this process, because a new process would spend four seconds on importing PyTorch.
         from torch import _dynamo  # noqa: F401  optimizers need it: import it once, before the fork
@@ -51,7 +114,7 @@ def start_again(processes, saved=lambda: True):
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped")
     except (SignalException, KeyboardInterrupt) as stop:
-        if getattr(stop, "sigval", None) == signal.SIGTERM:
+        if getattr(stop, "sigval", None) in (signal.SIGTERM, signal.SIGHUP):
             sys.exit(0 if saved() else 1)
         sys.exit(130)
     sys.exit(0)
@@ -81,12 +144,11 @@ def forked():
     """Undo in a forked rank what belongs to its launcher: signal handlers, and a thread for each core."""
     for name in signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT:
         signal.signal(name, signal.SIG_DFL)
-    if os.environ["OMP_NUM_THREADS"].isdigit():  # it may be a list, one number a level of nesting
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # a number a level of nesting
 
 
 def end_after_sigterm():
-    """Call it when all is saved. After SIGTERM the launcher no longer reads the result for which a forked rank waits
+    """Call it when all is saved. After a signal the launcher no longer reads the result for which a forked rank waits
     at its end, and would kill it after 30 s. So it ends by itself."""
     if is_forked():
         signal.alarm(3)

@@ -8,13 +8,15 @@ import sys
 import time
 from functools import partial
 
+import torch
+
 import collectives as dist
 from safe import launch
 from safe.checkpoints import (
     check_same_data, differences, find_checkpoint, fingerprint, lock, run_of, start_of, write_checkpoint)
 from safe.data import (
     bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
-from safe.files import check_folder, Log
+from safe.files import check_folder, Log, sync, tell
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
 from safe.messages import progress, Watched
 from safe.reports import collective_name, describe, describe_first_steps, measured, profiled, traced
@@ -26,22 +28,25 @@ from train import ABOUT, batch, Bytes, parse, Run, Trainer
 
 # ------------------------------------------------------------------------------------------- training under observation
 
+FOR_EVER = 10**6  # seconds: the Watch ends a run that hangs, because it knows of time in which all ranks were suspended
+
+
 class NotFinite(BadInput):
     """A loss or a gradient, which other flags may keep finite."""
 
 
 class Terminated(Exception):
-    """SIGTERM has come, and the step that was running is finished and saved."""
+    """A signal to end has come, and the step that was running is finished and saved."""
 
 
 class WatchedTrainer(Trainer):
     """The Trainer for long runs: it reports memory and speed, writes traces and profiles, names the rank whose numbers
-    are not finite, stops cleanly on SIGTERM, and saves checkpoints that are complete or absent."""
+    are not finite, stops cleanly on SIGTERM and SIGHUP, and saves checkpoints that are complete or absent."""
     run = None  # the WatchedRun; a benchmark has none
     first = 0  # steps that are done when the run goes on from a checkpoint
     log = None  # on rank 0, if there is --out: its Log
     activations, share, memory = 0, 1.0, {}  # what the first steps found: for `describe_first_steps`, and for the log
-    terminated = stopping = False  # whether this rank has had a SIGTERM; whether one of them has
+    terminated = stopping = 0  # the signal to end that this rank has had; that one of them has had
     saved = True  # whether the last checkpoint was written
 
     def adamw(self):
@@ -79,7 +84,7 @@ class WatchedTrainer(Trainer):
         return [t.chunk(self.s.micro_batches) for t in rows]
 
     def agree(self, *numbers):
-        """As in Trainer. self.stopping becomes true on all ranks alike, if one has had a SIGTERM."""
+        """As in Trainer. self.stopping becomes the same signal on all ranks, if one has had it."""
         *numbers, self.stopping = super().agree(*numbers, self.terminated)
         return numbers
 
@@ -101,9 +106,8 @@ class WatchedTrainer(Trainer):
     # printing and logging
 
     def say(self, text):
-        with contextlib.suppress(OSError):  # output to a full disk: Python prints the text when there is room
-            if dist.get_rank() == 0:
-                print(text, flush=True)
+        if dist.get_rank() == 0:
+            tell(text)
 
     def where(self, done):
         return f"step {done:>{len(str(self.s.steps))}}/{self.s.steps}"
@@ -123,7 +127,7 @@ class WatchedTrainer(Trainer):
             if self.s.out:
                 self.save(done)
             kept = "the same command goes on from here" if self.s.out and self.saved else "nothing is saved"
-            self.say(f"{self.where(done)}  SIGTERM: {kept}")
+            self.say(f"{self.where(done)}  {signal.Signals(self.stopping).name}: {kept}")
             raise Terminated
 
     def record(self, entry):
@@ -177,7 +181,7 @@ class WatchedTrainer(Trainer):
         started, tensors = time.perf_counter(), self.whole_tensors()
         try:
             if dist.get_rank() == 0:
-                os.fsync(self.log.file)
+                sync(self.log.file)
                 write_checkpoint(self, done, tensors)
                 if self.stopping or done == self.s.steps:
                     self.say(f"saved    {self.s.out}: log.jsonl, step-{done:08}")
@@ -231,9 +235,9 @@ class WatchedRun(Run):
     lock = saved = None
 
     def __init__(self, arguments):
-        self.on_rank_0 = os.environ.get("RANK", "0") == "0"
-        self.world = int(os.environ.get("WORLD_SIZE", "1"))
         try:
+            self.world = launch.started()
+            self.on_rank_0 = os.environ.get("RANK", "0") == "0"
             self.prepare(arguments)
         except BadInput as problem:
             refuse("train.py", problem)
@@ -283,6 +287,7 @@ class WatchedRun(Run):
 
     def start(self):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
+        torch.set_num_threads(min(torch.get_num_threads(), launch.cores()))
         if self.processes != self.world:
             if self.lock:  # release it, for the rank 0 that is about to start
                 self.lock.truncate(0)
@@ -290,8 +295,9 @@ class WatchedRun(Run):
             launch.start_again(self.processes, lambda: not self.lock or not os.path.getsize(self.lock.name))
         watch = Watch(self.s.timeout)
         try:
-            device = dist.initialize(self.s.device, self.s.timeout)
             watch.start()
+            device = dist.initialize(self.s.device, FOR_EVER)
+            watch.connect()
             saved = self.train(device)
         except Exception as error:  # noqa: BLE001  the other ranks must hear of any error
             watch.give_up(error)
@@ -303,11 +309,14 @@ class WatchedRun(Run):
         """Train, as Run.start does. Returns whether everything was saved; always True on ranks other than 0."""
         trainer = self.trainer(self.s, self.config, self.source, self.data, device)
         trainer.run = self
-        # A cluster sends SIGTERM before it takes the machine away. The handler only sets a flag, so that this step ends
-        # and is saved. The handler stays after an error, because torchrun sends SIGTERM to ranks that still print it.
-        before = signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "terminated", True))
+        # A cluster sends SIGTERM before it takes the machine away, a terminal SIGHUP when it is closed, which is
+        # ignored under nohup. The handler only sets a number, so that this step ends and is saved. It stays after an
+        # error, because torchrun sends SIGTERM to ranks that still print it.
+        ends = [end for end in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(end) != signal.SIG_IGN]
+        before = [signal.signal(end, lambda number, _: setattr(trainer, "terminated", number)) for end in ends]
         trainer.train(self.saved)
-        signal.signal(signal.SIGTERM, before)
+        for end, handler in zip(ends, before):
+            signal.signal(end, handler)
         if trainer.terminated:
             launch.end_after_sigterm()
         if self.lock and trainer.saved:

@@ -11,6 +11,7 @@ import traceback
 import torch.distributed as torch_dist
 from torch.distributed import get_rank, get_world_size
 
+from safe.files import tell
 from safe.messages import PeerError, progress
 from safe.sizes import BadInput
 
@@ -22,9 +23,10 @@ def doing():
 
 class Watch:
     """Ends a run that hangs, and says which rank is to blame. A thread of each rank writes a sign of life into the
-    store that torchrun keeps, every 0.2 s, and ends the process after `timeout` seconds without progress.
+    store that torchrun keeps, every 0.2 s, and ends the process after `timeout` seconds without progress. Time in
+    which the process was suspended (Ctrl-Z, a scheduler, a laptop's lid) does not count.
 
-        watch = Watch(timeout); initialize(...); watch.start()
+        watch = Watch(timeout); watch.start(); initialize(...); watch.connect()
         except Exception as error: watch.give_up(error)
         finally: watch.done = True
 
@@ -42,13 +44,17 @@ class Watch:
         self.ending = threading.Lock()
 
     def start(self):
+        if "RANK" in os.environ:
+            progress(f"meeting the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+            threading.Thread(target=self._live, daemon=True).start()
+
+    def connect(self):
         """Call after `initialize`."""
         if get_world_size() > 1:
             progress("starting")
             # A connection of its own, because the group's may be blocked.
             self.store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
                                              wait_for_workers=False)
-            threading.Thread(target=self._live, daemon=True).start()
 
     def _sign(self):
         self.store.set(f"watch/{get_rank()}", json.dumps([time.time(), self.end, doing()]))
@@ -60,10 +66,15 @@ class Watch:
                 for rank, key in keys.items()}
 
     def _live(self):
+        seen, last, idle = None, time.monotonic(), 0.0
         while not self.done:
-            with contextlib.suppress(torch_dist.DistError):  # the store may have gone with its node
-                self._sign()
-            if time.monotonic() - progress()[2] > self.timeout:
+            if self.store:
+                with contextlib.suppress(torch_dist.DistError):  # it may have gone with its node
+                    self._sign()
+            since, now = progress()[2], time.monotonic()
+            idle = idle + min(now - last, 5 * self.pause) if since == seen else 0.0  # more: it was suspended
+            seen, last = since, now
+            if idle > self.timeout:
                 self.give_up(f"no progress for {self.timeout} s")
             time.sleep(self.pause)
 
@@ -97,6 +108,5 @@ class Watch:
                 self.end = "" if lost else f"{type(error).__name__}: {error}"
                 self._sign()
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        line = f"train.py: {rank}{what}: {error}{others}\n"
-        print(line, end="", file=sys.stderr, flush=True)  # written at once, or lines of several ranks would mix
+        tell(f"train.py: {rank}{what}: {error}{others}", sys.stderr)
         os._exit(1)

@@ -205,19 +205,27 @@ def test_killed_runs_lose_nothing(start, tmp_path, kills):
 
 
 def test_killed_or_stalled_rank_is_named_by_the_others(start):
-    """At once, or within the timeout, in which the other run has its turn."""
-    stalled = start("--steps 1000000 --tp 2 --pp 2 --timeout 6", 4, "stalled")
+    """At once, or within the timeout. A run that is suspended for longer, while the other has its turn, goes on."""
+    stalled = start("--steps 1000000 --tp 2 --pp 2 --timeout 5", 4, "stalled")
     silent = stalled.processes[1]
     try:
         stalled.wait_for("step      20/")
-        stalled.kill(1, signal.SIGSTOP)
-        stalled.processes.remove(silent)
+        for rank in range(4):
+            stalled.kill(rank, signal.SIGSTOP)
         started = time.time()
         killed = start("--steps 1000000 --dp 3 --batch-size 9 --timeout 60", 3, "killed")
         killed.wait_for("step      20/")
         killed.kill(2)
         assert killed.end(20) == [1, 1, -9]
-        assert stalled.end(30) == [1, 1, 1] and time.time() - started > 4.5
+        time.sleep(max(0, started + 6 - time.time()))
+        stalled.since = os.path.getsize(stalled.log)
+        for rank in range(4):
+            stalled.kill(rank, signal.SIGCONT)
+        stalled.wait_for("0/1000000")
+        stalled.kill(1, signal.SIGSTOP)
+        stalled.processes.remove(silent)
+        started = time.time()
+        assert stalled.end(30) == [1, 1, 1] and time.time() - started > 3.5
     finally:
         silent.kill()  # or pytest would wait for it in the end
     said, row = killed.printed(), r"(?m)^train.py: rank \d: step \d+, \w.*rank {} gives no sign of life since step"
@@ -303,6 +311,26 @@ def test_full_disk_costs_the_checkpoint_and_nothing_else(start, tmp_path):
     assert end_of(out)[0] == 4
 
 
+def on_a_poor_filesystem(flags):
+    """What is warned of where folders cannot be brought to the disk, and nothing can be locked."""
+    def unknown(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    fsync, warned = os.fsync, []
+    with (patch.object(os, "fsync", lambda file: unknown() if os.path.isdir(f"/proc/self/fd/{file}") else fsync(file)),
+          patch("fcntl.flock", unknown), patch("safe.files.warn_once", warned.append),
+          patch("safe.checkpoints.warn_once", warned.append)):
+        run_training(flags)
+    return {line.split(" (")[0] for line in warned}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_filesystem_without_locks_and_fsync_of_folders(trained, tmp_path):
+    said, = trained(1, "--steps 1 --out OUT", on_a_poor_filesystem)
+    assert end_of(tmp_path)[0] == 1 and said == {
+        "the filesystem of --out has no locks", "the filesystem of --out cannot say when data is on the disk"}
+
+
 def test_report_that_cannot_be_written_is_all_that_is_lost(text):
     said = []
     with nothing_else_lost("trace", "there", said.append):
@@ -312,7 +340,8 @@ def test_report_that_cannot_be_written_is_all_that_is_lost(text):
 
 def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):
     path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    notes = b'{"note": "by hand"}\n[1]\nhalf\n\xff\xfe\n{"step": null}\n'
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + notes + b'{"st')
     log, write = Log(str(path), 1), os.write
 
     def full(file, data):
@@ -325,7 +354,10 @@ def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):
     assert log.write({"step": 3}) is None
     monkeypatch.setattr(os, "write", write)
     assert log.write({"step": 4, "loss": math.nan}) is None
-    assert path.read_text() == '{"step": 1}\n{"step": 3}\n{"step": 4, "loss": "nan"}\n'
+    assert path.read_bytes() == b'{"step": 1}\n' + notes + b'{"step": 3}\n{"step": 4, "loss": "nan"}\n'
+    path.write_text("a last word")
+    Log(str(path), 1)
+    assert path.read_text() == "a last word\n"
 
 
 def store_of_its_own():

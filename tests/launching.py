@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from unittest.mock import patch
 
 import pytest
@@ -15,10 +16,12 @@ import torch
 
 import collectives as dist
 import fast
+import tests.pool
 from tests.pool import GPUS, forkserver, in_new_process, on_ranks
 from tests.runs import TINY, TORCHRUN, Ranks, command, log_of, processes
 import safe.launch
 from safe.checkpoints import checkpoints
+from safe.sizes import BadInput
 
 
 # Starts a command where there is no network but the loopback interface, and this machine's name means nothing.
@@ -43,7 +46,8 @@ def test_processes_start_together(text, tmp_path):
 
 ENDS = [  # what ends, by which signal, exit code, whether ranks are copies of their launcher or new processes
     ("launcher", signal.SIGINT, 130, "fork"), ("launcher", signal.SIGTERM, 0, "fork"),
-    ("launcher", signal.SIGKILL, -9, "fork"), ("rank", signal.SIGKILL, 1, "new")]
+    ("launcher", signal.SIGHUP, 0, "fork"), ("launcher", signal.SIGKILL, -9, "fork"),
+    ("rank", signal.SIGKILL, 1, "new")]
 
 
 def left_of(pids):
@@ -56,20 +60,96 @@ def left_of(pids):
     return left
 
 
+def by_nohup():
+    """As nohup starts a program, among what others have left in the environment."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.environ.update(PET_NNODES="2", PET_NPROC_PER_NODE="3", OMP_NUM_THREADS="0", WORLD_SIZE="1", LOCAL_RANK="1")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("victim, how, code, launcher", ENDS)
 def test_processes_end_together(text, tmp_path, victim, how, code, launcher):
-    """SIGTERM leaves a checkpoint, Ctrl-C no traceback, and a rank's death is told."""
-    run = Ranks([*FLAGS, text, "--out", str(tmp_path), "--steps", "1000000"], 1, tmp_path / "log", launcher=launcher)
+    """SIGTERM and a closed terminal leave a checkpoint, Ctrl-C no traceback, and a rank's death is told. Under nohup no
+    terminal ends them."""
+    run = Ranks([*FLAGS, text, "--out", str(tmp_path), "--steps", "1000000"], 1, tmp_path / "log", launcher=launcher,
+                before=by_nohup if how == signal.SIGTERM else None)
     run.wait_for("\nstep ")
     pid = run.processes[0].pid
     ranks = processes(pid)
     assert len(ranks) == 2, run.printed()
+    if how == signal.SIGTERM:
+        for process in (*ranks, pid):
+            os.kill(process, signal.SIGHUP)
+        run.since = os.path.getsize(run.log)
+        run.wait_for("\nstep ")
     os.kill(ranks[-1] if victim == "rank" else pid, how)
     assert not left_of([pid, *ranks]) and run.end(20) == [code], run.printed()
-    assert how != signal.SIGTERM or checkpoints(tmp_path)
+    assert how not in (signal.SIGTERM, signal.SIGHUP) or checkpoints(tmp_path) and f"{how.name}: the" in run.printed()
     assert how != signal.SIGINT or "Traceback" not in run.printed()
     assert victim != "rank" or "ended with exit code -9; all others were stopped" in run.printed()
+
+
+LEFT = [  # what the environment has, and how many processes that means, or what is refused
+    ({}, 1), ({"WORLD_SIZE": "", "RANK": ""}, 1), ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "3"}, 1),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, 2),
+    ({"WORLD_SIZE": "2"}, "unset RANK and WORLD_SIZE"), ({"RANK": "1"}, "unset RANK and WORLD_SIZE"),
+    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "has RANK=2 and WORLD_SIZE=2"),
+    ({"RANK": "x", "WORLD_SIZE": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "unset RANK"),
+    ({"GLOO_SOCKET_IFNAME": "lo,no-such"}, "no-such is no network interface .* unset it")]
+
+
+@pytest.mark.parametrize("left, means", LEFT)
+def test_what_others_left_in_the_environment(left, means):
+    with patch.dict(os.environ, left, clear=True):
+        if isinstance(means, str):
+            with pytest.raises(BadInput, match=means):
+                safe.launch.started()
+        else:
+            assert safe.launch.started() == means and os.environ == (left if means == 2 else {})
+
+
+def test_ranks_share_the_cores_of_the_job(tmp_path, monkeypatch):
+    """Those of its control group, whose two versions have other files; a rank of a module runs the module."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
+    for name, group, files in [("v2", "0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "450000 100000"}),
+                               ("v1", "4:cpu,cpuacct:/a", {"cpu/cpu.cfs_quota_us": "450000",
+                                                           "cpu/cpu.cfs_period_us": "100000"})]:
+        for path, content in {"proc/self/cgroup": group, **{f"sys/fs/cgroup/{k}": v for k, v in files.items()}}.items():
+            (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / path).write_text(content)
+        assert safe.launch.cores(tmp_path / name) == 4
+    assert safe.launch.cores(tmp_path) == 64
+    monkeypatch.setattr(safe.launch, "may_fork", lambda: False)
+    monkeypatch.setattr(safe.launch, "cores", lambda: 8)
+    for given, want in {"0": "4", "": "4", "-1": "4", "x": "4", "3": "3", "2,1": "2,1"}.items():
+        main = types.SimpleNamespace(__spec__=types.SimpleNamespace(name="lessons.__main__" if given else "train"))
+        with (patch.dict(os.environ, OMP_NUM_THREADS=given), patch.dict(sys.modules, __main__=main),
+              patch("torch.distributed.run.run") as run, pytest.raises(SystemExit)):
+            try:
+                safe.launch.start_again(2)
+            finally:
+                assert os.environ["OMP_NUM_THREADS"] == want
+        started, = run.call_args.args
+        assert started.module and started.training_script == main.__spec__.name.split(".")[0]
+
+
+def test_workers_of_xdist_run_no_second_process(monkeypatch):
+    monkeypatch.setattr(tests.pool, "Beside", lambda session: pytest.fail("a second process"))
+    option = types.SimpleNamespace(collectonly=False, usepdb=False, capture="fd")
+    config = types.SimpleNamespace(option=option, workerinput={})
+    assert not tests.pool.pytest_runtestloop(types.SimpleNamespace(config=config, items=[0] * 99, testsfailed=0))
+
+
+def closed_stdout():
+    os.close(1)
+    sys.stdout = None
+    safe.launch.started()
+    print("to nobody")
+    return open(os.devnull).fileno()
+
+
+def test_a_closed_stdout_gets_nothing_in_a_file():
+    assert in_new_process(closed_stdout) > 2
 
 
 def meet_and_stay(pipe):

@@ -97,7 +97,8 @@ def pytest_runtestloop(session):
     """None: pytest's own loop follows."""
     fast.on()  # in this process; workers of a pool call it themselves, or do not
     option = session.config.option
-    alone = option.collectonly or option.usepdb or option.capture != "fd" or os.cpu_count() == 1 or session.testsfailed
+    alone = option.collectonly or option.usepdb or option.capture != "fd" or session.testsfailed
+    alone = alone or safe.launch.cores() == 1 or hasattr(session.config, "workerinput")  # xdist has its own processes
     if alone or len(session.items) < 50 or not safe.launch.may_fork():  # a few tests are not worth pools of their own
         return None
     torch.set_num_threads(1)
@@ -121,7 +122,8 @@ def pytest_runtest_setup(item):
 def _worker(rank, size, device_type, port, pipe, plain):
     gc.freeze()  # what is imported stays: to look at it again and again would take half of some tests
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank),
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port),
                       TORCH_GLOO_LAZY_INIT="1")  # only ranks that send to each other are connected
     if not plain:
         fast.on()

@@ -195,7 +195,7 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
 def test_a_core_encodes_a_part(vocab, monkeypatch):
     """All at a time."""
     together, text = threading.Barrier(3, timeout=5), "some text\n" * 250
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(safe.data, "cores", lambda: 3)
     monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
     monkeypatch.setattr(safe.data, "encode_part", lambda part, folder: (together.wait(), part)[1])
     assert "".join(safe.data.encode_parts([text.encode()], Tokenizer(vocab))) == text
