@@ -27,6 +27,7 @@ import functools
 import itertools
 import math
 import weakref
+import zlib
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -105,6 +106,21 @@ def place_of(param):
     return getattr(param, "place", UNCUT)
 
 
+class Placed(nn.Parameter):
+    """A parameter with a place of its own. A deep copy of it, as for an average of weights, has the same place."""
+
+    def __deepcopy__(self, memo):
+        copy = super().__deepcopy__(memo)
+        copy.place = self.place
+        return copy
+
+
+def put(param, **changes):
+    """Change fields of a parameter's place."""
+    param.__class__ = Placed
+    param.place = replace(place_of(param), **changes)
+
+
 def is_matrix(param):
     """Whether a parameter has weight decay, and FSDP shards it. Biases and norms have none, and stay whole."""
     decays = place_of(param).decays
@@ -121,8 +137,23 @@ def average_gradients(module, group=None):
     latency of a collective, and nothing computes meanwhile."""
     for param in module.parameters():
         if param.requires_grad:
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad  # else other ranks would hang
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()  # on all ranks alike
             dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)
+
+
+def refuse_unlike(tensors, group):
+    """ValueError on all ranks of the group unless each has as many parameters and buffers, of the same shapes and
+    dtypes, with the same requires_grad: else gradients of different parameters would be added up."""
+    kinds = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+    mine = [len(kinds), sum(t.numel() for t in tensors), zlib.crc32(repr(kinds).encode())]
+    mine = torch.tensor(mine, device=dist.link_of(group).device)
+    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ranks, mine, group)
+    for rank, (count, elements, kind) in enumerate(torch.stack(ranks).tolist()):
+        if kind != ranks[0][2]:
+            raise ValueError(f"rank {rank} of the group has another model than rank 0: {count} parameters and buffers "
+                             f"of {elements} elements, not {ranks[0][0]} of {ranks[0][1]}, or in other shapes, dtypes "
+                             "or requires_grad")
 
 
 class Bucket:
@@ -313,6 +344,7 @@ class DDP(nn.Module):
     def __init__(self, module, group=None, bucket_mb=None):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
+        refuse_unlike([*module.parameters(), *module.buffers()], self.group)
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), group=place_of(tensor).same_expert or self.group, group_src=0)
         self.params = [p for p in module.parameters() if p.requires_grad]
@@ -328,6 +360,9 @@ class DDP(nn.Module):
         """As any module's; it also drops an unfinished step. Then call it on all ranks."""
         self.reducer.forget()
         super().zero_grad(set_to_none)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("a DDP is not copied: copy its module, copy.deepcopy(model.module)")
 
 
 # ------------------------------------------------------------------------------------------------- ZeRO: sharded states
@@ -392,7 +427,7 @@ def lie_in(param, view):
     if not param.is_meta:
         param.data = view
     else:  # .data of a tensor without memory takes none
-        new = nn.Parameter(view.data, param.requires_grad)
+        new = type(param)(view.data, param.requires_grad)
         new.__dict__.update(param.__dict__)
         torch.utils.swap_tensors(param, new)
 
@@ -429,6 +464,10 @@ def add_to_shard(bucket, average):
         bucket.shard.grad += average
 
 
+# Optimizers whose update of an element depends on others of its tensor.
+WHOLE_TENSORS = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam
+
+
 class ShardedOptimizer:
     """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its Nth of the parameters, and steps it.
 
@@ -449,9 +488,14 @@ class ShardedOptimizer:
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
                  **kwargs):
-        param_groups = optimizer_class(params, **kwargs).param_groups  # a list of parameters is one group
+        one_process = optimizer_class(params, **kwargs)
+        if isinstance(one_process, WHOLE_TENSORS):
+            raise ValueError(f"{type(one_process).__name__} looks at whole tensors, and a shard has parts of them: use "
+                             "DDP, or an optimizer that works element by element")
+        param_groups = one_process.param_groups  # a list of parameters is one group
         group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # the number of its parameter group
         self.group, self.stage = group_or_world(group), stage
+        refuse_unlike([*group_of], self.group)
 
         def same(p):
             return p.requires_grad, group_of[p]
@@ -706,6 +750,7 @@ class FSDP(nn.Module):
     def __init__(self, module, group=None, compute_dtype=None, device=None):
         super().__init__()
         self.module, self.group, self.compute_dtype = module, group_or_world(group), compute_dtype
+        refuse_unlike([*module.parameters(), *module.buffers()], self.group)
         for buffer in module.buffers():
             if not buffer.is_meta:
                 dist.broadcast(buffer, group=self.group, group_src=0)
@@ -900,8 +945,8 @@ def local_parameter(param, cut):
     if param is None:
         return None
     local = nn.Parameter(cut.part(param.detach()).contiguous(), param.requires_grad)
-    before = place_of(param)
-    local.place = replace(before, cuts=before.cuts + (cut,), cut_over=before.cut_over + (cut.group,))
+    local.place = before = place_of(param)
+    put(local, cuts=before.cuts + (cut,), cut_over=before.cut_over + (cut.group,))
     return local
 
 
@@ -1448,7 +1493,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     groups: all that parameters may be cut over; ValueError where one is missing. scale: fp16's, divided out first.
     """
     groups = list(map(group_or_world, groups))
-    parameters = list(dict.fromkeys(parameters))
+    parameters = list(dict.fromkeys([parameters] if isinstance(parameters, torch.Tensor) else parameters))
     device = parameters[0].device if parameters else None
     parameters = [p for p in parameters if p.grad is not None]
     over = {group for p in parameters for group in place_of(p).cut_over if dist.get_world_size(group) > 1}

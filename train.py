@@ -329,10 +329,10 @@ def mark_stage(model, stages, groups):
         return
     for name, param in model.named_parameters():
         before = parallel.place_of(param)
-        param.place = dataclasses.replace(before, cut_over=before.cut_over + (groups.pp,))
+        parallel.put(param, cut_over=before.cut_over + (groups.pp,))
         if model.config.tied and name in ("wte.weight", "lm_head.weight"):
             ends = dict(add_over=before.add_over + (groups.ends,)) if groups.ends else dict(twins=2)
-            param.place = dataclasses.replace(param.place, **ends)
+            parallel.put(param, **ends)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ def collect_all(bucket):
         bucket.total = torch.empty(bucket.numel, dtype=bucket.total_dtype, device=bucket.device)
         bucket.total[sum(p.numel() for p in bucket.params):] = 0  # the padding
     views = [bucket.view(bucket.total, p) for p in came]
-    (torch._foreach_copy_ if fresh else torch._foreach_add_)(views, [p.grad for p in came])
+    (torch._foreach_copy_ if fresh else torch._foreach_add_)(views, [p.grad.to_dense() for p in came])
     for p in bucket.params:
         if fresh and p.grad is None:
             bucket.view(bucket.total, p).zero_()

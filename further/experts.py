@@ -7,7 +7,6 @@ experts; parallel.py calls `expert_parallel` where ranks share them out.
     torchrun --nproc_per_node 2 train.py --plain --dp 2 --ep 2 --experts 4
 """
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 import collectives as dist
 import kernels
 from model import ACTIVATIONS
-from parallel import Cut, groups_of, local_parameter, Place, Trade
+from parallel import Cut, groups_of, local_parameter, Place, put, Trade
 
 
 # -------------------------------------------------------------------------------------------------- mixture of experts
@@ -259,5 +258,5 @@ def expert_parallel(module, group, same_experts):
     for experts in [part for part in module.modules() if isinstance(part, Experts)]:
         for layer in (experts.c_fc, experts.c_proj):
             for param in cut_in_place(layer, Cut(group, 0)).parameters():
-                param.place = replace(param.place, same_expert=same_experts, losses=dist.get_world_size(group))
+                put(param, same_expert=same_experts, losses=dist.get_world_size(group))
         experts.mlps = partial(visit, experts.mlps, group)

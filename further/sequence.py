@@ -3,12 +3,11 @@
     torchrun --nproc_per_node 2 train.py --plain --tp 2 --sp
 """
 
-from dataclasses import replace
 
 import torch
 
 import collectives as dist
-from parallel import place_of, tensor_parallel, Trade
+from parallel import place_of, put, tensor_parallel, Trade
 
 
 # ------------------------------------------------------------------------------ sequence parallel: f and g over tokens
@@ -57,6 +56,6 @@ def sequence_parallel(module, group, plan):
     for param in module.parameters():
         before = place_of(param)
         if all(cut.group != group for cut in before.cuts):
-            param.place = replace(before, add_over=before.add_over + (group,))
+            put(param, add_over=before.add_over + (group,))
     positions = module.positions  # context parallelism may have cut the sequence before
     module.positions = lambda every: positions(every).chunk(dist.get_world_size(group))[dist.get_rank(group)]

@@ -203,7 +203,7 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(softmax, 1, "kernels.py", "attention_forward_kernel", "m_new"),
     Puzzle(norm, 1, "kernels.py", "_layer_norm_backward", "xhat"),
     Puzzle(zigzag, 3, "further/context.py", "seen", "if"),
-    Puzzle(expert, 2, "further/experts.py", "expert_parallel", "replace"))}
+    Puzzle(expert, 2, "further/experts.py", "expert_parallel", "put"))}
 
 
 # ---------------------------------------------------------------------------------------------------------------- holes

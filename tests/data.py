@@ -1,6 +1,7 @@
 """Data parallelism and ZeRO on other modules; updates, loss scaling, low precision."""
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -27,7 +28,7 @@ from tests.runs import log_of, trained
 
 class Odd(nn.Module):
     """Everything that trips a gradient hook: tied, frozen and unused layers, a branch, a buffer, sizes 1 and 7,
-    parameters in a list that has no forward of its own."""
+    parameters in a list that has no forward of its own; laid out, gradients of words are sparse."""
 
     def __init__(self):
         super().__init__()
@@ -35,11 +36,13 @@ class Odd(nn.Module):
         self.left, self.right, self.unused, self.scale = (nn.Linear(7, 1), nn.Linear(7, 1), nn.Linear(3, 3),
                                                           nn.Parameter(torch.ones(())))
         self.tied.weight = self.first.weight
+        self.words = nn.Embedding(4, 5)
         self.frozen.requires_grad_(False)
         self.listed = nn.ParameterList(torch.randn(7) for _ in range(2))
         self.register_buffer("count", torch.randn(()))
 
     def forward(self, x, right):
+        x = x + self.words(torch.arange(4, device=x.device))
         h = torch.tanh(self.frozen(torch.tanh(self.first(x) + self.tied(2 * x))))
         return (self.right if right else self.left)(self.listed[0] * h + self.listed[1]) * self.scale
 
@@ -58,6 +61,8 @@ def module_and_inputs(kind, seed):
 
 def laid_out(net, way, optimizer=torch.optim.SGD, group=None, compute_dtype=None, **options):
     """(what to call, what has no_sync and finish_grad_sync, optimizer). way: a stage of ZeRO, "ddp" or "naive"."""
+    for part in net.modules():
+        part.sparse = True  # which embeddings ask for
     if way == "naive":
         finish = functools.partial(parallel.average_gradients, net)
         sync = types.SimpleNamespace(no_sync=contextlib.nullcontext, finish_grad_sync=finish)
@@ -145,6 +150,45 @@ def test_gradients_not_zeroed_add_up(way):
     del model, sync, opt, net
     gc.collect()
     assert alive() is None
+
+
+@on_both
+@pytest.mark.parametrize("way", ["ddp", 1, 3])
+@on_ranks(2)
+def test_models_that_differ_are_refused_on_all_ranks(way):
+    """In a shape, their number, a dtype, what is trained, a buffer; and so are optimizers of whole tensors."""
+    def changed(change):
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        if dist.get_rank() == 1:
+            change(net)
+        return net
+
+    for change in (lambda net: net.append(nn.Linear(1, 1)), lambda net: net[0].requires_grad_(False), nn.Module.double,
+                   lambda net: setattr(net[0], "bias", nn.Parameter(torch.zeros(1))),
+                   *[lambda net: setattr(net[1], "running_mean", None)] * (way != 1)):
+        with pytest.raises(ValueError, match="rank 1 of the group has another model than rank 0"):
+            laid_out(changed(change), way, lr=1.0)
+    if way == 1:
+        with pytest.raises(ValueError, match="Adafactor looks at whole tensors"):
+            laid_out(nn.Linear(4, 4), way, torch.optim.Adafactor, lr=1.0)
+
+
+@on_ranks(2)
+def test_a_deep_copy_of_a_cut_model_has_the_norm_of_one_process():
+    """And of a DDP there is none. As PyTorch's, clip_grad_norm_ takes one tensor, or a generator."""
+    plan = {"0": functools.partial(parallel.ColumnParallelLinear, f=parallel.CopyToGroup.apply)}
+    net = nn.Sequential(nn.Linear(3, 4)).double()
+    model = parallel.DDP(net)
+    with pytest.raises(RuntimeError, match="copy its module"):
+        copy.deepcopy(model)
+    one, cut = copy.deepcopy(net), copy.deepcopy(parallel.tensor_parallel(net, None, plan))
+    for some in one, cut:
+        some(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+    want = nn.utils.get_total_norm([p.grad for p in one.parameters()])
+    assert close(parallel.clip_grad_norm_(cut.parameters(), 0, [None]), want)
+    used_up = iter(())
+    assert parallel.clip_grad_norm_(used_up, 1.0) == 0
+    assert close(parallel.clip_grad_norm_(one[0].weight, 0), one[0].weight.grad.norm())
 
 
 # -------------------------------------------------------------------------------------- gathers beside what comes after
