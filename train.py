@@ -766,7 +766,7 @@ class Run:
         texts = read_texts([pathlib.Path(s.data)] if s.data else standard_library())
         tokens = vocabulary.tokens_of(texts)
         if tokens.max(initial=0) >= self.config.vocab_size:  # with --tp each rank would take it for another's
-            refuse(f"--vocab-size {self.config.vocab_size}: the text has token {tokens.max()}, so give a larger one")
+            refuse(f"--vocab-size is too small for the text: give --vocab-size {tokens.max() + 1}")
         self.data = *split(tokens), vocabulary
         if s.resume:
             self.saved = torch.load(newest(s.out if s.resume == "newest" else s.resume), map_location="cpu", mmap=True,

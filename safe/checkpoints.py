@@ -185,9 +185,12 @@ def start_of(s, config, asked, read_all):
     Data is not compared, because this comes before a text is encoded into --out."""
     out, found = pathlib.Path(s.out), checkpoints(s.out)
     if asked:
+        own = asked.path.resolve().parent
+        away = "" if checkpoints(own)[-1].samefile(asked.path) else " and move newer ones away"
+        new = f"--out {out}-2 " * bool(found)
         reject(not found or not found[-1].samefile(asked.path), f"--resume {asked.path}: a run goes on in its own "
-               f"folder, from the newest checkpoint there: give --out {asked.path.resolve().parent} and move "
-               f"newer ones away; or begin another run from its weights, with --init-from {asked.path}")
+               f"folder, from the newest checkpoint there: give --out {own}{away}, or give {new}--init-from "
+               f"{asked.path} and leave --resume out, for another run from its weights")
         return asked, asked.manifest["run"]
     newest = open_checkpoint(found[-1], read_all) if found else None
     try:
@@ -199,17 +202,19 @@ def start_of(s, config, asked, read_all):
            f"that says which: {another}")
     here = run_of(s, config)
     if there and (how := differences(there, here)):
+        same = newest and not s.init_from and not differences(there, here, ("model",))
         raise BadInput(f"--out {out} holds another run ({'; '.join(how[:3])}): {another}"
-                       + ", or add --resume" * bool(newest and not differences(there, here, ("model",))))
+                       + ", or add --resume" * bool(same))
     return newest, there
 
 
 def check_same_data(s, known, here, checkpoint):
     """Reject data that is not what a run was trained on. known, here: what `run_of` says of that run and of this."""
     how = differences(known, here, ("data",))
-    instead = f"--init-from {checkpoint.path}" if checkpoint else "another --out"
+    instead = f" --out {s.out}-2" * bool(s.out) + f" --init-from {checkpoint.path}" * bool(checkpoint)
+    instead += " and leave --resume out" * bool(s.resume)
     reject(how, f"--data {s.data or '(the standard library)'} is not what this run was trained on ({'; '.join(how)}): "
-           f"give that, or start a new run with {instead}")
+           f"give that, or, for a new run, give{instead}")
 
 
 def lock(folder, identity):
@@ -223,8 +228,8 @@ def lock(folder, identity):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BadInput(f"--out {out}: {(out / '.lock').read_text().strip() or 'another run'} writes there; name "
-                           f"another folder, e.g. --out {out}-2") from None
+            raise BadInput(f"--out {out}: {(out / '.lock').read_text().strip() or 'another run'} writes there; "
+                           f"wait for its end, or give --out {out}-2 and leave --resume out") from None
         except OSError as error:
             if error.errno not in (*UNKNOWN, errno.ENOLCK):
                 raise

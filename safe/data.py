@@ -55,9 +55,9 @@ def check_vocabulary(s, config, vocabulary):
     """Reject numbers that the model would take for other tokens than they are."""
     mine = config.vocab_size
     if isinstance(vocabulary, Tokenizer):
+        instead = "" if s.init_from or s.resume else ", or leave --vocab-size out"
         reject(len(vocabulary) != mine, f"--tokenizer {vocabulary.folder}: has {len(vocabulary):,} tokens, the model "
-               f"{mine:,}: give the vocab.json and merges.txt that came with its weights, or leave --vocab-size out of "
-               "a new model")
+               f"{mine:,}: give the vocab.json and merges.txt that came with its weights{instead}")
     reject(s.init_from and isinstance(vocabulary, Bytes) and mine > len(vocabulary) and not learned_bytes(s.init_from),
            f"--init-from {s.init_from}: its {mine:,} tokens are not bytes: give --tokenizer FOLDER, with the "
            "vocab.json and merges.txt that came with the weights")

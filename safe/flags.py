@@ -69,7 +69,8 @@ def check_numbers(s):
     for f in dataclasses.fields(s):
         given, least = getattr(s, f.name), int(f.name in at_least_1)
         reject(f.type in (int, float) and given is not None and not least <= given <= 1e9,  # nan and inf, too
-               f"{dashed(f.name)} {given}: must be between {least} and a billion, e.g. {f.default or 2}")
+               f"{dashed(f.name)} {given}: must be between {least} and a billion: give e.g. {dashed(f.name)} "
+               f"{f.default or 2}")
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
@@ -85,7 +86,8 @@ def model_config(s, checkpoint=None):
                    "give --experts 4, say, too")
         check_sizes(config, dashed)
         return config, None
-    reject(checkpoint and s.init_from, f"--init-from {s.init_from} beside --resume: leave one of them out")
+    reject(checkpoint and s.init_from, f"--init-from {s.init_from} beside --resume: leave --init-from out, or leave "
+           "--resume out")
     try:
         config, source = (checkpoint.config, checkpoint.source) if checkpoint else open_hf(s.init_from)
     except (ValueError, OSError) as error:
@@ -124,7 +126,9 @@ def check_parts(s, c, world, local_world, processes):
            f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}")
     reject(c.n_head % s.tp, f"--tp {s.tp} does not divide the model's {c.n_head} heads: give --tp "
            f"{math.gcd(s.tp, c.n_head)}")
-    reject(s.sp and s.tp == 1, "--sp cuts tokens over --tp: give --tp 2, say, or leave --sp out")
+    able = [n for n in range(2, c.n_head + 1) if c.n_head % n == 0 and (world == 1 or world % (n * others) == 0)]
+    instead = f"give --tp {able[0]}, say, or " if able else ""
+    reject(s.sp and s.tp == 1, f"--sp cuts tokens over --tp: {instead}leave --sp out")
 
     chunks = 2 * s.cp if s.cp > 1 and s.cp_kind == "ring" else s.cp
     parts = math.lcm(chunks, s.cp * s.tp if s.sp else 1)
@@ -155,18 +159,24 @@ def check_parts(s, c, world, local_world, processes):
 
 def check_schedule(s, config):
     """Reject a schedule that makes no lists for these ranks, micro-batches and stages, or lists that cannot finish."""
+    check_stages(s, config, s.virtual_stages)  # before there are lists of so many
     try:
         lists = schedules()[s.schedule](s.pp, s.micro_batches, s.virtual_stages)
         parallel.check(parallel.lower(lists))
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
         raise BadInput(f"--schedule {s.schedule}: {problem}; give --micro-batches "
                        f"{multiple(s.micro_batches, s.pp)}") from None
-    stages = len(parallel.homes_of(lists))
-    most, a_rank = config.n_layer + 2, stages // s.pp
-    reject(stages > most, f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {config.n_layer} layers with "
-           f"embedding and head: give --pp {most // a_rank} or fewer")
+    a_rank = len(parallel.homes_of(lists)) // s.pp
     reject(s.pp == 1 and s.virtual_stages > 1 or s.virtual_stages not in (1, a_rank), f"--virtual-stages "
-           f"{s.virtual_stages} needs --schedule interleaved and --pp 2 or more")
+           f"{s.virtual_stages} is for --schedule interleaved and --pp 2 or more: leave it out")
+    check_stages(s, config, a_rank)
+
+
+def check_stages(s, config, a_rank):
+    most = config.n_layer + 2
+    fewer = f"--pp {most // a_rank}" if s.virtual_stages == 1 else f"--virtual-stages {max(1, most // s.pp)}"
+    reject(s.pp * a_rank > most, f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {config.n_layer} "
+           f"layers with embedding and head: give {fewer} or fewer")
 
 
 def check_device(s, config, world, local_world, processes):

@@ -30,7 +30,7 @@ def check_sizes(c, called):
         # Not isinstance, by which True is an int.
         reject(type(value) is not field.type, f"{name} {value!r} must be of type {field.type.__name__}")
         reject(field.type is int and not least <= value < 2**31,
-               f"{name} {value} must be at least {least} and less than 2^31")
+               f"{name} {value} must be at least {least} and less than 2^31: give e.g. {name} {field.default}")
     reject(c.n_embd % c.n_head, f"{called('n_embd')} {c.n_embd} is not a multiple of {called('n_head')} {c.n_head}: "
            f"give {called('n_embd')} {multiple(c.n_embd, c.n_head)}")
     reject(c.activation not in ACTIVATIONS,

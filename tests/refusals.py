@@ -1,9 +1,12 @@
 """Bad input: a program says what is wrong in one line, ends with exit code 2, and has written nothing."""
 
 import fcntl
+import functools
 import json
 import os
 import pickle
+import random
+import re
 import shutil
 from dataclasses import asdict
 
@@ -17,13 +20,18 @@ import further.bpe
 import kernels
 import lessons.demos
 import model
+import safe.data
+import safe.flags
 import safe.launch
+import safe.run
 import train
 from further.bpe import END, LETTERS
 from safe.checkpoints import crc_of
 from safe.files import crc_of_file
+from safe.flags import check_layout, check_numbers, model_config
 from safe.huggingface import save
-from tests.runs import ran, TINY, TRAIN
+from safe.sizes import BadInput
+from tests.runs import parse, ran, TINY, TRAIN
 from tests.text import BY_HAND, write_vocabulary
 from theory.speed import MACHINES
 
@@ -122,18 +130,19 @@ REFUSED = {
         --resume STEP_3 --n-layer 2         | --n-layer 2
         --resume STEP_3 --data ASCII        | --data
         --resume STEP_3 --experts 4         | --experts 4: the model in --resume has 2
-        --resume STEP_3 --init-from /no     | --init-from /no beside --resume
+        --resume STEP_3 --init-from HF      | beside --resume: leave --init-from out, or leave --resume out
         TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 2 | (--lr 0.002 there, 0.5 here): name a new folder
         TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 2 | /run-2, or add --resume$
         TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 4 | (--experts 2 there, 4 here; --lr 0.002 there, 0
         TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 0 | /run-2$
-        --resume STEP_3 --out RUN           | process 1 on here writes there
+        --resume STEP_3 --out RUN           | process 1 on here writes there; wait for its end, or give --out
         --resume STEP_3 --out NEW           | goes on in its own folder, from the newest checkpoint there: give --out
         --resume STEP_2 --out RUN           | /run and move newer ones away
         --plain --dp 2                      | needs torchrun --nproc_per_node 2; 1 were started
-        --plain --vocab-size 50             | --vocab-size 50: the text has token
+        --plain --vocab-size 50             | too small for the text: give --vocab-size 121
+        --plain --micro-batches 3           | give --batch-size 3
         --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4
-        --plain --data ASCII --resume STEP_3 | step-00000003: no file step-*.pt, as --plain writes it; leave --plain
+        --plain --data TEXT --resume STEP_3 | step-00000003: no file step-*.pt, as --plain writes it; leave --plain
         --plain --data ASCII --resume /none | /none: no file step-*.pt, as --plain writes it; leave --plain out
 
         --tokenizer /no/such                | --tokenizer /no/such: vocab.json: No such file
@@ -196,20 +205,49 @@ REFUSED = {
         puzzles ring --check HF             | --check"""}
 
 
+class Started(BaseException):
+    """Processes would start now, or meet others."""
+
+
 @pytest.fixture
 def refusal(monkeypatch, capsys):
-    """refusal(main, words): the line with which a program ends before any process starts or meets another."""
+    """refusal(main, words): the line with which a program ends before any process starts or meets another; "" if it
+    would start."""
+    def start(*_):
+        raise Started
+
+    monkeypatch.setattr(safe.launch, "start_again", start)
+    monkeypatch.setattr(dist, "initialize", start)
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+
     def of(main, words):
         monkeypatch.setattr("sys.argv", ["", *words])
-        monkeypatch.setattr(safe.launch, "start_again", lambda n: pytest.fail("processes were started"))
-        monkeypatch.setattr(dist, "initialize", lambda *a: pytest.fail("a process group was started"))
-        monkeypatch.setattr(kernels, "INTERPRETED", False)
-        with pytest.raises(SystemExit) as exit:
+        with pytest.raises((SystemExit, Started)) as end:
             main()
         out, err = capsys.readouterr()
-        assert exit.value.code == 2 and err.count("\n") == 1 and not out, err
+        assert not out and (end.type == Started and not err or end.value.code == 2 and err.count("\n") == 1), out + err
         return err
     return of
+
+
+def remedies(line):
+    """What a refusal advises: of each alternative {flag: its words, or None to leave it out}."""
+    flag, advice = re.findall("--[a-z-]+", line)[:1], re.search(r"(?s)\b(give|leave|name|add) .*", line)
+    found = []
+    for part in re.split(r",? or (?=--|give|leave|add)", advice[0] if advice else ""):
+        out = re.findall(r"leave (--[a-z-]+) out", part) + flag * bool(re.search("leave (it|the flag) out", part))
+        given = re.findall(r"(--[a-z-]+)(?: (?!out|too|and|or)([^\s,;]+))?", re.sub("leave .*? out", "", part))
+        if not re.search("[A-Z]{3}|move", part):
+            found.append({name: [name, value] if value else [name] for name, value in given} | dict.fromkeys(out))
+    return [remedy for remedy in found if remedy]
+
+
+def heeded(words, remedy):
+    """The words with which the advice was followed."""
+    words = " ".join(words)
+    for flag, more in remedy.items():
+        words = re.sub(f" {flag}( (?!--)\\S+)?(?= |$)", "", f" {words}").strip() + " " + " ".join(more or [])
+    return words.split()
 
 
 @pytest.fixture(scope="session")
@@ -245,14 +283,14 @@ def files(text, tmp_path_factory):
     fcntl.flock(lock, fcntl.LOCK_EX)
     words = {path.stem.upper(): path for path in folder.iterdir()} | {
         "folder": folder, "lock": lock, "TEXT": text, "TINY": " ".join(TINY), "BYTE_255": os.fsdecode(b"\xff"),
-        "PLAIN": folder / "step-00000001.pt",
+        "NEW": folder / "new", "PLAIN": folder / "step-00000001.pt",
         "STEP_2": folder / "run" / "step-00000002", "STEP_3": folder / "run" / "step-00000003"}
     return words if os.geteuid() else words | {"READ_ONLY": "/proc/run"}  # root may write anywhere, almost
 
 
 @pytest.mark.parametrize("main, row", [(main, row) for main, rows in REFUSED.items() for row in rows.split("\n")
                                        if row], ids=lambda value: getattr(value, "__module__", value))
-def test_bad_input_is_one_line_and_exit_code_2(main, row, files, refusal):
+def test_bad_input_is_one_line_and_exit_code_2(main, row, files, refusal, monkeypatch):
     def written():
         return {path: path.read_bytes() for path in files["folder"].rglob("*") if path.is_file()}
 
@@ -260,9 +298,55 @@ def test_bad_input_is_one_line_and_exit_code_2(main, row, files, refusal):
     words = " ".join(str(files.get(word, word)) for word in flags.split()).split(" ")
     if main == train.main and not {"--data", "--resume"} & {*words}:
         words += ["--data", str(files["ASCII"])]
-    before = written()
-    assert (says or flags) in refusal(main, words).replace("\n", "$")
-    assert written() == before
+    before, said = written(), refusal(main, words)
+    assert (says or flags) in said.replace("\n", "$") and written() == before
+    if main == train.main:
+        monkeypatch.setattr(safe.run, "lock", lambda *_: None)
+        monkeypatch.setattr(safe.data, "standard_library", lambda: [files["ASCII"]])
+        monkeypatch.setenv("WORLD_SIZE", (re.findall(r"torchrun --nproc_per_node (\d+)", said) or [""])[0])
+        heed(lambda words: refusal(main, words), words, said)
+
+
+def heed(refusal, words, said, hops=3):
+    """Whatever a refusal advises, the program starts, or has another advice, which in the end lets it start."""
+    for remedy in remedies(said):
+        now = refusal(heeded(words, remedy))
+        assert not now or hops and remedies(now), (words, said, now)
+        heed(refusal, heeded(words, remedy), now, hops - 1)
+
+
+def refusal_of_layout(words, world, here):
+    try:
+        s = parse(words)
+        check_numbers(s)
+        check_layout(s, model_config(s)[0], world, here)
+    except BadInput as problem:
+        return str(problem)
+    return ""
+
+
+VALUES = {"dp": range(9), "tp": range(1, 9), "pp": range(8), "cp": range(1, 5), "ep": range(1, 5), "experts": range(7),
+          "top-k": range(1, 6), "expert-every": range(1, 6), "n-layer": range(1, 9), "n-head": range(1, 7),
+          "n-embd": [12, 30, 128], "seq-len": [0, 1, 20, 66], "batch-size": range(17), "micro-batches": range(7),
+          "zero": range(4), "zero-within": range(1, 7), "schedule": train.schedules(), "virtual-stages": range(1, 5),
+          "cp-kind": ["ulysses"], "sp": [""], "cuda-graphs": ["on"], "kernels": ["triton"], "device": ["cuda"],
+          "lr": [0, "nan"], "min-lr": [1]}
+
+
+def test_advice_on_drawn_layouts_leads_to_a_start(monkeypatch):
+    """Of several faults one is told after the other."""
+    monkeypatch.setattr(safe.flags, "gpus_here", lambda: 0)
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    draw = random.Random(0)
+    for _ in range(150):
+        world, flags = draw.choice([1, 1, 1, 2, 3, 4, 6, 8]), draw.sample([*VALUES], draw.randint(1, 5))
+        refusal = functools.partial(refusal_of_layout, world=world, here=draw.choice([world, max(1, world // 2)]))
+        words = " ".join(f"--{flag} {draw.choice([*VALUES[flag]])}" for flag in flags).split()
+        told = [refusal(words)]
+        while told[-1]:
+            assert len(told) < 15 and remedies(told[-1]), told
+            words = heeded(words, draw.choice(remedies(told[-1])))
+            told.append(refusal(words))
 
 
 def test_bad_input_ends_all_ranks_before_they_meet(tmp_path):
