@@ -18,6 +18,7 @@ import collectives as dist
 import fast
 import tests.pool
 from tests.pool import GPUS, forkserver, in_new_process, on_ranks
+from tests.refusals import refusal_of_layout
 from tests.runs import TINY, TORCHRUN, Ranks, command, log_of, processes
 import safe.launch
 from safe.checkpoints import checkpoints
@@ -205,17 +206,18 @@ def test_new_groups_wait_as_long_as_the_world():
     assert in_new_process(seconds_that_groups_wait) == [7.0, 7.0]
 
 
-@pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
 def test_train_on_gpus(tmp_path):
     """And go on from a checkpoint to the bit, though its first steps run eagerly where the other run replayed
     graphs."""
-    logs = []
+    flags, logs = "--dp 2 --tp 2 --dtype bf16 --steps 60 --save-every 50 --log-every 1 --out".split(), []
+    assert not refusal_of_layout([*flags, "out"], 1, 1)
+    if GPUS < 4:
+        pytest.skip("needs 4 GPUs")
     for out in (tmp_path / "out", tmp_path / "again"):
         if logs:
             shutil.copytree(tmp_path / "out", out)
             shutil.rmtree(out / "step-00000060")
-        printed = command(sys.executable, "train.py", "--dp", "2", "--tp", "2", "--dtype", "bf16", "--steps", "60",
-                          "--save-every", "50", "--log-every", "1", "--out", str(out))
+        printed = command(sys.executable, "train.py", *flags, str(out))
         logs.append(log_of(out, "loss", "grad_norm"))
     assert "cuda (NCCL)" in printed and "after step 50" in printed and log_of(out)[-1]["val_loss"] < 3
     assert len(logs[0]) == 60 and logs[0] == logs[1]

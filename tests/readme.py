@@ -307,9 +307,9 @@ def sign_gradients(file):
     strategy(torch.tensor([[1.0, -1.0, 1.0 if dist.get_rank() else -5.0]], dtype=torch.float64)).sum().backward()
     strategy.finish_grad_sync()
     with patch.object(parallel, "DDP", type(strategy)):
-        gpt = train.parallelize(SMALL, train.Layout(dp=dist.get_world_size()), "cpu",
+        gpt = train.parallelize(SMALL, train.Layout(dp=dist.get_world_size()), torch.get_default_device(),
                                 optimizer=functools.partial(torch.optim.SGD, lr=0.1))
-    gpt.forward_backward(*([t] for t in tokens_of(0)))
+    gpt.forward_backward(*([t.to(gpt.device)] for t in tokens_of(0)))
     assert all(p.grad.abs().eq(1).logical_or(p.grad == 0).all() for p in gpt.params)
     return [p.grad.tolist() for p in net.parameters()]
 
