@@ -188,9 +188,13 @@ class Bucket:
         added up in .grad. In 16 bits they must not add up there, so `Reducer.computed` does it in each backward."""
         if self.total is None:
             self.total = self.zeros(self.total_dtype)
-        if param.grad is not None:
+        if param.grad is not None and param.requires_grad:
             self.view(self.total, param).add_(param.grad)
             param.grad = None
+
+    def trained(self):
+        """Whether it has gradients to send: parameters may be frozen, or unfrozen, between steps."""
+        return any(p.requires_grad for p in self.params)
 
     def holds_gradients(self):
         return self.total is not None or any(p.grad is not None for p in self.params)
@@ -216,9 +220,10 @@ def all_reduce_bucket(bucket):
 
 
 def hand_out(bucket, average):
-    """Make each parameter's .grad its part of the average."""
+    """Make each parameter's .grad its part of the average. Frozen ones have none, so an optimizer leaves them alone."""
     for param in bucket.params:
-        param.grad = bucket.view(average, param)
+        if param.requires_grad:
+            param.grad = bucket.view(average, param)
 
 
 def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=Bucket, **options):
@@ -251,12 +256,15 @@ class Reducer:
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
         self.under_way = deque()  # (bucket, handle, input, output): the tensors must live until handle.wait()
         self.syncing = True       # whether this backward sends
+        self.hooked = set()       # the parameters whose gradients it is told of
         self.restart()
-        call_when_computed(self.bucket_of, self.computed)
 
     def restart(self):
         self.next = 0  # the bucket that leaves next
         self.missing = {bucket: set(bucket.params) for bucket in self.buckets}  # gradients that are still to come
+        new = [p for p in self.bucket_of if p.requires_grad and p not in self.hooked]
+        self.hooked.update(new)
+        call_when_computed(new, self.computed)
 
     @contextmanager
     def no_sync(self):
@@ -281,12 +289,16 @@ class Reducer:
             raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync(); "
                                "to drop a step, call zero_grad() of the model, or of the ShardedOptimizer")
         self.missing[bucket].discard(param)
-        while self.next < len(self.buckets) and not self.missing[self.buckets[self.next]]:
+        while self.next < len(self.buckets) and self.complete(self.buckets[self.next]):
             self.leave(self.buckets[self.next])
             self.next += 1
 
+    def complete(self, bucket):
+        return not any(p.requires_grad for p in self.missing[bucket])
+
     def leave(self, bucket):
-        self.under_way.append((bucket, *self.send(bucket)))
+        if bucket.trained():
+            self.under_way.append((bucket, *self.send(bucket)))
 
     @torch.no_grad()
     def receive(self):
@@ -330,28 +342,47 @@ def call_when_computed(params, method):
         param.register_post_accumulate_grad_hook(call)
 
 
+def broadcast_in_one(buffers, group):
+    """The first rank's buffers to all ranks, in one message of bytes."""
+    if not buffers:
+        return
+    message = torch.cat([buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers])
+    dist.broadcast(message, group=group, group_src=0)
+    for buffer, part in zip(buffers, message.split([buffer.nbytes for buffer in buffers])):
+        buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # .data: no backward uses these numbers
+
+
 class DDP(nn.Module):
     """Data parallel over any module: gradients are averaged bucket by bucket, while backward still computes.
 
-        model = DDP(module, group)                  the first rank broadcasts its parameters and buffers, once
+        model = DDP(module, group)                  the first rank broadcasts its parameters and buffers
         with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
         loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
 
     A parameter that a rank did not use counts as zero there, so one that nobody used has a gradient of zero, not None.
+    Parameters may be frozen and unfrozen between steps, on all ranks alike. broadcast_buffers: once a step the first
+    rank's buffers, such as BatchNorm's running statistics, replace the others'.
     Li et al., "PyTorch Distributed" (2020). CS336 lecture 8, data parallelism.
     """
 
-    def __init__(self, module, group=None, bucket_mb=None):
+    def __init__(self, module, group=None, bucket_mb=None, broadcast_buffers=True):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
         refuse_unlike([*module.parameters(), *module.buffers()], self.group)
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), group=place_of(tensor).same_expert or self.group, group_src=0)
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.buckets = make_buckets(self.params, bucket_mb, self.group)
+        self.buckets = make_buckets([*module.parameters()], bucket_mb, self.group, lambda p: p.requires_grad)
         self.reducer = Reducer(self.buckets, all_reduce_bucket, hand_out)
         self.reducers = [self.reducer]  # FSDP has two
-        self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
+        self.changing = [*module.buffers()] if broadcast_buffers else []
+
+    def no_sync(self):
+        return self.reducer.no_sync()
+
+    def finish_grad_sync(self):
+        self.reducer.finish()
+        broadcast_in_one(self.changing, self.group)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -420,6 +451,30 @@ class FlatBucket(Bucket):
         self.total_dtype = self.shard.dtype  # so gradients of 16-bit weights add up in float32
         cut_over = self.place.cut_over + ((self.group,) if sharded else ())
         self.shard.place = replace(self.place, cut_over=cut_over, cuts=(), decays=all(map(is_matrix, params)))
+        self.note_weights()
+
+    def note_weights(self):
+        """Note where each parameter lies, and its version, which grows whenever somebody writes into it."""
+        self.noted = [(p.data_ptr(), p._version) for p in self.params]
+
+    @torch.no_grad()
+    def take_up_writes(self):
+        """Take up what somebody has done to the parameters since `note_weights`: load_state_dict wrote into them, or
+        p.data = ... or to(memory_format) has moved them away from `weights`. The shard follows; where a 16-bit weight
+        has not changed, its float32 master stays. ValueError for another dtype, shape or device."""
+        for p, noted in zip(self.params, self.noted):
+            if (p.data_ptr(), p._version) == noted:
+                continue
+            view = self.view(self.weights, p)
+            if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
+                raise ValueError(f"a parameter is now {tuple(p.shape)} {p.dtype} on {p.device}, and was "
+                                 f"{tuple(view.shape)} {view.dtype} on {view.device}: change a module before its "
+                                 "optimizer is made")
+            lie_in(p, view.copy_(p))
+            there, here = overlap(self, p, self.own)
+            new, master = view.reshape(-1)[there], self.shard[here]
+            master.copy_(torch.where(new == master.to(new.dtype), master, new))
+        self.note_weights()
 
 
 def lie_in(param, view):
@@ -464,6 +519,17 @@ def add_to_shard(bucket, average):
         bucket.shard.grad += average
 
 
+@torch.no_grad()
+def show_overflow_to_all(shards, group):
+    """Where a rank's shards have gradients that are not finite, one of every other rank's becomes NaN, too. All ranks
+    add up 0 x their largest gradient: 0, or NaN."""
+    grads = [shard.grad for shard in shards if shard.grad is not None and shard.grad.numel()]
+    if grads:
+        nothing = 0 * torch.nn.utils.get_total_norm(grads, math.inf)
+        dist.all_reduce(nothing, group=group)
+        grads[0][:1] += nothing
+
+
 # Optimizers whose update of an element depends on others of its tensor.
 WHOLE_TENSORS = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam
 
@@ -482,12 +548,15 @@ class ShardedOptimizer:
     whose step takes no closure.
     stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
     the same parameters in each backward then. stage=0 shards nothing. compute_dtype: see mixed precision, above.
+    grad_scaler: let all ranks see what is not finite, a number more a step, so that torch.amp.GradScaler decides alike.
+    Parameters may be frozen and unfrozen between steps, and written, by load_state_dict or p.data = ...; in 16 bits
+    p.data.copy_ goes unseen.
 
     `inner`, of that class, steps the shards: PyTorch's schedulers take it, and its state_dict is this rank's.
     """
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
-                 **kwargs):
+                 grad_scaler=True, **kwargs):
         one_process = optimizer_class(params, **kwargs)
         if isinstance(one_process, WHOLE_TENSORS):
             raise ValueError(f"{type(one_process).__name__} looks at whole tensors, and a shard has parts of them: use "
@@ -500,16 +569,49 @@ class ShardedOptimizer:
         def same(p):
             return p.requires_grad, group_of[p]
 
-        buckets = make_buckets([*group_of], bucket_mb, self.group, same, FlatBucket, sharded=stage > 0,
-                               compute_dtype=compute_dtype)
-        self.buckets = [bucket for bucket in buckets if bucket.shard.requires_grad]  # frozen ones need no more
+        self.buckets = make_buckets([*group_of], bucket_mb, self.group, same, FlatBucket, sharded=stage > 0,
+                                    compute_dtype=compute_dtype)
         self.shards = [bucket.shard for bucket in self.buckets]
+        self.parts = {}  # parameter -> the part of its shard that `inner` steps by itself
+        self.agrees = grad_scaler and stage > 0
         for i, g in enumerate(param_groups):
             g["params"] = [bucket.shard for bucket in self.buckets if group_of[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         self.reducer = (EveryBackward if stage == 2 else Reducer)(self.buckets, send[stage], add_to_shard)
-        self.no_sync, self.finish_grad_sync = self.reducer.no_sync, self.reducer.finish
+
+    def no_sync(self):
+        return self.reducer.no_sync()
+
+    def finish_grad_sync(self):
+        self.reducer.finish()
+        if self.agrees:
+            show_overflow_to_all(self.shards, self.group)
+        for bucket in self.buckets:
+            some_frozen = len({p.requires_grad for p in bucket.params}) == 2
+            if some_frozen and bucket.params[0] not in self.parts:
+                self.split(bucket)
+        for param, part in self.parts.items():
+            bucket = self.reducer.bucket_of[param]
+            grad = bucket.shard.grad if param.requires_grad else None
+            part.grad = None if grad is None else grad[overlap(bucket, param, bucket.own)[1]]
+
+    def split(self, bucket):
+        """Let `inner` step the parts of a shard one by one, each with its own state, because it must leave out those
+        of frozen parameters."""
+        state = self.inner.state.pop(bucket.shard, {})
+        parts = {}
+        for param in bucket.params:
+            _, here = overlap(bucket, param, bucket.own)
+            part = parts[param] = nn.Parameter(bucket.shard.detach()[here], param.requires_grad)
+            part.place = bucket.shard.place
+            if state:
+                self.inner.state[part] = {key: (value[here] if value.shape == bucket.shard.shape else value).clone()
+                                          for key, value in state.items()}
+        self.parts.update(parts)
+        for group in self.inner.param_groups:
+            if any(p is bucket.shard for p in group["params"]):
+                group["params"] = [p for p in group["params"] if p is not bucket.shard] + [*parts.values()]
 
     @property
     def param_groups(self):
@@ -523,16 +625,30 @@ class ShardedOptimizer:
         """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
         self.reducer.forget()
         self.inner.zero_grad(set_to_none)
+        if self.parts and set_to_none:
+            for shard in self.shards:
+                shard.grad = None
 
     @torch.no_grad()
     def step(self):
         """Step the shards. A shard is a view of the weights, or a float32 master that `cast_masters` writes into
         them. Then all-gather the other ranks' Nths."""
+        changing = self.before_step()
         self.inner.step()
-        cast_masters(self.buckets)
-        self.gather_weights(self.buckets)
+        cast_masters(changing)
+        self.gather_weights(changing)
+        self.after_step(changing)
+
+    def before_step(self):
+        """Returns the buckets that a step changes."""
         for bucket in self.buckets:
+            bucket.take_up_writes()
+        return [bucket for bucket in self.buckets if bucket.shard.grad is not None]
+
+    def after_step(self, changed):
+        for bucket in changed:
             increment_version(bucket.params)  # so that a backward through the old weights is refused
+            bucket.note_weights()
 
     def gather_weights(self, buckets):
         """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
@@ -559,7 +675,7 @@ class EveryBackward(Reducer):
 
     def one_less(self, bucket, param):
         self.missing[bucket].discard(param)
-        if not self.missing[bucket]:
+        if self.complete(bucket):
             self.leave(bucket)
 
     def leave(self, bucket):
@@ -572,7 +688,7 @@ class EveryBackward(Reducer):
 
     def unsent(self):
         """Those of which a backward has computed some gradients, not all."""
-        return [bucket for bucket in self.buckets if bucket.holds_gradients()]
+        return [bucket for bucket in self.buckets if bucket.trained() and bucket.holds_gradients()]
 
 
 class FlatParameter(FlatBucket):

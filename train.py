@@ -263,7 +263,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
         #    ShardedOptimizer    in `ParallelGPT`, for all stages: ZeRO 1 and 2, and 0 in 16 bits
         #    FSDP                in step 4: ZeRO 3, because it shards weights as they come; parameters stay (`lie_in`)
         if layout.zero == 0 and not layout.shards_optimizer:
-            model = parallel.DDP(model, groups.replicas)
+            model = parallel.DDP(model, groups.replicas, broadcast_buffers=False)  # routers' biases stay alike
         stages[stage] = model
     return (gpt or ParallelGPT)(config, layout, device, mesh, groups, stages, homes, optimizer)
 
@@ -369,7 +369,7 @@ class ParallelGPT:
                                           layout.tp if layout.sp else 1)
         if layout.shards_optimizer and optimizer:
             self.optimizer = parallel.ShardedOptimizer(self.param_groups(), optimizer, groups.within, layout.zero,
-                                                       compute_dtype=layout.dtype)
+                                                       compute_dtype=layout.dtype, grad_scaler=False)
             self.params = self.optimizer.shards
             self.averagers = dict.fromkeys(stages, self.optimizer)
             self.reducers = [self.optimizer.reducer]

@@ -21,7 +21,7 @@ def large_buckets(params, megabytes, *args, **kwargs):
 @torch.no_grad()
 def collect_all(bucket):
     """Move a bucket's gradients into its total by a few kernels, not one a parameter."""
-    came = [p for p in bucket.params if p.grad is not None]
+    came = [p for p in bucket.params if p.grad is not None and p.requires_grad]
     if not came:  # all were moved before, or have left, or a CUDA graph has added them
         return
     fresh = bucket.total is None
@@ -31,9 +31,10 @@ def collect_all(bucket):
     views = [bucket.view(bucket.total, p) for p in came]
     (torch._foreach_copy_ if fresh else torch._foreach_add_)(views, [p.grad.to_dense() for p in came])
     for p in bucket.params:
-        if fresh and p.grad is None:
+        if p.grad is not None and p.requires_grad:
+            p.grad = None
+        elif fresh:
             bucket.view(bucket.total, p).zero_()
-        p.grad = None
 
 
 class FastReducer(Reducer):

@@ -7,11 +7,10 @@ parameter, and the network works while the optimizer and the next forward do. Th
 import weakref
 
 import torch
-from torch.autograd.graph import increment_version
 
 import collectives as dist
 from fast.adamw import AdamW
-from parallel import cast_masters, FSDP, fsdp_units, ShardedOptimizer
+from parallel import cast_masters, FSDP, fsdp_units, overlap, ShardedOptimizer
 
 
 class GuardedOptimizer(ShardedOptimizer):
@@ -31,19 +30,25 @@ class GuardedOptimizer(ShardedOptimizer):
             self.inner.copies = {b.shard: b.weights[b.own] for b in self.buckets if b.dtype != b.shard.dtype}
             if self.stage:  # by a weak reference, so that an optimizer that nobody keeps is freed at once
                 bucket_of, gather = {b.shard: b for b in self.buckets}, weakref.WeakMethod(self.gather_weights)
-                self.inner.stepped = lambda shard: gather()([bucket_of[shard]], wait=False)
+                self.inner.stepped = lambda shard: shard in bucket_of and gather()([bucket_of[shard]], wait=False)
 
     @torch.no_grad()
     def step(self):
         self.wait_for_weights(self.buckets)
         if not self.reducer.finished:
             self.finish_grad_sync()
+        changing = self.before_step()
         self.inner.step()
         if not isinstance(self.inner, AdamW):
-            cast_masters(self.buckets)
-        self.gather_weights(self.buckets)
-        for bucket in self.buckets:
-            increment_version(bucket.params)
+            cast_masters(changing)
+        self.gather_weights(changing)
+        self.after_step(changing)
+
+    def split(self, bucket):
+        super().split(bucket)
+        if isinstance(self.inner, AdamW) and bucket.shard in self.inner.copies:
+            copy = self.inner.copies.pop(bucket.shard)
+            self.inner.copies |= {self.parts[p]: copy[overlap(bucket, p, bucket.own)[1]] for p in bucket.params}
 
     def gather_weights(self, buckets, wait=True):
         """wait: until they are there, unless forward does."""

@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import itertools
+import math
 import types
 import weakref
 from unittest.mock import patch
@@ -59,7 +60,7 @@ def module_and_inputs(kind, seed):
     return net.double().to(device), [[(x[i, rank], *more(i, rank)) for rank in range(size)] for i in range(2)]
 
 
-def laid_out(net, way, optimizer=torch.optim.SGD, group=None, compute_dtype=None, **options):
+def laid_out(net, way, optimizer=torch.optim.SGD, group=None, compute_dtype=None, grad_scaler=True, **options):
     """(what to call, what has no_sync and finish_grad_sync, optimizer). way: a stage of ZeRO, "ddp" or "naive"."""
     for part in net.modules():
         part.sparse = True  # which embeddings ask for
@@ -72,7 +73,7 @@ def laid_out(net, way, optimizer=torch.optim.SGD, group=None, compute_dtype=None
                    parallel.FSDP(net, group, compute_dtype=compute_dtype))
         return wrapped, wrapped, optimizer(wrapped.parameters(), **options)
     sharded = parallel.ShardedOptimizer(net.parameters(), optimizer, group, way, 0.009,
-                                        compute_dtype=compute_dtype, **options)
+                                        compute_dtype=compute_dtype, grad_scaler=grad_scaler, **options)
     return net, sharded, sharded
 
 
@@ -189,6 +190,107 @@ def test_a_deep_copy_of_a_cut_model_has_the_norm_of_one_process():
     used_up = iter(())
     assert parallel.clip_grad_norm_(used_up, 1.0) == 0
     assert close(parallel.clip_grad_norm_(one[0].weight, 0), one[0].weight.grad.norm())
+
+
+def freeze(net, step):
+    """A layer is frozen at first, then another, then one parameter of a third, then none."""
+    net.requires_grad_(True)
+    for frozen in [[net[0]], [net[4]], [net[0].weight, net[2].bias], []][step]:
+        frozen.requires_grad_(False)
+
+
+def move(net, step):
+    """Change the weights, or where they lie, as people do."""
+    weights = [net[0].weight, net[2].bias]
+    if step == 1:
+        nn.utils.vector_to_parameters(1.5 * nn.utils.parameters_to_vector(net.parameters()), net.parameters())
+    elif step == 2:
+        for weight in weights:
+            weight.data = weight.data.clone().t() if weight.dim() == 2 else weight.data / 2
+    elif step == 3:
+        net.load_state_dict({name: value.clamp(-0.1, 0.1) for name, value in net.state_dict().items()})
+
+
+@on_both
+@pytest.mark.parametrize("change, way", [*itertools.product([freeze, move], ["ddp", 0, 1, 2])])
+@on_ranks(2)
+def test_what_people_do_between_steps_is_what_one_process_does(change, way):
+    torch.manual_seed(0)
+    one = nn.Sequential(*[nn.Linear(6, 6) if i % 2 == 0 else nn.Tanh() for i in range(5)]).double()
+    net, x = copy.deepcopy(one), torch.randn(2, 4, 6, dtype=torch.float64)
+    change(one, 0), change(net, 0)
+    options = dict(lr=0.05, weight_decay=0.1)
+    reference, (model, sync, opt) = torch.optim.AdamW(one.parameters(), **options), laid_out(
+        net, way, torch.optim.AdamW, **options)
+    for step in range(4):
+        change(one, step), change(net, step)
+        reference.zero_grad()
+        opt.zero_grad()
+        one(x.view(8, 6)).square().mean().backward()
+        model(x[dist.get_rank()]).square().mean().backward()
+        sync.finish_grad_sync()
+        norms = [parallel.clip_grad_norm_(stepped_by(some), 0.01, groups) for some, groups in (
+            (reference, []), (opt, [None]))]
+        reference.step()
+        opt.step()
+        assert close(*norms) and all(map(close, net.parameters(), one.parameters())), step
+
+
+@on_both
+@on_ranks(2)
+def test_masters_follow_16_bit_weights_that_are_loaded():
+    """A weight that has not changed keeps its master's digits. Another dtype is refused."""
+    net = nn.Linear(8, 8, bias=False)
+    nn.init.ones_(net.weight)
+    model, sync, opt = laid_out(net, 1, lr=2**-10, compute_dtype=torch.bfloat16)
+
+    def step():
+        model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()  # a gradient of 1
+        sync.finish_grad_sync()
+        opt.step()
+        opt.zero_grad()
+
+    step()  # bf16 rounds 1 - 2**-10 to 1
+    loaded = torch.ones(8, 8)
+    loaded[::2] = 3
+    net.load_state_dict({"weight": loaded})
+    step()
+    masters = opt.shards[0].detach().view(4, 8)
+    assert masters[::2].eq(3 - 2**-10).all() and masters[1::2].eq(1 - 2**-9).all()
+    net.half()
+    with pytest.raises(ValueError, match="is now .* torch.float16 .* was .* torch.bfloat16"):
+        opt.step()
+
+
+@on_both
+@pytest.mark.parametrize("way", [1, 2])
+@on_ranks(2)
+def test_ranks_leave_out_the_same_steps(way):
+    """torch.amp.GradScaler looks at a rank's own shard; one has what is not finite. So do all, with unscale_ or not."""
+    net = nn.Linear(8, 1, bias=False)
+    model, sync, opt = laid_out(net, way, lr=0.5)
+    scaler, before = torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0), net.weight.detach().clone()
+    for unscale in False, True:
+        x = torch.ones(1, 8)
+        x[0, 0] = math.inf
+        scaler.scale(model(x).sum()).backward()
+        sync.finish_grad_sync()
+        if unscale:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    assert scaler.get_scale() == 1 and net.weight.equal(before)
+
+
+@on_both
+@on_ranks(2)
+def test_replicas_have_the_first_one_s_buffers_after_a_step():
+    net = nn.Sequential(nn.BatchNorm1d(3))
+    model = parallel.DDP(net)
+    model(torch.arange(12.0).view(4, 3) * (1 + dist.get_rank())).sum().backward()
+    model.finish_grad_sync()
+    assert close(net[0].running_mean, 0.1 * torch.tensor([4.5, 5.5, 6.5]), 1e-6)
 
 
 # -------------------------------------------------------------------------------------- gathers beside what comes after

@@ -15,7 +15,7 @@ from tests.walls import REFERENCE, SOURCES, room_of
 # A mistake in each solution: what stands there, what somebody writes, and what a rank is told
 MISTAKES = {
     "ring": ("link.rank - 2 - s", "link.rank - 1 - s", "reduce-scatter: got ["),  # a step behind
-    "hook": ("not self.missing[self.buckets[self.next]]", "not self.missing[bucket]",  # sends incomplete buckets
+    "hook": ("self.complete(self.buckets[self.next])", "not self.missing[bucket]",  # sends incomplete buckets
              "buckets on their way after each gradient: got [3, 3, 3], should have got [0, 0, 3]"),
     "zero1": ("rank * width, (rank + 1) * width", "0, width",  # all keep the first one
               "weights after the step: got ["),

@@ -51,7 +51,7 @@ def step_of_zero(stage, micro_batches, group, between):
     """Bytes sent by each collective in a step. group, between: of hybrid sharding, else None."""
     n, x = dist.get_world_size(group), torch.ones(2, 48)
     net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)])
-    model, sync, opt = laid_out(net, stage, lr=0.1, group=group)
+    model, sync, opt = laid_out(net, stage, lr=0.1, group=group, grad_scaler=False)
     before, reducers = bytes_alive(), sync.reducers if stage == 3 else [sync.reducer]
     dist.reset_traffic()
     for i in range(micro_batches):
