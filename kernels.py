@@ -70,6 +70,20 @@ def _generation(device):
     return torch.cuda.get_device_capability(device)[0]
 
 
+def readable(tensor):
+    """Whether the CPU can look at its numbers without waiting for a GPU."""
+    return tensor.device.type == "cpu"
+
+
+IN_INTERPRETER = tl.constexpr(INTERPRETED)  # kernels read no other globals
+
+
+@triton.jit
+def exact(x):
+    """A factor of tl.dot. Triton's interpreter has no bf16 product: it would multiply the numbers' bits."""
+    return x.to(tl.float32) if IN_INTERPRETER else x
+
+
 def programs_at_once(device):
     """Multiprocessors: what a grid must fill, and how many programs a persistent kernel starts."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
@@ -402,6 +416,12 @@ def at_least_float32(x):
 # nothing.
 
 @triton.jit
+def dot(a, b, total=None):
+    """total + a b. "ieee": float32 without TF32."""
+    return tl.dot(exact(a), exact(b), total, input_precision="ieee")
+
+
+@triton.jit
 def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
     """The last key that each row sees, negative for none. Causal: the last row sees all, the one above all but one."""
     return tl.minimum(rows + (Tk - Tq), Tk - 1) if CAUSAL else rows * 0 + (Tk - 1)  # * 0: a number for each row
@@ -411,7 +431,7 @@ def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
 def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr):
     """O, and LSE, the L above (but +inf for a row without a key), of BM queries of one head. 2 matmuls a block of BN
-    keys. Q, K, V, O: TMA descriptors. tl.dot adds its product to the third argument."""
+    keys. Q, K, V, O: TMA descriptors."""
     bh, m0 = tl.program_id(1), tl.program_id(0) * BM
     b, h, rows = bh // H, bh % H, m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
@@ -422,13 +442,13 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.const
     for n0 in range(0, last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
         k = K.load([b, h, n0, 0]).reshape(BN, D)
         v = V.load([b, h, n0, 0]).reshape(BN, D)
-        s = tl.dot(q, k.T, input_precision="ieee") * scale                        # (BM, BN); ieee: float32 without TF32
+        s = dot(q, k.T) * scale                                                   # (BM, BN)
         s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         top = tl.where(m_new == -float("inf"), 0.0, m_new)       # m_new, but 0 for a row without a key: no -inf - -inf
         p = tl.exp(s - top[:, None])
         alpha = tl.exp(m - top)                                  # online: l and acc were computed with the old m
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
         l = l * alpha + tl.sum(p, 1)
         m = m_new
     some = l > 0                                                 # a row without a key (Tq > Tk): O = 0; L = inf: P = 0
@@ -454,10 +474,10 @@ def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H
     for n0 in range(0, last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
         k = K.load([b, h, n0, 0]).reshape(BN, D)
         v = V.load([b, h, n0, 0]).reshape(BN, D)
-        s = tl.dot(q, k.T, input_precision="ieee") * scale                        # (BM, BN)
+        s = dot(q, k.T) * scale                                                   # (BM, BN)
         p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], tl.exp(s - lse[:, None]), 0.0)
-        ds = p * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])       # without 1/sqrt(D), which comes last
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        ds = p * (dot(do, v.T) - delta[:, None])       # without 1/sqrt(D), which comes last
+        dq = dot(ds.to(k.dtype), k, dq)
     DQ.store([b, h, m0, 0], (dq * scale).to(q.dtype).reshape(1, 1, BM, D))
 
 
@@ -478,11 +498,11 @@ def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk,
         do = DO.load([b, h, m0, 0]).reshape(BM, D)
         lse = tl.load(LSE + bh.to(tl.int64) * Tq + rows, rows < Tq, float("inf"))  # inf past the last row: P is 0 there
         delta = tl.load(DELTA + bh.to(tl.int64) * Tq + rows, rows < Tq, 0)
-        s = tl.dot(k, q.T, input_precision="ieee") * scale                        # (BN, BM)
+        s = dot(k, q.T) * scale                                                   # (BN, BM)
         p = tl.where(keys[:, None] <= last_key(rows, Tq, Tk, CAUSAL)[None, :], tl.exp(s - lse[None, :]), 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-        ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        dv = dot(p.to(do.dtype), do, dv)
+        ds = p * (dot(v, do.T) - delta[None, :])
+        dk = dot(ds.to(q.dtype), q, dk)
     DK.store([b, h, n0, 0], (dk * scale).to(k.dtype).reshape(1, 1, BN, D))
     DV.store([b, h, n0, 0], dv.to(k.dtype).reshape(1, 1, BN, D))
 
@@ -537,6 +557,8 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal):
+        if q.shape[3] not in HEAD_DIMS:
+            raise ValueError(f"head dim {q.shape[3]} (q {tuple(q.shape)}) is not one of {HEAD_DIMS}")
         q, k, v = map(tileable, (q, k, v))
         o, lse = attention_forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, lse)
@@ -591,8 +613,9 @@ def attend_backward(q, k, v, o, lse, do, is_causal):
 #
 #     loss = sum over rows of log(total) + top - z_t        dz = p - onehot(t)
 #
-# A row whose target is -1 does not count: it adds 0, and its dz is 0. The loss is a sum, not a mean, because only the
-# caller knows how many targets count in the whole batch: a mean of parts' means would weigh short parts more.
+# A row whose target is -1, or PyTorch's -100, does not count: it adds 0, and its dz is 0. The loss is a sum, not a
+# mean, because only the caller knows how many targets count in the whole batch: a mean of parts' means would weigh
+# short parts more.
 #
 # p needs only two numbers a row, so probabilities are never written. GPT-2 at 32 x 1024 tokens has 3.3 GB of logits in
 # bf16: a float32 copy, its log-softmax and their gradients would be 20 GB more. Bytes: forward one pass, backward two.
@@ -601,7 +624,26 @@ def attend_backward(q, k, v, o, lse, do, is_causal):
 # not its result. If something else saved z, or backward runs twice, autograd sees the raised version number and says
 # so.
 
-IGNORED = -1  # a target that does not count
+IGNORED = -1  # what the kernels know a target by that does not count
+
+
+def that_count(targets):
+    """Which targets count: all but -1 and -100, which is PyTorch's."""
+    return (targets != IGNORED) & (targets != -100)
+
+
+def checked_targets(targets, vocab):
+    """(targets, with -1 for each that does not count; a factor of the loss, 1).
+
+    Another target outside of 0 .. vocab-1 is an IndexError on the CPU. A GPU is not waited for: there the factor is
+    NaN, and so are the loss and its gradients, which lets a training loop skip the step."""
+    inside = (targets >= 0) & (targets < vocab)
+    wrong = (that_count(targets) & ~inside).any()
+    if readable(targets) and wrong:
+        raise IndexError(f"targets from {targets.min()} to {targets.max()}: of {vocab} logits they are 0 to "
+                         f"{vocab - 1}, or -1 or -100, which do not count")
+    one = torch.ones((), device=targets.device)
+    return targets.masked_fill(~inside, IGNORED), one.masked_fill(wrong, math.nan)
 
 
 @triton.jit
@@ -692,13 +734,15 @@ class CrossEntropy(torch.autograd.Function):
 
 def cross_entropy(logits, targets):
     """Cross-entropy in nats, float32, of logits (rows, V) and int64 targets (rows), summed over the rows whose target
-    is not -1. Overwrites logits in backward. The kernel does not check that the other targets lie in 0 .. V-1."""
+    counts. `checked_targets` says which do, and what a target outside of 0 .. V-1 does. Our kernel overwrites logits in
+    backward."""
+    targets, factor = checked_targets(targets, logits.shape[-1])
     if not on_triton(logits):
-        return F.cross_entropy(at_least_float32(logits), targets, ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(at_least_float32(logits), targets, ignore_index=IGNORED, reduction="sum") * factor
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"cross-entropy of logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: "
                          f"needs (rows, V) and (rows)")
-    return CrossEntropy.apply(logits, targets)
+    return CrossEntropy.apply(logits, targets) * factor
 
 
 # ----------------------------------------------------------------------------------------------------- matrix product
@@ -736,8 +780,9 @@ def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
     b += ks[:, None] * b_row + (columns % N)[None].to(tl.int64) * b_column                      # (BK, BN)
     tile = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
-        tile = tl.dot(tl.load(a, ks[None] < K - k, 0), tl.load(b, ks[:, None] < K - k, 0), tile,
-                      input_precision="tf32x3")  # float32 as three TF32 products, on tensor cores; 16 bits: one
+        some_a, some_b = tl.load(a, ks[None] < K - k, 0), tl.load(b, ks[:, None] < K - k, 0)
+        # float32 as three TF32 products, on tensor cores; 16 bits: one
+        tile = tl.dot(exact(some_a), exact(some_b), tile, input_precision="tf32x3")
         a += BK * a_column
         b += BK * b_row
     inside = (rows[:, None] < M) & (columns[None] < N)

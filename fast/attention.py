@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 import kernels
 from fast import grouped
 from kernels import (
-    attention_backward_reference, attention_forward, attention_reference, DTYPES, finite_or_inf, flash_takes, HEAD_DIMS,
-    last_key, programs_at_once, TensorDescriptor, tiled, tl, triton)
+    attention_backward_reference, attention_forward, attention_reference, dot, DTYPES, finite_or_inf, flash_takes,
+    HEAD_DIMS, last_key, programs_at_once, TensorDescriptor, tiled, tl, triton)
 
 
 try:  # Gluon is a part of Triton whose names still change. Without it kernels.py serves Hopper GPUs, too.
@@ -285,13 +285,13 @@ def tuned_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, T_pad, scale2, scale
         for n0 in range(full if MASK else 0, end if MASK else full, BN):
             k = K.load([b, h, n0, 0]).reshape(BN, D)
             v = V.load([b, h, n0, 0]).reshape(BN, D)
-            s = tl.dot(q, k.T, input_precision="ieee")                         # (BM, BN)
-            dp = tl.dot(do, v.T, input_precision="ieee")
+            s = dot(q, k.T)                                                    # (BM, BN)
+            dp = dot(do, v.T)
             p = tl.exp2(s * scale2 - lse[:, None])
             if MASK:
                 p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], p, 0.0)
             ds = p * (dp - delta[:, None])
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+            dq = dot(ds.to(k.dtype), k, dq)
     DQ.store([b, h, m0, 0], (dq * scale).to(DQ.dtype).reshape(1, 1, BM, D))
 
 
@@ -315,15 +315,15 @@ def tuned_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq,
             do = DO.load([b, h, m0, 0]).reshape(BM, D)
             lse = LSE.load([bh, m0]).reshape(BM)                                  # inf past the last row: P is 0 there
             delta = DELTA.load([bh, m0]).reshape(BM)
-            s = tl.dot(k, q.T, input_precision="ieee")                         # (BN, BM)
+            s = dot(k, q.T)                                                       # (BN, BM)
             p = tl.exp2(s * scale2 - lse[None, :])
             if not FREE:
                 last = last_key(m0 + tl.arange(0, BM), Tq, Tk, CAUSAL)
                 p = tl.where(cols[:, None] <= last[None, :], p, 0.0)
-            dp = tl.dot(v, do.T, input_precision="ieee")
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+            dp = dot(v, do.T)
+            dv = dot(p.to(do.dtype), do, dv)
             ds = p * (dp - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+            dk = dot(ds.to(q.dtype), q, dk)
     DK.store([b, h, n0, 0], (dk * scale).to(DK.dtype).reshape(1, 1, BN, D))
     DV.store([b, h, n0, 0], dv.to(DV.dtype).reshape(1, 1, BN, D))
 

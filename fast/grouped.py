@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 import kernels
 from fast.linear import column_sums
-from kernels import _tile, grouped_reference, programs_at_once, TensorDescriptor, tl, triton
+from kernels import _tile, dot, grouped_reference, programs_at_once, TensorDescriptor, tl, triton
 
 
 # ----------------------------------------------------------------------------------------------------- grouped product
@@ -93,9 +93,9 @@ def tuned_grouped_kernel(X, W, Y, bias, counts, table, E, N, K, TRANSPOSED: tl.c
         tile = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
             if TRANSPOSED:
-                tile = tl.dot(X.load([first, k]), W.load([e, k, n]).reshape(BK, BN), tile)
+                tile = dot(X.load([first, k]), W.load([e, k, n]).reshape(BK, BN), tile)
             else:
-                tile = tl.dot(X.load([first, k]), W.load([e, n, k]).reshape(BN, BK).T, tile)
+                tile = dot(X.load([first, k]), W.load([e, n, k]).reshape(BN, BK).T, tile)
         if bias is not None:
             columns = n + tl.arange(0, BN)
             tile += tl.load(bias + e.to(tl.int64) * N + columns, columns < N, 0).to(tl.float32)[None]
@@ -116,7 +116,7 @@ def tuned_grouped_gradient_kernel(DY, X, DW, counts, ends, N, K,
     n, k = row * BN, column * BK
     tile = tl.zeros((BN, BK), tl.float32)
     for at in range(first, end, BM):
-        tile = tl.dot(_load_group(DY, at, end, n, BM, BN).T, _load_group(X, at, end, k, BM, BK), tile)
+        tile = dot(_load_group(DY, at, end, n, BM, BN).T, _load_group(X, at, end, k, BM, BK), tile)
     DW.store([e, n, k], tile.to(DW.dtype).reshape(1, BN, BK))
 
 

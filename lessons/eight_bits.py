@@ -12,7 +12,7 @@ CS336 lecture 5: low precision.
 
 import torch
 
-from kernels import tl, triton
+from kernels import dot, exact, tl, triton
 from lessons.measure import off, say
 
 
@@ -26,7 +26,7 @@ def _few_rows(x, w, scale, y, rows, width, out, R: tl.constexpr, BN: tl.constexp
     for start in range(0, width, BK):
         some = tl.load(x + start, (row < rows) & (k < width - start), 0)
         tile = tl.load(w + start, (column[:, None] < out) & (k < width - start), 0)
-        total = tl.dot(some, tl.trans(tile.to(some.dtype)), total)
+        total = dot(some, tl.trans(exact(tile).to(some.dtype)), total)
     total *= tl.load(scale + column, column < out, 0)
     tl.store(y + row * out + column, total, (row < rows) & (column < out))
 
@@ -46,9 +46,9 @@ def in_int8(w):
 
 
 def sixteen_and_eight_bits(device, n, side):
-    """8 rows times a matrix of twice the side, on a CPU in fp16: Triton's interpreter has no product in bf16."""
-    side, dtype = 2 * side, torch.bfloat16 if device.type == "cuda" else torch.float16
-    w, x = (torch.randn(rows, side, device=device, dtype=dtype) for rows in (side, 8))
+    """8 rows times a matrix of twice the side."""
+    side *= 2
+    w, x = (torch.randn(rows, side, device=device, dtype=torch.bfloat16) for rows in (side, 8))
     q, scale = in_int8(w)
     ways = {"PyTorch, 16 bits": (torch.mm, [x, w.T]), "16 bits": (few_rows, [x, w, torch.ones_like(scale)]),
             "8 bits": (few_rows, [x, q, scale])}

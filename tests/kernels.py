@@ -7,7 +7,6 @@ import re
 import sys
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,14 +42,8 @@ if kernels.HAVE_TRITON and kernels.INTERPRETED:
         if not seen or any(kernel_language.core.is_builtin(module.load) for module in seen):
             return replace(function)
 
-    def dot(builder, a, b, d, *_):
-        """Of 16 bits NumPy has no fast product, but of the same numbers in the result's 32."""
-        product = np.matmul(a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
     if hasattr(interpreter, "_patch_lang"):
         interpreter._patch_lang = replace_once
-        interpreter.InterpreterBuilder.create_dot = dot
 
 KERNEL_DEVICE = "cuda" if GPUS else "cpu"
 
@@ -158,7 +151,8 @@ def plain_norm(x, w, b, eps):
 
 
 def plain_cross_entropy(z, targets):
-    return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), targets, ignore_index=-1, reduction="sum")
+    z, targets = z if z.dtype == torch.float64 else z.float(), targets.clamp(min=-1)
+    return F.cross_entropy(z, targets, ignore_index=-1, reduction="sum")
 
 
 def grouped_linear(x, w, b=None, *, counts):
@@ -175,8 +169,7 @@ def plain_product(a, b, function=None, tiles=None):
 
 
 ALL_DTYPES = torch.float32, torch.float16, torch.bfloat16
-HALF = torch.bfloat16 if GPUS else torch.float16  # no bf16 dot in the interpreter
-WITH_PRODUCTS = torch.float32, HALF
+WITH_PRODUCTS = torch.float32, torch.bfloat16
 
 
 class Row(NamedTuple):
@@ -225,7 +218,7 @@ def rows_of_kernels():
     for rows, vocab in (1, 1), (17, 127), (2, 5000):
         whole = (torch.arange(2 * rows, device=KERNEL_DEVICE) * 7 // 2 % vocab)[::2]  # not contiguous
         some, none = whole.clone(), torch.full_like(whole, -1)
-        some[1::3] = -1
+        some[1::3], some[4::6] = -1, -100
         for which, targets in ("", whole), (" of some rows, strided", some), (" of no row", none):
             yield Row(f"cross-entropy{which}", kernels.cross_entropy, plain_cross_entropy, [(rows, vocab)],
                       {"targets": targets}, scale=5, strided=targets is some)
@@ -305,6 +298,21 @@ def test_cross_entropy_overwrites_logits_and_says_so(triton_kernels):
             again.backward()
 
 
+def test_a_target_outside_of_the_vocabulary_is_refused(triton_kernels, monkeypatch):
+    """On a GPU, which nobody waits for, the loss and its gradients are NaN."""
+    z = random(3, 16).requires_grad_()
+    for choice, bad, read in itertools.product(("triton", "torch"), (-2, 16), (True, False)):
+        kernels.use(choice)
+        monkeypatch.setattr(kernels, "readable", lambda tensor: read)
+        targets = torch.tensor([0, -100, bad], device=KERNEL_DEVICE)
+        if read:
+            with pytest.raises(IndexError, match=f"from -100 to {max(0, bad)}: of 16 logits they are 0 to 15"):
+                kernels.cross_entropy(z * 1, targets)
+        else:
+            loss = kernels.cross_entropy(z * 1, targets)
+            assert loss.isnan() and torch.autograd.grad(loss, z)[0][0].isnan().all()  # of the row that counts
+
+
 def test_a_choice_of_kernels_is_obeyed(either_way):
     for choice in ("torch", "triton"):
         kernels.use(choice)
@@ -345,10 +353,10 @@ def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
     monkeypatch.setattr(kernels.Map, "apply", lambda *args: pytest.fail("a Triton kernel ran"))
     kernels.gelu(torch.ones(3, device="cpu")), kernels.gelu(torch.ones(3, dtype=torch.float64, device=KERNEL_DEVICE))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for interpreted, dtype in (True, "fp64"), (False, "fp32"):
+    for interpreted, dtype, heads, says in (True, "fp32", 16, "dim of 8"), (True, "fp64", 4, ""), (False, "fp32", 4, ""):
         monkeypatch.setattr(kernels, "INTERPRETED", interpreted)
-        with pytest.raises(BadInput, match="--kernels triton.*give --kernels auto"):
-            check_layout(Settings(kernels="triton", dtype=dtype), model.PRESETS["tiny"], 1, 1)
+        with pytest.raises(BadInput, match=f"--kernels triton.*{says}.*give --kernels auto"):
+            check_layout(Settings(kernels="triton", dtype=dtype), model.GPTConfig(n_head=heads), 1, 1)
     with pytest.raises(ValueError, match="need a CUDA GPU|need the package triton"):
         kernels.use("triton")
     kernels.use("auto")
@@ -402,7 +410,7 @@ def test_python_kernels_py(monkeypatch, capsys):
 
 # ----------------------------------------------------------------------------------------------------- experts' kernels
 
-@pytest.mark.parametrize("k, dtype", [(1, HALF), (2, torch.float32), (5, HALF)], ids=str)
+@pytest.mark.parametrize("k, dtype", [(1, torch.bfloat16), (2, torch.float32), (5, torch.bfloat16)], ids=str)
 def test_sorting_follows_pytorch(k, dtype, triton_kernels):
     """Outputs, all gradients and the loads; tokens, and of k = 5 choices, are more than one program's; an expert that
     few choose gets none."""
@@ -428,7 +436,7 @@ def test_sorting_follows_pytorch(k, dtype, triton_kernels):
 
 def test_groups_do_not_touch_each_other(either_way):
     """NaN in one group's rows, matrix and bias stay there, and a group without rows has gradients of zero."""
-    tensors, results = [random(*shape, dtype=HALF) for shape in ((142, 40), (4, 72, 40), (4, 72), (142, 72))], []
+    tensors, results = [random(*shape, dtype=torch.bfloat16) for shape in ((142, 40), (4, 72, 40), (4, 72), (142, 72))], []
     rows, second, others = [*range(5), *range(75, 142)], slice(5, 75), [0, 2, 3]
     for poison in (0.5, math.nan):
         x, w, b, dy = (t.clone() for t in tensors)
