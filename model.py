@@ -322,7 +322,7 @@ def materialize(module, source, device="cpu", dtype=torch.float32, place=lambda 
         for leaf, old in list(owner.named_parameters(recurse=False)):
             if old not in made:
                 value = place(old, source(f"{prefix}.{leaf}" if prefix else leaf))
-                made[old] = nn.Parameter(value.to(device, dtype, copy=True).contiguous(), old.requires_grad)
+                made[old] = type(old)(value.to(device, dtype, copy=True).contiguous(), old.requires_grad)
                 made[old].__dict__.update(old.__dict__)
             setattr(owner, leaf, made[old])
     materialize_buffers(module, source, device)

@@ -1017,11 +1017,13 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, layer, group, f, parts=1):  # f: CopyToGroup.apply, or sequence parallelism's
         super().__init__()
-        self.group, self.f, cut = group, f, Cut(group, 0, parts)  # A's columns are the weight's rows
+        check_replaceable(layer, nn.Linear)
+        cut = Cut(group, 0, parts)  # A's columns are the weight's rows
+        self.f = lambda x: f(x, group)  # no attribute holds the group, because a group has no deep copy
         self.weight, self.bias = local_parameter(layer.weight, cut), local_parameter(layer.bias, cut)
 
-    def forward(self, x):
-        return self.linear(self.f(x, self.group), self.weight, self.bias)
+    def forward(self, x):                                                                     # (..., in)
+        return self.linear(self.f(x), self.weight, self.bias)                                 # (..., out/N)
 
 
 class RowParallelLinear(nn.Module):
@@ -1030,30 +1032,40 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, layer, group, g):  # g: ReduceFromGroup.apply, or sequence parallelism's
         super().__init__()
-        self.group, self.g = group, g
+        check_replaceable(layer, nn.Linear)
+        self.g = lambda x: g(x, group)
         self.weight, self.bias = local_parameter(layer.weight, Cut(group, 1)), layer.bias
 
-    def forward(self, x):
-        y = self.g(self.linear(x, self.weight, None), self.group)
+    def forward(self, x):                                                                     # (..., in/N)
+        y = self.g(self.linear(x, self.weight, None))                                         # (..., out)
         # After the sum, or the bias would be added N times. Its gradient is that of Y, equal on all ranks.
         return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids (...) -> embeddings (..., C). Each rank looks up the V/N rows of the table that it holds."""
+    """Token ids (...) -> embeddings (..., C). Each rank looks up the V/N rows of the table that it holds.
+
+    A token outside of 0 .. V-1 is an IndexError on the CPU. A GPU is not waited for: there its embedding is NaN."""
 
     def __init__(self, embedding, group, g):
         super().__init__()
-        self.group, self.g, cut = group, g, Cut(group, 0)
+        check_replaceable(embedding, nn.Embedding)
+        cut = Cut(group, 0)
+        self.g = lambda x: g(x, group)
         self.weight = local_parameter(embedding.weight, cut)
-        self.first = cut.first(embedding.num_embeddings)
+        self.rows = embedding.num_embeddings
+        self.first = cut.first(self.rows)
 
-    def forward(self, tokens):
+    def forward(self, tokens):                                                                # (...)
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        x = x.masked_fill(elsewhere.unsqueeze(-1), 0)  # zero where another rank has the row
-        return self.g(x, self.group)
+        nowhere = (tokens < 0) | (tokens >= self.rows)
+        if kernels.readable(tokens) and nowhere.any():
+            raise IndexError(f"tokens from {tokens.min()} to {tokens.max()}: an embedding of {self.rows} rows takes 0 "
+                             f"to {self.rows - 1}")
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)                         # (..., C)
+        instead = x.new_zeros(tokens.shape).masked_fill(nowhere, math.nan)  # 0 where another rank has the row
+        return self.g(torch.where(elsewhere.unsqueeze(-1), instead.unsqueeze(-1), x))
 
 
 def local_parameter(param, cut):
@@ -1064,6 +1076,16 @@ def local_parameter(param, cut):
     local.place = before = place_of(param)
     put(local, cuts=before.cuts + (cut,), cut_over=before.cut_over + (cut.group,))
     return local
+
+
+def check_replaceable(layer, kind):
+    """ValueError if a layer does what its part of the cut would not do, which knows a weight and a bias alone."""
+    what = [name for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse", "parametrizations")
+            if getattr(layer, name, None) is not None and getattr(layer, name) is not False]
+    what += ["hooks"] * any((layer._forward_pre_hooks, layer._forward_hooks, layer._backward_hooks))
+    if what or not isinstance(layer, kind):
+        raise ValueError(f"tensor parallelism cuts a plain nn.{kind.__name__}, not {type(layer).__name__}"
+                         f"{' with ' * bool(what)}{', '.join(what)}")
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -1094,11 +1116,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 def cross_entropy(logits, targets, vocab_size, group=None):
     """Loss in nats of logits (B, T, V), or (B, T, V/N) of each rank of `group`, against targets (B, T), summed over the
-    targets that are not -1."""
+    targets that count. Which do, and what others outside of the vocabulary do, says kernels.checked_targets."""
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if logits.shape[1] == vocab_size:
         return kernels.cross_entropy(logits, targets)
-    return VocabParallelCrossEntropy.apply(logits, targets, group, Cut(group, 0).first(vocab_size))
+    targets, factor = kernels.checked_targets(targets, vocab_size)
+    return VocabParallelCrossEntropy.apply(logits, targets, group, Cut(group, 0).first(vocab_size)) * factor
 
 
 def gpt2_plan(f, g):

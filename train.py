@@ -421,7 +421,7 @@ class ParallelGPT:
 
     def forward_backward(self, x, y, scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
-        lists of (B, T). The loss is the mean over all targets of all replicas that are not -1; 0 if there are none.
+        lists of (B, T). The loss is the mean over all replicas' targets that are not -1 or -100; 0 if there are none.
         Returns, on every rank of the pipeline, the sum of this replica's losses times `weight_of_a_target`: the mean
         over replicas is the loss."""
         if not self.optimizer:
@@ -456,9 +456,9 @@ class ParallelGPT:
     def run(self, x, y, actions, scale, averagers):
         if self.layout.cp > 1:
             from further.context import own_tokens
-            own = own_tokens(x[0].shape[1], dist.get_rank(self.groups.cp), self.layout.cp, self.layout.cp_kind,
-                             self.device)
-            x, y = ([tokens[:, own] for tokens in some] for some in (x, y))
+            own = partial(own_tokens, rank=dist.get_rank(self.groups.cp), n=self.layout.cp, kind=self.layout.cp_kind,
+                          device=self.device)
+            x, y = ([tokens[:, own(tokens.shape[1])] for tokens in some] for some in (x, y))
         weight = self.weight_of_a_target(y)
         losses = self.pipeline.run(actions, x, y, scale * weight, averagers)
         loss = torch.zeros_like(weight)
@@ -476,7 +476,7 @@ class ParallelGPT:
         much as the other three. Backward starts from it, because gradients are sent while backward runs.
 
         A tensor, so that nothing waits for the GPU."""
-        count = (torch.cat([*y]) != kernels.IGNORED).sum()
+        count = kernels.that_count(torch.cat([tokens.flatten() for tokens in y])).sum()
         dist.all_reduce(count, group=self.groups.replicas)
         replicas = dist.get_world_size(self.groups.replicas)
         return replicas / count.clamp(min=1).to(parallel.master_dtype(self.layout.dtype))

@@ -80,8 +80,8 @@ class RegatheringColumns(ColumnParallelLinear):
     so self.f does nothing. A layer without a bias, which in a GPT is the head alone, keeps the gathered X for backward.
     """
 
-    def __init__(self, layer, group, *args, **kwargs):
-        super().__init__(layer, group, *args, **kwargs)
-        if self.f is gathered and self.bias is not None:
-            self.f = lambda x, group: x
+    def __init__(self, layer, group, f, parts=1):
+        super().__init__(layer, group, f, parts)
+        if f is gathered and self.bias is not None:
+            self.f = lambda x: x
             self.linear = lambda x, weight, bias=None, take=None: RegatheredProduct.apply(x, weight, bias, group, take)

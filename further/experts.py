@@ -16,7 +16,7 @@ from torch import nn
 import collectives as dist
 import kernels
 from model import ACTIVATIONS
-from parallel import Cut, groups_of, local_parameter, Place, put, Trade
+from parallel import Cut, groups_of, local_parameter, put, Trade
 
 
 # -------------------------------------------------------------------------------------------------- mixture of experts
@@ -101,7 +101,7 @@ class StackedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
         self.bias = nn.Parameter(torch.empty(experts, n_out))
-        self.bias.place = Place(decays=False)  # it is E vectors, so weight decay leaves it alone
+        put(self.bias, decays=False)  # it is E vectors, so weight decay leaves it alone
 
     def forward(self, rows, counts):
         return kernels.grouped_linear(rows, self.weight, self.bias, counts)
@@ -169,8 +169,8 @@ class RowParallelExperts(nn.Module):
 def between_f_and_g(experts, group, f, g):
     """Put f before and g after an `Experts`, in place. Tokens, choices and weights all go through f, because each rank
     has only a term of the weights' gradient, too."""
-    forward = experts.forward
-    experts.forward = lambda *inputs: g(forward(*(f(tensor, group) for tensor in inputs)), group)
+    experts.register_forward_pre_hook(lambda experts, inputs: tuple(f(tensor, group) for tensor in inputs))
+    experts.register_forward_hook(lambda experts, inputs, output: g(output, group))
     return experts
 
 

@@ -194,8 +194,8 @@ def check_device(s, config, world, local_world, processes):
     reject(s.kernels == "triton" and not on_triton, "--kernels triton is for CUDA, or TRITON_INTERPRET=1, in fp32, "
            "bf16 or fp16, and needs the package triton: give --kernels auto")
     reject(s.kernels == "triton" and config.head_dim not in kernels.HEAD_DIMS, f"--kernels triton: --n-embd "
-           f"{config.n_embd} / --n-head {config.n_head} is a head dim of {config.head_dim}, and attention's kernel takes "
-           f"{', '.join(map(str, kernels.HEAD_DIMS))}: give --kernels auto")
+           f"{config.n_embd} / --n-head {config.n_head} is a head dim of {config.head_dim}, and attention's kernel "
+           f"takes {', '.join(map(str, kernels.HEAD_DIMS))}: give --kernels auto")
     reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
            + f", or a layout of {gpus}" * (gpus > 0))
     kernels.use(s.kernels)

@@ -353,7 +353,8 @@ def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
     monkeypatch.setattr(kernels.Map, "apply", lambda *args: pytest.fail("a Triton kernel ran"))
     kernels.gelu(torch.ones(3, device="cpu")), kernels.gelu(torch.ones(3, dtype=torch.float64, device=KERNEL_DEVICE))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for interpreted, dtype, heads, says in (True, "fp32", 16, "dim of 8"), (True, "fp64", 4, ""), (False, "fp32", 4, ""):
+    for interpreted, dtype, heads, says in (
+            (True, "fp32", 16, "dim of 8"), (True, "fp64", 4, ""), (False, "fp32", 4, "")):
         monkeypatch.setattr(kernels, "INTERPRETED", interpreted)
         with pytest.raises(BadInput, match=f"--kernels triton.*{says}.*give --kernels auto"):
             check_layout(Settings(kernels="triton", dtype=dtype), model.GPTConfig(n_head=heads), 1, 1)
@@ -436,7 +437,8 @@ def test_sorting_follows_pytorch(k, dtype, triton_kernels):
 
 def test_groups_do_not_touch_each_other(either_way):
     """NaN in one group's rows, matrix and bias stay there, and a group without rows has gradients of zero."""
-    tensors, results = [random(*shape, dtype=torch.bfloat16) for shape in ((142, 40), (4, 72, 40), (4, 72), (142, 72))], []
+    tensors = [random(*shape, dtype=torch.bfloat16) for shape in ((142, 40), (4, 72, 40), (4, 72), (142, 72))]
+    results = []
     rows, second, others = [*range(5), *range(75, 142)], slice(5, 75), [0, 2, 3]
     for poison in (0.5, math.nan):
         x, w, b, dy = (t.clone() for t in tensors)

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -55,7 +56,7 @@ def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL, holes=False
     x, y = rows[:, :tokens], rows[:, 1:tokens + 1]
     if holes:
         y = y.masked_fill(torch.from_numpy(draw.random(y.shape) < 0.3), -1)
-        y[batch - batch // 4:, 1:] = -1
+        y[batch - batch // 4:, 1:] = -100  # PyTorch's own
         y[max(3, batch - 1):] = -1
     return x, y
 
@@ -80,7 +81,7 @@ def one_process(optimizer, steps, batch, tokens, bias, clip, holes, **change):
     for step in range(steps):
         x, y = tokens_of(step, batch, tokens, config, holes)
         opt.zero_grad()
-        loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten(), ignore_index=-1)
+        loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten().clamp(min=-1), ignore_index=-1)
         loss.backward()
         grads = grads or {n: p.grad.clone() for n, p in net.named_parameters()}
         norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip or math.inf)))
@@ -584,16 +585,34 @@ def test_frozen_experts_stay_each_rank_s_own():
     assert net.whole_parameter(name).cpu().equal(model.initial_weight(config, name, 0))
 
 
+@pytest.mark.parametrize("layout", [{"dp": 2, "zero": 2}, {"pp": 2}, {"tp": 2, "sp": True}, {"cp": 2},
+                                    {"cp": 2, "cp_kind": "ulysses"}], ids=str)
 @on_ranks(2)
-def test_micro_batches_may_have_unequal_sizes():
-    """The loss of a pipeline is that of equal ones."""
-    net = small_gpt(pp=2, dtype=torch.float64)
-    x, y = (t.to(net.device) for t in tokens_of(0))
-    found = []
-    for sizes in (4, 4), (1, 5, 2):
-        net.zero_grad()
-        found += [net.forward_backward(x.split(sizes), y.split(sizes)), net.clip_grad_norm_(0)]
-    assert close(found[:2], found[2:])
+def test_micro_batches_may_differ_in_size_and_length(layout):
+    net, one = small_gpt(**layout, dtype=torch.float64), model.GPT(SMALL).double()
+    x, y = ([t[:1, :4], t[1:6, :8], t[6:, :4]] for t in (t.to(net.device) for t in tokens_of(0)))
+    losses = [F.cross_entropy(one.to(net.device)(a).flatten(0, 1), b.flatten(), reduction="sum") for a, b in zip(x, y)]
+    want = sum(losses) / sum(b.numel() for b in y)
+    want.backward()
+    loss = net.forward_backward(x, y)
+    dist.all_reduce(loss, dist.ReduceOp.AVG, net.groups.replicas)
+    norm = nn.utils.get_total_norm([p.grad for p in one.parameters()])
+    assert close(loss, want.detach()) and close(net.clip_grad_norm_(0), norm)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}], ids=str)
+@on_ranks(2)
+def test_a_deep_copy_has_weights_and_places_of_its_own(layout):
+    net = small_gpt(dataclasses.replace(SMALL, experts=4), **layout)
+    x, one = tokens_of(0, tokens=8)[0].to(net.device), net.module(min(net.stages))
+    two = copy.deepcopy(one)
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        assert parallel.place_of(p) == parallel.place_of(q) and parallel.place_of(p).cuts is parallel.place_of(q).cuts
+    if layout.get("tp"):
+        before = one(x)
+        for p in one.parameters():
+            p.data.zero_()
+        assert two(x).equal(before) and not before.equal(one(x))
 
 
 def refused(message, *args, **options):

@@ -1,6 +1,7 @@
 """f and g, cuts, the mesh, pipelines and their schedules."""
 
 import dataclasses
+import functools
 import itertools
 import types
 import unittest.mock
@@ -8,10 +9,12 @@ import unittest.mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import collectives as dist
 import further.context
 import further.experts
+import kernels
 import model
 import parallel
 import theory.clock
@@ -54,6 +57,38 @@ def test_vocabulary_parallel_cross_entropy_of_large_logits(vocab):
     mine = z.tensor_split(dist.get_world_size(), -1)[dist.get_rank()]
     loss = parallel.cross_entropy(mine[None], y[None], vocab, None)
     assert close(loss.cpu(), F.cross_entropy(z, y, reduction="sum").cpu())
+
+
+@on_ranks(2)
+def test_cut_layers_refuse_what_they_cannot_do():
+    """On a GPU, which nobody waits for, numbers outside of the vocabulary give NaN."""
+    f, g = parallel.CopyToGroup.apply, parallel.ReduceFromGroup.apply
+    plan = {"0": functools.partial(parallel.VocabParallelEmbedding, g=g)}
+    columns = {"0": functools.partial(parallel.ColumnParallelLinear, f=f)}
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda *_: None)
+    for says, plan_of, layer in [
+            ("padding_idx", plan, nn.Embedding(10, 4, padding_idx=0)),
+            ("max_norm, sparse", plan, nn.Embedding(10, 4, max_norm=1.0, sparse=True)),
+            ("scale_grad_by_freq", plan, nn.Embedding(10, 4, scale_grad_by_freq=True)),
+            ("parametrizations", columns, nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+            ("hooks", columns, hooked), ("nn.Linear, not Conv1d", columns, nn.Conv1d(4, 4, 1))]:
+        with pytest.raises(ValueError, match=says):
+            parallel.tensor_parallel(nn.Sequential(layer), None, plan_of)
+    net = parallel.tensor_parallel(nn.Sequential(nn.Embedding(10, 4)), None, plan)
+    z = torch.ones(1, 2, 5, requires_grad=True)
+    for bad, read in itertools.product((-2, 10), (True, False)):
+        numbers = torch.tensor([[3, bad]])
+        with unittest.mock.patch.object(kernels, "readable", lambda tensor: read):
+            if read:
+                with pytest.raises(IndexError, match="an embedding of 10 rows takes 0 to 9"):
+                    net(numbers)
+                with pytest.raises(IndexError, match="of 10 logits they are 0 to 9"):
+                    parallel.cross_entropy(z, numbers, 10)
+            else:
+                loss = parallel.cross_entropy(z * 1, numbers, 10)
+                assert loss.isnan() and torch.autograd.grad(loss, z)[0].isnan().all()
+                assert net(numbers).isnan().all(2).tolist() == [[False, True]]
 
 
 # --------------------------------------------------------------------------------------------------- pipeline schedules
