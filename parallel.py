@@ -1405,12 +1405,15 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
 
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
-def place_stages(schedule, p, v):
-    """Where the stages of a schedule live, {stage: rank}: as its lists say, for any m. (Interleaved wants a multiple of
-    p.)"""
+def place_stages(schedule, p, v, pieces):
+    """Where the stages of a schedule live, {stage: rank}: as its lists say, which is the same for any m. ValueError if
+    a model of so many pieces cannot be cut into them."""
     homes = homes_of(schedule(p, 2 * p, v))
     if v not in (1, len(homes) // p):
         raise ValueError(f"this schedule has {len(homes) // p} stages a rank, not {v}: give virtual_stages 1")
+    if len(homes) > pieces:
+        raise ValueError(f"{len(homes)} stages are more than the model's {pieces} pieces, its layers with embedding "
+                         f"and head: give a smaller pp")
     return homes
 
 

@@ -233,8 +233,8 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
     from torch.optim with its options, as a partial; None: for evaluation. gpt: a subclass of ParallelGPT. The order of
     the five steps matters.
     """
+    homes = homes_in(config, layout)
     mesh = parallel.make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
-    homes = parallel.place_stages(schedules()[layout.schedule], layout.pp, layout.virtual_stages)
     groups = make_groups(mesh, layout, homes, config.tied)
     source = source or partial(initial_weight, config, seed=0)
     stages, master = {}, parallel.master_dtype(layout.dtype)
@@ -266,6 +266,11 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
             model = parallel.DDP(model, groups.replicas, broadcast_buffers=False)  # routers' biases stay alike
         stages[stage] = model
     return (gpt or ParallelGPT)(config, layout, device, mesh, groups, stages, homes, optimizer)
+
+
+def homes_in(config, layout):
+    """Where stages live, {stage: rank}. ValueError if there are more of them than pieces of the model."""
+    return parallel.place_stages(schedules()[layout.schedule], layout.pp, layout.virtual_stages, config.n_layer + 2)
 
 
 def make_groups(mesh, layout, homes, tied):
@@ -421,9 +426,9 @@ class ParallelGPT:
 
     def forward_backward(self, x, y, scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
-        lists of (B, T). The loss is the mean over all replicas' targets that are not -1 or -100; 0 if there are none.
-        Returns, on every rank of the pipeline, the sum of this replica's losses times `weight_of_a_target`: the mean
-        over replicas is the loss."""
+        lists of (B, T) that may differ. The loss is the mean over all replicas' targets that are not -1 or -100; 0 if
+        there are none. Returns, on all ranks that got these micro-batches, the sum of their losses times
+        `weight_of_a_target`: the mean over dp is the loss."""
         if not self.optimizer:
             raise RuntimeError("this GPT was built for evaluation: give parallelize(..., optimizer=...) to train it")
         if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice
@@ -466,6 +471,8 @@ class ParallelGPT:
             loss += summed * weight
         if self.layout.pp > 1:
             dist.all_reduce(loss, group=self.groups.pp)  # the other stages have none
+        if self.layout.cp > 1:
+            dist.all_reduce(loss, dist.ReduceOp.AVG, self.groups.cp)  # each rank has the losses of its own tokens
         return loss
 
     def weight_of_a_target(self, y):
@@ -768,6 +775,10 @@ class Run:
         if tokens.max(initial=0) >= self.config.vocab_size:  # with --tp each rank would take it for another's
             refuse(f"--vocab-size is too small for the text: give --vocab-size {tokens.max() + 1}")
         self.data = *split(tokens), vocabulary
+        try:
+            homes_in(self.config, layout_of(s))
+        except ValueError as why:
+            refuse(why)
         if s.resume:
             self.saved = torch.load(newest(s.out if s.resume == "newest" else s.resume), map_location="cpu", mmap=True,
                                     weights_only=True)

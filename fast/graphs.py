@@ -192,6 +192,7 @@ class GraphPipeline(PatientPipeline):
     """Replays micro-batches from CUDA graphs, so that the CPU launches one graph instead of some 45 kernels a block.
 
     The first step with new shapes or actions warms up. The second one records, and from then on graphs are replayed.
+    A step whose micro-batches differ in shape runs eagerly. All ranks must get the same shapes in a step.
     With one stage and one micro-batch in flight, the graph of the last micro-batch sends the gradients. Otherwise, if
     there are several replicas, the last micro-batch runs eagerly, because its hooks send the gradients.
 
@@ -207,19 +208,18 @@ class GraphPipeline(PatientPipeline):
     def begin(self, actions, x, y, dloss, averagers):
         super().begin(actions, x, y, dloss, averagers)
         self.replaying = averagers is not None
-        if self.replaying and len({part.shape for part in x}) > 1:
-            raise ValueError("CUDA graphs replay micro-batches of one shape: give equal ones")
         if not self.replaying:
             return
         self.replicated = dist.get_world_size(next(iter(averagers.values())).group) > 1
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
         alone = self.last_stage == 0 and kinds == "FB" and most_held(actions) == 1  # whether a graph can send gradients
-        asked = x[0].shape, tuple(actions)
+        shapes = {part.shape for part in x}
+        asked = shapes, tuple(actions)
         known = self.graphs is not None and self.graphs.recorded_for == asked
         overwrite = known and alone and len(x) == 1
         if not known:
             self.graphs = SimpleNamespace(recordings={}, closing={}, recorded_for=asked)
-        elif not self.graphs.recordings:
+        elif not self.graphs.recordings and len(shapes) == 1:
             for stage in self.stages:
                 self.record(stage, actions, kinds, alone, overwrite, self.totals[averagers[stage]])
         self.add_up(averagers)

@@ -27,35 +27,32 @@ from parallel import Action, alternate, homes_of, needs, result_of, one_f_one_b,
 def interleaved(p, m, v):
     """1F1B with v stages a rank: stage c p + r is rank r's c-th. Narayanan et al., "Megatron-LM" (2021).
 
-    Micro-batches go through in groups of p, each group through all v stages before the next: p must divide m. Rank r
-    runs ahead by (v-1) p forwards, until its last stage begins, and by 2 more for each of the p-1-r later
-    ranks, as Megatron does. For p = 2, v = 2, m = 4, a rank's second stage in brackets:
+    Micro-batches go through in groups of p, each group through all v stages before the next. (If p does not divide m,
+    groups are as even as can be and have at least p.) Rank r runs ahead by v-1 groups of forwards, until its last stage
+    begins, and by 2 more forwards for each of the p-1-r later ranks, as Megatron does. For p = 2, v = 2, m = 4, a
+    rank's second stage in brackets:
 
         rank 0   F0 F1 (F0)(F1) F2 (B0) F3 (B1)(F2) B0 (F3) B1 (B2)(B3) B2  B3
         rank 1   F0 F1 (F0)(B0)(F1)(B1) F2  B0  F3  B1 (F2)(B2)(F3)(B3) B2  B3
     """
     if v == 1:
         return one_f_one_b(p, m)
-    if m % p:
-        raise ValueError(f"an interleaved schedule of {p} ranks needs micro-batches in multiples of {p}, not {m}")
+    count = max(1, m // p)
+    starts = [m * group // count for group in range(count + 1)]
+    groups = [range(start, end) for start, end in itertools.pairwise(starts)]
     lists = []
     for rank in range(p):
         stages = range(rank, v * p, p)
-        forwards = in_groups("F", stages, p, m)
-        backwards = in_groups("B", stages[::-1], p, m)
-        ahead = (v - 1) * p + 2 * (p - 1 - rank)
+        forwards = in_groups("F", stages, groups)
+        backwards = in_groups("B", stages[::-1], groups)
+        ahead = (v - 1) * max(map(len, groups)) + 2 * (p - 1 - rank)
         lists.append(alternate(forwards, ahead, backwards))
     return lists
 
 
-def in_groups(kind, stages, p, m):
-    """A rank's actions of a kind: p micro-batches through all its stages, then the next p."""
-    actions = []
-    for first in range(0, m, p):
-        for stage in stages:
-            for i in range(first, first + p):
-                actions.append(Action(kind, stage, i))
-    return actions
+def in_groups(kind, stages, groups):
+    """A rank's actions of a kind: a group of micro-batches through all its stages, then the next group."""
+    return [Action(kind, stage, i) for group in groups for stage in stages for i in group]
 
 
 def zero_bubble_h1(p, m, v=1):

@@ -75,7 +75,6 @@ REFUSED = {
         --seq-len 0                         | --seq-len
         --vocab-size 100                    | --vocab-size
         --pp 2 --virtual-stages 2           | --schedule interleaved
-        --pp 2 --virtual-stages 2 --schedule interleaved | --micro-batches 2
         --cuda-graphs on --device cpu       | --cuda-graphs on
         --dp 8 --zero 2 --zero-within 6     | --zero-within 6 does not divide --dp 8: give --zero-
         --dp 2 --zero-within 2              | give --zero 1, 2 or 3
@@ -139,6 +138,8 @@ REFUSED = {
         --resume STEP_3 --out NEW           | goes on in its own folder, from the newest checkpoint there: give --out
         --resume STEP_2 --out RUN           | /run and move newer ones away
         --plain --dp 2                      | needs torchrun --nproc_per_node 2; 1 were started
+        --plain --virtual-stages 2          | this schedule has 1 stages a rank, not 2: give virtual_stages 1
+        --plain --virtual-stages 7 --schedule interleaved | 7 stages are more than the model's 6 pieces
         --plain --vocab-size 50             | too small for the text: give --vocab-size 121
         --plain --micro-batches 3           | give --batch-size 3
         --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4

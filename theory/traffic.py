@@ -169,6 +169,7 @@ def messages_of_context(config, s, stages):
     else:
         yield Message("heads for tokens", "all_to_all_single", "cp", [3 * part], narrow, both)
         yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, both)
+    yield Message("loss", "all_reduce", "cp", [1], wide)
 
 
 def messages_of_pipeline(config, s, stages, tp_rank):
