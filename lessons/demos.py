@@ -176,9 +176,10 @@ def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
             print(f"\n{name}: {problem}")
             continue
         check(lower(lists))
-        formula, timeline = bubble(name, p, v, 1, 1, 1) + odd.get(name, 0), simulate(lists, *costs)
+        formula, timeline = bubble(name, p, v, 1, 1, 1), simulate(lists, *costs)
+        said = "no formula" if formula is None else f"{max(formula + odd.get(name, 0), 0):g} by the formula"
         idle = max(timeline.idle)
-        print(f"\n{name}: idle {max(formula, 0):g} by the formula | {idle:.4g} simulated, bubble "
+        print(f"\n{name}: idle {said} | {idle:.4g} simulated, bubble "
               f"{100 * idle / timeline.length:.0f} % of {timeline.length:g}; peak activations "
               + " ".join(f"{n:g}" for n in timeline.peak))
         if not trace:

@@ -1,14 +1,12 @@
 """Layouts that fit, with their predicted times."""
 
 import dataclasses
-import functools
 import itertools
 import signal
 
 import torch
 
 import parallel
-from further.schedules import SCHEDULES
 from lessons.measure import say, Table, write_json
 from safe.flags import BadInput, check_parts, dashed, Settings
 from theory.clock import homes_in
@@ -23,15 +21,6 @@ def divisors(n):
 WORTH = (  # (schedule, --virtual-stages). GPipe keeps more, V-Min's bubble grows with m, DualPipeV needs an overlap.
     ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 1), ("v-half", 1))
 SPLIT = "zb-h1", "zb-v", "v-half"  # these split backward: W must come late, so blocks are not recomputed
-
-
-@functools.cache
-def can_run(schedule, p, m, v):
-    """Whether a schedule takes these numbers: tried with few micro-batches that leave m's remainder over p."""
-    try:
-        return bool(SCHEDULES[schedule](p, p + m % p, v))
-    except ValueError:
-        return False
 
 
 def is_taken(s, config, gpus, node):
@@ -71,7 +60,7 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
             worth = schedule not in SPLIT or m >= layout.pp and recompute == "none"
             s = dataclasses.replace(layout, zero=zero, zero_within=within, schedule=schedule, virtual_stages=v,
                                     micro_batches=m, recompute=recompute, sp=sp, ep=ep)
-            if worth and can_run(schedule, s.pp, m, v) and is_taken(s, config, gpus, machine.node):
+            if worth and is_taken(s, config, gpus, machine.node):
                 yield s
 
 
@@ -99,18 +88,21 @@ def plan(a):
     candidates = [(predict(config, s, machine), s)
                   for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine)]
     candidates.sort(key=lambda pair: sum(pair[0]))
-    table = Table("layouts that fit, fastest first; bubble, and traffic that nothing hides, in % of the step", {
+    table = Table("layouts that fit, fastest first; GiB of the fullest rank; bubble, and traffic that nothing hides, "
+                  "in % of the step", {
         "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "gib": "GiB:>6.1f",
-        **{axis: f"{axis} %:>8.1f" for axis in ("bubble", "dp", "tp", "cp", "ep", "pp")}, "layout": "layout:<1"})
+        **{axis: f"{axis} %:>8.1f" for axis in ("bubble", "dp", "tp", "cp", "ep", "pp")}, "layout": "layout:<80",
+        "ranks": "GiB of each pipeline rank:<1"})
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
     for costs, s in candidates:  # a layout gets one row, for its fastest micro-batches and recomputing
         key = describe_layout(dataclasses.replace(s, micro_batches=1, virtual_stages=1, recompute="none"))
-        if key in seen or (need := needed_bytes(config, s)) > ROOM * machine.memory:
+        if key in seen or max(needed := needed_bytes(config, s)) > ROOM * machine.memory:
             continue
         seen.add(key)
         step = sum(costs)
         shares = {axis: 100 * seconds / step for axis, seconds in costs._asdict().items()}
-        table.row(layout=describe_layout(s), ms=1e3 * step, tokens=tokens / step, gib=need / 2**30,
+        table.row(layout=describe_layout(s), ms=1e3 * step, tokens=tokens / step, gib=max(needed) / 2**30,
+                  ranks=" ".join(f"{n / 2**30:.1f}" for n in needed) if s.pp > 1 else "",
                   mfu=mfu(config, tokens / step, machine), settings=dataclasses.asdict(s), **shares)
         if len(table.rows) == a.top:
             break

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import json
-import math
 import os
 import pathlib
 import time
@@ -18,8 +17,7 @@ import kernels
 from further.bpe import Tokenizer
 from safe.flags import gpus_here
 from theory import speed
-from theory.clock import stages_in
-from theory.memory import held_by_ranks, kept_tensors, memory_bytes, tensors_in
+from theory.memory import kept_tensors, memory_bytes, tensors_in
 from train import Bytes
 
 
@@ -146,11 +144,8 @@ def about_vocabulary(trainer):
 
 def predicted_bytes(trainer):
     """`theory.memory.memory_bytes` of this rank, whose experts got the `share` of the tokens that was measured."""
-    s, rank = trainer.s, trainer.net.mesh.get_coordinate()[0]
-    mine = stages_in(s, trainer.config, rank).values()
-    held = math.ceil(held_by_ranks(s.schedule, s.pp, s.micro_batches, s.virtual_stages)[rank])
     fused = kernels.on_triton(torch.empty(0, device=trainer.device))
-    return memory_bytes(trainer.config, s, mine, held, fused, trainer.share)
+    return memory_bytes(trainer.config, trainer.s, trainer.net.mesh.get_coordinate()[0], fused, trainer.share)
 
 
 def measured_bytes(trainer):

@@ -16,7 +16,7 @@ from tests.benchmark import H200, asked
 from tests.pool import close
 from tests.runs import parse
 from lessons.plan import SPLIT, all_layouts, describe_layout
-from further.schedules import SCHEDULES
+from further.schedules import SCHEDULES, zero_bubble_h1
 from safe.flags import check_layout, Settings
 from theory.clock import simulate
 from theory.memory import needed_bytes
@@ -97,12 +97,17 @@ def test_computation_hides_traffic_and_fills_the_step():
     assert close(updates[0], updates[1], 1e-6) and close(updates[0], updates[2], 1e-6)  # each rank's Nth of all
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "v-half", "dualpipe-v"])
-def test_the_lecture_s_bubble_is_that_of_the_clock(schedule):
+KNOWN = "gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "v-half", "dualpipe-v"
+
+
+@pytest.mark.parametrize("schedule, m", [*((name, 8) for name in KNOWN), ("interleaved", 2), ("somebody's", 8)])
+def test_the_lecture_s_bubble_is_that_of_the_clock(schedule, m, monkeypatch):
+    """With fewer micro-batches than ranks, and of a schedule without a formula, it is the clock's."""
+    monkeypatch.setitem(SCHEDULES, "somebody's", zero_bubble_h1)
     machine, v = dataclasses.replace(FAST, elementwise=3e12), 1 + (schedule == "interleaved")  # W <= F, or ZB-H1 idles
-    s = layout(f"--pp 4 --micro-batches 8 --schedule {schedule} --virtual-stages {v}")
+    s = dataclasses.replace(layout(f"--pp 4 --micro-batches {m} --virtual-stages {v}"), schedule=schedule)
     stages = theory.clock.stages_in(s, EVEN, 1)
-    timeline = simulate(SCHEDULES[schedule](4, 8, v), *stage_seconds(EVEN, s, machine, stages))
+    timeline = simulate(SCHEDULES[schedule](4, m, v), *stage_seconds(EVEN, s, machine, stages))
     assert close(predict(EVEN, s, machine).bubble, max(timeline.idle), 0.05)
 
 
@@ -173,7 +178,7 @@ LISTED = [  # flags, how many layouts are listed, and what is true of each
     ("--gpus 12 --batch-size 24 --top 40", 40, lambda s: s.cp == 1),
     (f"--gpus 1 {LARGE}", 0, None),
     # All that fit: sequences are cut where nothing else does, experts shared out, states sharded or layers cut.
-    (VERY_LONG + " --top 1000", 34, lambda s: s.cp > 1),
+    (VERY_LONG + " --top 1000", 40, lambda s: s.cp > 1),
     ("--gpus 8 --machine h100 --batch-size 64 --experts 32 --top 1000", 33,
      lambda s: s.ep > 1 or s.zero == 3 or s.pp > 1),
     ("--gpus 8 --machine SMALL --top 1000", 42, lambda s: s.zero or s.pp > 1)]
@@ -190,7 +195,9 @@ def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
     for row in rows:
         s = Settings(**{**row["settings"], "device": "cpu"})
         assert check_layout(s, a.config, 1, 1) == a.gpus and row["layout"] == describe_layout(s)
-        assert row["gib"] == needed_bytes(a.config, s) / 2**30 < 0.9 * a.machine.memory / 2**30
+        ranks = [n / 2**30 for n in needed_bytes(a.config, s)]
+        assert row["gib"] == max(ranks) < 0.9 * a.machine.memory / 2**30 and len(ranks) == s.pp
+        assert row["ranks"].split() == [f"{gib:.1f}" for gib in ranks] * (s.pp > 1)
         assert holds(s) and 0 < row["mfu"] < 70 and (row["cp"] > 0) == (s.cp > 1) and (row["ep"] > 0) == (s.ep > 1)
 
 
@@ -200,14 +207,14 @@ def test_scaling_compares_with_one_gpu(kind, batches, monkeypatch):
         n, batch, path, micro_batches = (word.split("=")[1] for word in words[3:7])
         assert int(batch) // int(n) // int(micro_batches) == 8  # micro-batches stay as they are
         row = {"strategy": "ddp", "who": "ours", "ms": 1.0, "tokens": 100 - int(n), "mfu": None}
-        pathlib.Path(path).write_text(json.dumps({"rows": [row]}))
+        pathlib.Path(path).write_text(json.dumps({"rows": [row], "launch_us": int(n)}))
         return bench.subprocess.CompletedProcess(words, n == "8")
 
     monkeypatch.setattr(bench.subprocess, "run", run)
     a = asked(f"scaling --gpus 4 --device cpu --kind {kind}")
     rows = bench.scaling(a).rows
     assert [(row["gpus"], row["batch"]) for row in rows] == list(zip((1, 2, 4), batches))
-    assert close(rows[2]["efficiency"], 100 * 96 / 99)
+    assert close(rows[2]["efficiency"], 100 * 96 / 99) and rows[2]["launch"] == 4
     a.gpus = 8
     with pytest.raises(SystemExit, match="True|1"):  # what it runs has said why
         bench.scaling(a)

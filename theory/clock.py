@@ -38,8 +38,14 @@ def split_pieces(config, stages):
 
 
 @functools.cache
+def lists_of(schedule, p, m, v):
+    """A schedule's lists, cached, so callers must not change them."""
+    return SCHEDULES[schedule](p, m, v)
+
+
+@functools.cache
 def placed(schedule, p, v):
-    return parallel.place_stages(SCHEDULES[schedule], p, v)
+    return homes_of(lists_of(schedule, p, 2 * p, v))
 
 
 def homes_in(s):
@@ -63,9 +69,12 @@ class Timeline(NamedTuple):
     peak: list          # `held_at_once`
 
 
-def most_held(actions):
-    """The most activations that a list holds at once: each from its F to its B or W."""
-    return max(itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in actions), default=0)
+def most_held(actions, sizes=None):
+    """The most activations that a list holds at once: each from its F to its B or W. sizes: {stage: that of its
+    activations}; None: each counts 1."""
+    sign = {"F": 1, "B": -1, "W": -1}
+    changes = (sign.get(action.kind, 0) * (sizes[action.stage] if sizes else 1) for action in actions)
+    return max(itertools.accumulate(changes), default=0)
 
 
 def held_at_once(lists):
@@ -98,14 +107,15 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0):
 
 def bubble(schedule, p, v, f, i, w):
     """How long each of p ranks idles by the lecture's formulas, if there are p micro-batches or more, v stages a rank.
-    f, i, w: what F, I and W of a micro-batch take on all stages of a rank.
+    f, i, w: what F, I and W of a micro-batch take on all stages of a rank. None for a schedule without a formula here:
+    `simulate` measures its bubble.
 
     Each further rank adds so much on the clock, where I takes a little longer than F and W. Zero-bubble schedules fill
     it with W. V-Min's is longer, by what grows with the number of micro-batches.
     """
-    filled = {"zb-h1": f + i - w, "zb-v": i - w / 2, "v-half": 3 * i / 2, "v-min": 2 * (f + i + w) / 3,
-              "dualpipe-v": (f + i - w) / 2}
-    return (p - 1) * filled.get(schedule, (f + i + w) / v)
+    a_rank = {"gpipe": f + i + w, "1f1b": f + i + w, "interleaved": (f + i + w) / v, "zb-h1": f + i - w,
+              "zb-v": i - w / 2, "v-half": 3 * i / 2, "v-min": 2 * (f + i + w) / 3, "dualpipe-v": (f + i - w) / 2}
+    return (p - 1) * a_rank[schedule] if schedule in a_rank else None
 
 
 def draw(timeline):

@@ -4,17 +4,15 @@ of a running model by kind, which the predictions are held against.
 
 import dataclasses
 import functools
-import math
 from collections import Counter
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from further.experts import expert_plan
-from further.schedules import SCHEDULES
 from model import GPT
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
-from theory.clock import held_at_once, stages_in
+from theory.clock import lists_of, most_held, stages_in
 from theory.traffic import contents, shards_of, tokens_of, widths
 
 
@@ -25,15 +23,16 @@ def tensors_in(value):
 
 # ----------------------------------------------------------------------------------------- memory: predicted and in use
 
-def memory_bytes(config, s, pieces=None, held=1, fused=True, load=1.0):
-    """Predicted bytes a rank of a layout: {"parameters", "gradients", "optimizer", "activations"}.
+def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
+    """Predicted bytes of a pipeline rank of a layout: {"parameters", "gradients", "optimizer", "activations"}.
 
     s: train.py's settings. optimizer: AdamW's two moments, and float32 master weights if layers compute in bf16 or
-    fp16. activations: those of `held` micro-batches, by activation_bytes. pieces: a pipeline rank's runs of pieces,
-    from `split_pieces`; None means all. fused: our cross-entropy kernel computes the loss. load: tokens of a rank's
-    experts over an equal share.
+    fp16. activations: the most that the rank holds at once, by its list of actions for so many `micro_batches` (None:
+    all) and the activation_bytes of each of its stages. fused: our cross-entropy kernel computes the loss. load: tokens
+    of a rank's experts over an equal share.
     """
-    pieces = [range(config.n_layer + 2)] if pieces is None else pieces
+    stages = stages_in(s, config, rank)
+    pieces = stages.values()
     count = local_elements(config, s.tp, tuple(pieces))
     narrow, wide = widths(s)
     matrices = vectors = mine = 0  # elements on this rank; mine: those that its optimizer steps
@@ -46,11 +45,13 @@ def memory_bytes(config, s, pieces=None, held=1, fused=True, load=1.0):
     whole = matrices + vectors
     masters = wide * mine if wide > narrow else 0
     between_steps = narrow * vectors if masters else wide * mine  # at stage 3, where matrices are gathered
+    actions = lists_of(s.schedule, s.pp, micro_batches or s.micro_batches, s.virtual_stages)[rank]
+    sizes = {stage: activation_bytes(config, s, [run], fused, load) for stage, run in stages.items()}
     return {
         "parameters": int(narrow * whole if s.zero < 3 else between_steps),
         "gradients": int(wide * (whole if s.zero < 2 else mine)),
         "optimizer": int(2 * wide * mine + masters),
-        "activations": held * activation_bytes(config, s, pieces, fused, load)}
+        "activations": most_held(actions, sizes)}
 
 
 @functools.cache
@@ -141,18 +142,10 @@ def kept_tensors(net):
 ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries, gaps and NCCL's buffers take the rest
 
 
-@functools.cache
-def held_by_ranks(schedule, p, m, v):
-    """Micro-batches whose activations each pipeline rank holds at once."""
-    return held_at_once(SCHEDULES[schedule](p, m, v))
-
-
 def needed_bytes(config, s):
-    """Bytes that the fullest pipeline rank needs on a GPU, with what a block recomputes."""
+    """Bytes that each pipeline rank needs on a GPU, with what a block recomputes."""
     i = min(config.expert_every, config.n_layer)
     again, kept = (activation_bytes(config, some, [range(i, i + 1)])  # of a block with experts
                    for some in (dataclasses.replace(s, recompute="none"), s))
-    peak = held_by_ranks(s.schedule, s.pp, min(s.micro_batches, 3 * s.pp), s.virtual_stages)  # more change no peak
-    ranks = [memory_bytes(config, s, stages_in(s, config, rank).values(), math.ceil(held))
-             for rank, held in enumerate(peak)]
-    return again - kept + max(sum(kinds.values()) for kinds in ranks)
+    few = min(s.micro_batches, 3 * s.pp)  # of the schedules that are WORTH it more change no peak
+    return [again - kept + sum(memory_bytes(config, s, rank, micro_batches=few).values()) for rank in range(s.pp)]
