@@ -68,7 +68,7 @@ def measure_kernels(a):
         f"to see what torch.compile has written: TORCH_LOGS=output_code python bench.py kernels --only elu")
     table = Table("TB/s: the fewest bytes that must move, over seconds", {
         "op": "operation:<30", "way": "way:<8", "who": "who:<14", "ms": "ms:>9.3f", "tb": "TB/s:>6.2f",
-        "tflops": "TFLOP/s:>8.0f", "share": "% of roofline:>13.0f"})
+        "tflops": "TFLOP/s:>8.0f", "share": "% of roofline:>13.0f"}, device)
     for case in itertools.chain(*(CASES[name](Size(device, torch.bfloat16, n)) for name in a.only)):
         x = case.inputs[0]
         for who, seconds in seconds_of(case.who(), device, repeats).items():
@@ -87,7 +87,7 @@ def lessons(a):
     table = Table("Lectures 5 and 6, measured: how many times faster than the lesson's first way, with how many times "
                   "fewer bytes", {
         "lesson": "lesson:<11", "says": "the lecture:<46", "way": "way:<17", "ms": "ms:>10.3f",
-        "faster": "faster:>9.2f", "fewer": "fewer:>6.2f", "read": "read:<31"})
+        "faster": "faster:>9.2f", "fewer": "fewer:>6.2f", "read": "read:<31"}, device)
     for name in a.only:
         lesson = LESSONS[name]
         ways = lesson.ways(device, n, side)  # {way: (function, inputs, bytes)}
@@ -112,7 +112,7 @@ def collectives(a):
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
         "ours_graph_us": "ours graph:>10,.0f", "torch_graph_us": "torch graph:>11,.0f", "ratio": "torch / ours:>12.2f",
         "bus": "bus GB/s:>8.2f", "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,",
-        "formula": "formula:>14,"})
+        "formula": "formula:>14,"}, device)
     lines = Table("ours: seconds = a x messages + bytes sent / b, fitted over the sizes", {
         "op": "collective:<22", "a": "a, us:>10.1f", "b": "b, GB/s:>12.2f"})
     logs = range(10, 21, 5) if a.quick else range(10, 31 if device.type == "cuda" else 25, 2)
@@ -151,7 +151,8 @@ def scaling(a):
     """Run `strategies` with 1, 2, 4, ... processes. In weak scaling the batch grows with them, in strong it stays."""
     table = Table("scaling: tokens/s a GPU, and as a share of one GPU's", {
         "kind": "scaling:<7", "gpus": "GPUs:>5", "strategy": "strategy:<11", "who": "who:<31", "batch": "batch:>6",
-        "ms": "ms:>8.1f", "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f"})
+        "ms": "ms:>8.1f", "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f",
+        "launch": "host's launch, us:>17.1f"})
     worlds, one = [1 << i for i in range(a.gpus.bit_length())], {}
     names = "device", "comm", "dtype", "model", "cuda_graphs", "repeats", *train.SIZES
     for n in worlds:
@@ -164,10 +165,11 @@ def scaling(a):
                                    *["--quick"] * a.quick], stdout=subprocess.DEVNULL)
             if done.returncode:  # the command has said why
                 sys.exit(done.returncode)
-            rows = json.load(file)["rows"]
-        for row in rows:
+            found = json.load(file)
+        for row in found["rows"]:
             first = one.setdefault((row["strategy"], row["who"]), row["tokens"])
-            table.row(kind=a.kind, gpus=n, batch=batch, efficiency=100 * row["tokens"] / first, **row)
+            efficiency = 100 * row["tokens"] / first if row["tokens"] else None  # a peer that failed has none
+            table.row(kind=a.kind, gpus=n, batch=batch, efficiency=efficiency, launch=found["launch_us"], **row)
     write_json(a, torch.device(a.device), table)
     return table
 

@@ -1,6 +1,7 @@
 """Measuring: functions timed in turns, tables of rows, JSON."""
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -71,6 +72,20 @@ def off(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
+@functools.cache
+def launch_us(device):
+    """Microseconds that this host's CPU takes to launch a kernel of one number; on the CPU, to run such an operation.
+    Where launches bind a step, the host decides how long it takes."""
+    x, samples = torch.zeros(1, device=device), []
+    for _ in range(10):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(100):  # a GPU's queue takes more
+            x.add_(1)
+        samples.append(1e4 * (time.perf_counter() - start))
+    return statistics.median(samples)
+
+
 def of_all_ranks(value):
     every = [None] * dist.get_world_size()
     torch_dist.all_gather_object(every, value)
@@ -99,16 +114,19 @@ def patched(rows):
 
 
 class Table:
-    """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}."""
+    """Prints rows as they come, on rank 0, and keeps them for --json. columns: {key: "title:format"}. device: what is
+    measured; its host's `launch_us` stands at the head."""
 
-    def __init__(self, title, columns):
-        self.title, self.rows = title, []
+    def __init__(self, title, columns, device=None):
+        self.title, self.rows, self.device = title, [], device
         self.columns = {key: re.fullmatch(r"(.*):(([<>]\d+).*)", text).groups()  # last: its side and width
                         for key, text in columns.items()}
 
     def row(self, **values):
         if not self.rows:
-            say(f"\n{self.title}\n\n" + "  ".join(format(name, place) for name, _, place in self.columns.values()))
+            host = f"\nhost: {launch_us(self.device):.1f} us to launch a small kernel" if self.device else ""
+            names = "  ".join(format(name, place) for name, _, place in self.columns.values())
+            say(f"\n{self.title}{host}\n\n{names}")
         self.rows.append(values)
         say("  ".join(format("-", place) if values.get(key) is None else format(values[key], form)
                       for key, (_, form, place) in self.columns.items()))
@@ -136,7 +154,8 @@ def write_json(a, device, *tables, **more):
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}, NCCL {torch.cuda.nccl.version()}"
     found = {"what": a.what, "hardware": hardware, "commit": commit or "unknown", "command": " ".join(sys.argv),
-             "torch": torch.__version__, "triton": getattr(triton, "__version__", None), **more,
+             "torch": torch.__version__, "triton": getattr(triton, "__version__", None),
+             "launch_us": launch_us(device), **more,
              "rows": [row for table in tables for row in table.rows]}
     with open(a.json, "w") as file:
         json.dump(found, file, indent=1)

@@ -23,17 +23,17 @@ def random_source(config, device):
 
 
 # The peers: the same strategies of PyTorch's own parts, so that our times can be judged. Each is a builder(config, s,
-# device, x, y) -> (step, its name). x, y: the micro-batches that ours trains on.
+# device, x, y, compiled) -> (step, its name). x, y: the micro-batches that ours trains on.
 
-def plain_model(config, device, dtype=torch.float32, pieces=None):
-    """A GPT of the reference's classes, each block compiled where there is a GPU: a CPU wants a C++ compiler for it."""
+def plain_model(config, device, compiled, dtype=torch.float32, pieces=None):
+    """A GPT of the reference's classes, each block compiled if asked for."""
     with patched(plain_rows(model)):
         net = GPT(config, seed=None, pieces=pieces)
     materialize(net, random_source(config, device), device, dtype)
     # All blocks share compiled code, and each kind of input needs its own. An error, should there be too many: PyTorch
     # would go on without compiling.
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
-    for block in net.h.values() if device.type == "cuda" else ():
+    for block in net.h.values() if compiled else ():
         block.forward = torch.compile(block.forward)
     return net
 
@@ -66,9 +66,9 @@ def torch_step(model, s, device, x, y, loss=None, optimizer=None, precision=None
     return step
 
 
-def torch_compiled(config, s, device, x, y):
+def torch_compiled(config, s, device, x, y, compiled):
     """torch.compile of model and loss, on one GPU. Weights and loss in float32, layers under autocast."""
-    model = plain_model(config, device)
+    model = plain_model(config, device, compiled)
     loss = torch.compile(lambda tokens, targets: token_loss(model(tokens), targets))
     return torch_step(model, s, device, x, y, loss), "model"
 
@@ -79,20 +79,21 @@ def world_mesh(device):
     return DeviceMesh.from_group(torch_dist.group.WORLD, device.type)
 
 
-def torch_ddp(config, s, device, x, y):
+def torch_ddp(config, s, device, x, y, compiled):
     """DistributedDataParallel, with ZeroRedundancyOptimizer for ZeRO-1. Weights in float32, layers under autocast."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    model = torch.nn.parallel.DistributedDataParallel(plain_model(config, device), gradient_as_bucket_view=True)
+    model = plain_model(config, device, compiled)
+    model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if not s.zero:
         return torch_step(model, s, device, x, y), "DDP"
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
     return torch_step(model, s, device, x, y, optimizer=optimizer), "ZeroRedundancyOptimizer"
 
 
-def torch_fsdp(config, s, device, x, y):
+def torch_fsdp(config, s, device, x, y, compiled):
     """fully_shard. For ZeRO-2 weights stay whole after forward (no second all-gather), which comes nearest to it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    model, kept = plain_model(config, device), s.zero == 2
+    model, kept = plain_model(config, device, compiled), s.zero == 2
     within = s.zero_within
     mesh = init_device_mesh(device.type, (s.dp // within, within)) if within else world_mesh(device)
     options = {"mesh": mesh, "reshard_after_forward": not kept,
@@ -103,13 +104,13 @@ def torch_fsdp(config, s, device, x, y):
     return step, "fully_shard" + ", kept" * kept + f", within {within}" * bool(within)
 
 
-def torch_tp(config, s, device, x, y):
+def torch_tp(config, s, device, x, y, compiled):
     """DTensor. Weights are in the compute dtype without float32 masters, so it does less work than ours. It cuts c_attn
     into N contiguous parts, not by heads, so its results differ, but not its work."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module)
-    net = plain_model(config, device, parallel.DTYPES[s.dtype])
+    net = plain_model(config, device, compiled, parallel.DTYPES[s.dtype])
     parallelize_module(net, world_mesh(device), {
         "wte": RowwiseParallel(input_layouts=Replicate()),
         "h.*.attn.c_attn": ColwiseParallel(), "h.*.attn.c_proj": RowwiseParallel(),
@@ -126,14 +127,15 @@ THEIR_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved
                    "zb-h1": "InterleavedZeroBubble", "dualpipe-v": "DualPipeV"}
 
 
-def torch_pipeline(config, s, device, x, y):
+def torch_pipeline(config, s, device, x, y, compiled):
     """torch.distributed.pipelining. It does less work than ours: 16-bit weights have no masters, tied weights are not
     kept equal, and each rank clips by its own norm."""
     from torch.distributed.pipelining import PipelineStage, schedules
     name = THEIR_SCHEDULES[s.schedule]
-    modules = {i: plain_model(config, device, parallel.DTYPES[s.dtype], pieces)
+    modules = {i: plain_model(config, device, compiled, parallel.DTYPES[s.dtype], pieces)
                for i, pieces in stages_in(s, config, dist.get_rank()).items()}
-    stages = [PipelineStage(module, i, len(homes_in(s)), device) for i, module in modules.items()]
+    group = dist.new_group()  # of its own, so that a peer that fails leaves no messages to the next one
+    stages = [PipelineStage(module, i, len(homes_in(s)), device, group=group) for i, module in modules.items()]
     runner = getattr(schedules, "Schedule" + name)(
         stages[0] if name in ("GPipe", "1F1B") else stages, len(x),
         loss_fn=lambda logits, targets: token_loss(logits.float(), targets))

@@ -30,7 +30,7 @@ from lessons.plan import describe_parameters
 from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.messages import watched_link
 from safe.run import WatchedTrainer
-from theory.clock import stages_in
+from theory.clock import lists_of, stages_in
 from theory.speed import describe_machine, mfu, mfu_note, predict
 from theory.traffic import messages
 
@@ -72,7 +72,7 @@ def make_trainer(config, s, device):
     return trainer(s, config, peers.random_source(config, device), (tokens, tokens, None), device)
 
 
-WAITED = "tp", "pp", "ends", "replicas", "world", "all"  # axes on which the caller waits for all-reduces
+WAITED = "tp", "cp", "pp", "ends", "replicas", "world", "all"  # axes on which the caller waits for all-reduces
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def strategies(a):
         "ratio": "torch / ours:>12.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
         "memory": "GiB:>6.2f", "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
         "traffic_counted": "counted:>9,.1f", "communication": "comm %:>8.1f", "bubble": "bubble %:>8.1f",
-        "bubble_measured": "measured:>8.1f"})
+        "bubble_measured": "measured:>8.1f"}, device)
     for name, s in a.layouts.items():
         for row in measure_strategy(name, s, a, device, machine):
             table.row(**row)
@@ -235,7 +235,8 @@ def pieces():
 def without(a, device):
     """Time each strategy's step with all of fast/, then without one piece after the other, and with all again."""
     table = Table("A step without a piece of fast/, over a step with all (again: with all, for the noise)", {
-        "strategy": "strategy:<11", "ms": "all, ms:>8.1f", **{name: f"{name}:>8.3f" for name in (*a.without, "again")}})
+        "strategy": "strategy:<11", "ms": "all, ms:>8.1f", **{name: f"{name}:>8.3f" for name in (*a.without, "again")}},
+        device)
 
     def seconds(name, piece=None):
         with patched([*pieces().get(piece, ()), (dist, "_links", defaultdict(dict))]):
@@ -275,9 +276,27 @@ def build_ours(config, s, device):
     return trainer
 
 
-def build_peer(peer, config, s, device, batches):
+def ways_of_peer(name, s, device):
+    """Whether the peer's blocks are compiled: [True], [False] or, where both might be the faster, [True, False]. Of a
+    compiled block PyTorch's schedules cannot run half a backward, so I and W each run all of it."""
+    if name not in peers.PEERS:
+        return []
+    if device.type == "cpu":  # torch.compile needs a C++ compiler there
+        return [False] * (name != "one")
+    return [True, False] if splits_backward(s) else [True]
+
+
+def splits_backward(s):
+    lists = lists_of(s.schedule, s.pp, s.micro_batches, s.virtual_stages)
+    return any(action.kind == "I" for actions in lists for action in actions)
+
+
+def build_peer(name, compiled, config, s, device, batches):
     """(a function that runs a step of PyTorch's parts, its label)"""
-    step, title = peer(config, s, device, *batches)
+    if compiled:
+        torch._dynamo.reset()
+        torch._functorch.config.donated_buffer = not splits_backward(s)  # else I frees what W needs
+    step, title = peers.PEERS[name](config, s, device, *batches, compiled)
 
     def in_pytorch():  # with PyTorch's kernels, because ours know neither autocast nor DTensor
         kernels.use("torch")
@@ -286,7 +305,18 @@ def build_peer(peer, config, s, device, batches):
 
     in_pytorch()
     in_pytorch()
-    return in_pytorch, f"torch {title}" + ", compiled" * (device.type == "cuda")
+    return in_pytorch, f"torch {title}" + ", compiled" * compiled
+
+
+def tried(build):
+    """(what build() returns, None), or (None, why it failed, in one line): on all ranks alike."""
+    made, why = None, ""
+    try:
+        made = build()
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    every = list(filter(None, of_all_ranks(why)))
+    return (None, every[0]) if every else (made, None)
 
 
 def memory_and_traffic(trainer):
@@ -304,23 +334,26 @@ def memory_and_traffic(trainer):
 
 
 def measure_strategy(name, s, a, device, machine):
-    """Rows of one strategy: ours, and PyTorch's own."""
+    """Rows of one strategy: ours, and PyTorch's own, or why these failed."""
     config, tokens = a.configs[name], a.batch_size * a.config.seq_len / a.gpus
     calls = 1 if s.pp > 1 else in_a_row(a, device)  # a pipeline fills and drains in each step
-    peer = None if name == "one" and device.type == "cpu" else peers.PEERS.get(name)  # torch.compile needs C++ there
     trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
     found = memory_and_traffic(trainer)
     steps, peaks = {"ours" if a.comm == "ours" else f"ours, {a.comm}": lambda: trainer.step(2)}, [peak]
-    if peer:
-        batches = trainer.micro_batches(trainer.train_data, 0, 0)
-        (step, title), peak = peak_gib(device, lambda: build_peer(peer, config, s, device, batches))
-        steps[title] = step
-        peaks.append(peak)
+    batches, failed = trainer.micro_batches(trainer.train_data, 0, 0), []
+    for compiled in ways_of_peer(name, s, device):
+        made, why = tried(lambda: peak_gib(device, lambda: build_peer(name, compiled, config, s, device, batches)))
+        if why:
+            failed.append("torch" + ", compiled" * compiled + f": {why}")
+        else:
+            (step, title), peak = made
+            steps[title] = step
+            peaks.append(peak)
     seconds = interleaved(steps, device, a.repeats, calls)
     ours, *theirs = seconds.values()
     costs = predict(config, s, machine)
     planned = sum(costs)
-    found |= {"plan": 1e3 * planned, "off": planned / ours, "ratio": theirs[0] / ours if theirs else None}
+    found |= {"plan": 1e3 * planned, "off": planned / ours, "ratio": min(theirs) / ours if theirs else None}
     if s.pp > 1:
         found |= {"bubble": 100 * costs.bubble / (planned - costs.optimizer),
                   "bubble_measured": measured_bubble(trainer, a.repeats)}
@@ -331,3 +364,5 @@ def measure_strategy(name, s, a, device, machine):
         yield {"strategy": name, "who": who, "ms": 1e3 * took, "tokens": speed, "mfu": mfu(config, speed, machine),
                "peak": peak, **found}
         found = {}  # all of it is about ours
+    for who in failed:
+        yield dict.fromkeys(("ms", "tokens", "mfu", "peak"), None) | {"strategy": name, "who": who}

@@ -194,6 +194,15 @@ def test_a_gathering_left_out_repeats_the_own_part():
         assert torch.equal(whole.reshape(2, 3, 2), own.expand(2, 3, 2))
 
 
+@on_ranks(2)
+def test_a_peer_that_fails_on_one_rank_is_left_out_on_all():
+    assert strategies.tried(lambda: 1 / dist.get_rank()) == (None, "ZeroDivisionError: division by zero")
+    assert strategies.tried(dist.get_rank) == (dist.get_rank(), None)
+    ways = {name: strategies.ways_of_peer(name, parse(f"--pp 2 --micro-batches 2 --schedule {name}".split()),
+                                          torch.device("cuda")) for name in ("1f1b", "zb-h1", "v-min")}
+    assert ways == {"1f1b": [True], "zb-h1": [True, False], "v-min": []}
+
+
 @on_cpus
 @on_ranks(2)
 def test_strategies_of_pytorch_take_the_worlds_group():
@@ -202,7 +211,7 @@ def test_strategies_of_pytorch_take_the_worlds_group():
     config, x = model.GPTConfig(68, 16, 2, 4, 48), torch.zeros(1, 2, 16, dtype=torch.int64)
     kernels.use("torch")
     for name, flags in ("zero3", "--dp 2 --zero 3"), ("tp", "--tp 2"):
-        peers.PEERS[name](config, parse(flags.split()), device, x, x)[0]()
+        peers.PEERS[name](config, parse(flags.split()), device, x, x, False)[0]()
     kernels.use("auto")
     with patch.object(torch.cuda, "is_available", lambda: True):
         assert peers.world_mesh(device).get_group() is torch_dist.group.WORLD
