@@ -154,13 +154,7 @@ def device_for(asked, processes):
 def standard_library():
     """The source files of Python's standard library: the one text that is on every reader's machine."""
     root, others = pathlib.Path(sysconfig.get_paths()["stdlib"]), {"site-packages", "dist-packages", "test", "tests"}
-    return [file for file in root.rglob("*.py") if not others & set(file.parts)]
-
-
-def read_texts(files):
-    """Each file's bytes, in the order of their names; a file with a zero byte in it is no text and left out."""
-    texts = [file.read_bytes() for file in sorted(files)]
-    return [text for text in texts if b"\0" not in text]
+    return sorted(file for file in root.rglob("*.py") if not others & set(file.relative_to(root).parts))
 
 
 class Bytes:
@@ -770,8 +764,8 @@ class Run:
         if s.tokenizer:
             s.vocab_size = len(vocabulary)
         self.s, self.config, self.saved, self.source = s, config_of(s), None, None
-        texts = read_texts([pathlib.Path(s.data)] if s.data else standard_library())
-        tokens = vocabulary.tokens_of(texts)
+        files = [pathlib.Path(s.data)] if s.data else standard_library()
+        tokens = vocabulary.tokens_of([file.read_bytes() for file in files])
         if tokens.max(initial=0) >= self.config.vocab_size:  # with --tp each rank would take it for another's
             refuse(f"--vocab-size is too small for the text: give --vocab-size {tokens.max() + 1}")
         self.data = *split(tokens), vocabulary
@@ -779,6 +773,8 @@ class Run:
             homes_in(self.config, layout_of(s))
         except ValueError as why:
             refuse(why)
+        if len(self.data[1]) <= self.config.seq_len:
+            refuse(f"the held-out tenth is of {len(self.data[1])} tokens: give more text")
         if s.resume:
             self.saved = torch.load(newest(s.out if s.resume == "newest" else s.resume), map_location="cpu", mmap=True,
                                     weights_only=True)

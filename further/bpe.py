@@ -14,6 +14,7 @@ lecture 1.
 import argparse
 import collections
 import functools
+import heapq
 import itertools
 import json
 import math
@@ -29,23 +30,14 @@ FILES = "vocab.json", "merges.txt"
 
 # --------------------------------------------------------------------------------------------------- pieces and letters
 
-def ranges(points):
-    """Code points, in order, as the inside of a character class: "0-9" and so on. Those of a run are as far from their
-    places in the list."""
-    text = ""
-    for _, run in itertools.groupby(points, lambda point, place=itertools.count(): point - next(place)):
-        run = list(run)
-        text += f"{chr(run[0])}-{chr(run[-1])}"
-    return text
-
-
 @functools.cache
 def piece_pattern():
     r"""GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 
     Python's `re` has no \p{L}. Its \w is \p{L}, \p{N} and "_"; its \s is Unicode's White_Space and four more.
     """
-    numbers = ranges(i for i in range(0x110000) if unicodedata.category(chr(i)).startswith("N"))
+    kinds = "".join(unicodedata.category(chr(i))[0] for i in range(0x110000))
+    numbers = "".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in re.finditer("N+", kinds))
     letter, number, space = rf"[^\W_{numbers}]", f"[{numbers}]", r"[^\S\x1c-\x1f]"
     other = r"(?:[^\w\s]+|[_\x1c-\x1f]+)"
     return re.compile(rf"'s|'t|'re|'ve|'m|'ll|'d| ?{letter}+| ?{number}+| ?{other}+"
@@ -55,7 +47,7 @@ def piece_pattern():
 # The letter for each byte, as both files spell tokens: a printable byte's own, and for others U+0100 and on, so that no
 # token has a space in it. A space is "Ġ".
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+OTHERS = sorted({*range(256)} - {*PRINTABLE})
 LETTERS = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(OTHERS)}
 
 
@@ -69,39 +61,31 @@ def spelled(piece):
     return [LETTERS[byte] for byte in piece.encode("utf-8", "surrogateescape")]
 
 
-def joined(parts, pair):
-    """The parts, with neighbours that are this pair as one, from left to right."""
-    result = []
-    for part in parts:
-        if result and (result[-1], part) == pair:
-            result[-1] += part
-        else:
-            result.append(part)
-    return result
-
-
 # ------------------------------------------------------------------------------------------------------ text to numbers
 
+def read(folder):
+    """What a Tokenizer is made of: ({name: text} of its files, {token: number}, pairs, special tokens).
+
+    merges.txt has a pair a line, below a line with its version. Special tokens are taken as a whole where a text has
+    them; of those that begin alike, the longest comes first."""
+    files = {name: pathlib.Path(folder, name).read_text("utf-8-sig") for name in FILES}
+    lines = [line for line in files["merges.txt"].split("\n") if line and not line.startswith("#version")]
+    return files, json.loads(files["vocab.json"]), [line.split(" ") for line in lines], [END]
+
+
 class Tokenizer:
-    """The tokenizer of a Hugging Face GPT-2 folder, from its vocab.json {token: number} and merges.txt, a pair a line.
+    """The tokenizer of a Hugging Face GPT-2 folder: encode(text) -> list of int, decode(numbers) -> str.
 
-    encode(text) -> list of int, decode(numbers) -> str. Raises OSError for a missing file, and ValueError, which names
-    the file, where the two do not belong together.
-    """
+    contents: as `read` finds them in the folder, or from elsewhere. OSError if a file is missing."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.files = {name: pathlib.Path(folder, name).read_text("utf-8") for name in FILES}
-        self.numbers = json.loads(self.files["vocab.json"])
-        lines = [line for line in self.files["merges.txt"].split("\n") if line and not line.startswith("#version")]
-        self.ranks = {tuple(line.split(" ")): rank for rank, line in enumerate(lines)}
-        for token in (*LETTERS.values(), END, *map("".join, self.ranks)):
-            if token not in self.numbers:
-                raise ValueError(f"vocab.json has no {token!r}, which merges.txt makes or any text may need")
-        if sorted(self.numbers.values()) != [*range(len(self))]:
-            raise ValueError(f"vocab.json does not number its tokens from 0 to {len(self) - 1}")
-        byte_of = {letter: byte for byte, letter in LETTERS.items()}
-        self.bytes = {number: bytes(map(byte_of.get, token)) for token, number in self.numbers.items()}
+    def __init__(self, folder, contents=None):
+        self.folder, self.contents = folder, contents or read(folder)
+        self.files, self.numbers, merges, special = self.contents
+        self.ranks = {(first, second): rank for rank, (first, second) in enumerate(merges)}
+        byte_of = {letter: bytes([byte]) for byte, letter in LETTERS.items()}
+        self.bytes = {number: b"".join(byte_of.get(letter, letter.encode()) for letter in token)
+                      for token, number in self.numbers.items()}
+        self.special = re.compile(f"({'|'.join(map(re.escape, special))})")
         self.numbers_of = functools.lru_cache(1 << 17)(self.numbers_of)  # most pieces come again
 
     def __len__(self):
@@ -113,32 +97,56 @@ class Tokenizer:
 
     def encode(self, text):
         numbers = []
-        for part in text.split(END):
-            for piece in piece_pattern().findall(part):
-                numbers += self.numbers_of(piece)
-            numbers.append(self.numbers[END])
-        return numbers[:-1]
+        for i, part in enumerate(self.special.split(text)):  # each second part is a special token
+            if i % 2:
+                numbers.append(self.numbers[part])
+            else:
+                for piece in piece_pattern().findall(part):
+                    numbers += self.numbers_of(piece)
+        return numbers
 
     def numbers_of(self, piece):
-        """Each round looks at all pairs, so n bytes without a space take up to n^2 steps."""
-        parts = spelled(piece)
-        while len(parts) > 1:
-            pair = min(itertools.pairwise(parts), key=lambda pair: self.ranks.get(pair, math.inf))
-            if pair not in self.ranks:
-                break
-            parts = joined(parts, pair)
-        return [self.numbers[part] for part in parts]
+        """A heap has the pair that stands first in merges.txt on top, so n bytes take about n log n steps."""
+        parts = [*spelled(piece), ""]  # each in the place of its first letter; "" where another part's letters are
+        first = [*range(len(parts))]   # of a part's last letter: the place of its first one
+
+        def rank(i):
+            return self.ranks.get((parts[i], parts[i + len(parts[i])]), math.inf)
+
+        heap = [(rank(i), i) for i in first]
+        heapq.heapify(heap)
+        while heap[0][0] < math.inf:  # the last place makes no pair, so it stays
+            best, i = heapq.heappop(heap)
+            if rank(i) == best:  # else another pair has taken a part of this one
+                j = i + len(parts[i])
+                parts[i], parts[j] = parts[i] + parts[j], ""
+                first[i + len(parts[i]) - 1] = i
+                for changed in first[i - 1], i:
+                    heapq.heappush(heap, (rank(changed), changed))
+        return [self.numbers[part] for part in parts if part]
 
     def decode(self, numbers):
-        return b"".join(map(self.bytes.get, numbers)).decode(errors="replace")
+        return b"".join(self.bytes.get(number, b"") for number in numbers).decode(errors="replace")
 
 
 # ---------------------------------------------------------------------------------------------------------- learned
 
+def joined(parts, pair):
+    """The parts, with neighbours that are this pair as one, from left to right."""
+    result = []
+    for part in parts:
+        if result and (result[-1], part) == pair:
+            result[-1] += part
+        else:
+            result.append(part)
+    return result
+
+
 def learn(texts, size):
     """The merges, in order, of a vocabulary of `size` tokens: 256 bytes, END, and for the rest the pair that is then
     the most frequent. Fewer where no pair comes twice."""
-    times = collections.Counter(piece for text in texts for piece in piece_pattern().findall(text_of(text)))
+    times = collections.Counter(piece for text in texts for part in text_of(text).split(END)
+                                for piece in piece_pattern().findall(part))
     parts = {piece: spelled(piece) for piece in times}
     counts = collections.Counter()
     where = collections.defaultdict(dict)  # pair -> pieces that have had it, in an order that is always the same
@@ -168,8 +176,8 @@ def learn(texts, size):
 def write_learned(files, size, folder):
     """Learn a vocabulary from text files and write it, as a Hugging Face GPT-2 folder has it. Returns what to say."""
     texts = [file.read_bytes() for file in files]
-    if not any(texts):
-        raise ValueError(f"{files[0]}: no text to learn from")
+    if not any(texts) or b"\0" in b"".join(texts):
+        raise ValueError(f"{', '.join(map(str, files))}: no text to learn from, or zero bytes in it")
     if not 257 <= size <= 65536:
         raise ValueError(f"--vocab-size {size}: must be between 257 and 65,536, e.g. 4096")
     merges = learn(texts, size)

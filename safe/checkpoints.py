@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from further.bpe import END
 from model import GPTConfig, shapes
 from parallel import master_dtype
 from safe.files import (
@@ -30,7 +31,7 @@ from train import Bytes, config_of, MOMENTS
 #
 #     step-00000200/
 #         config.json, model.safetensors   a Hugging Face GPT-2 folder; float32 masters where layers compute in 16 bits
-#         vocab.json, merges.txt           of a tokenizer, if the run has one
+#         vocab.json, merges.txt           of a tokenizer, if the run has one; or its tokenizer.json
 #         optimizer.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter, whole
 #         manifest.json                    step, settings, loss scale; size and CRC-32 of each file, and of itself
 #
@@ -83,7 +84,8 @@ def write_checkpoint(trainer, done, tensors):
     manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
-        files = manifest["files"] = write_hf(part, trainer.config, tensors, dtype)
+        end = getattr(trainer.vocabulary, "numbers", {}).get(END)
+        files = manifest["files"] = write_hf(part, trainer.config, tensors, dtype, end)
         files["optimizer.safetensors"] = write_safetensors(part / "optimizer.safetensors", dtype, moments, tensors)
         for name, text in getattr(trainer.vocabulary, "files", {}).items():
             files[name] = write_file(part / name, text)

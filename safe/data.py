@@ -1,5 +1,6 @@
-"""Text, folders of text and files of tokens, refused in one line where they cannot be trained on."""
+"""Text, folders of text, files of tokens and tokenizers, refused in one line where they cannot be trained on."""
 
+import codecs
 import concurrent.futures
 import contextlib
 import fcntl
@@ -15,11 +16,12 @@ import time
 
 import numpy as np
 
-from further.bpe import END, FILES, text_of, Tokenizer
+from further.bpe import END, FILES, LETTERS, read, text_of, Tokenizer
 from safe.files import writable, write_blocks
+from safe.flags import parts_of_sequence
 from safe.launch import cores
 from safe.sizes import BadInput, reject
-from train import Bytes, read_texts, split, standard_library, vocabulary_of
+from train import Bytes, split, standard_library
 
 
 class Numbers:
@@ -34,37 +36,85 @@ class Numbers:
 
 # ------------------------------------------------------------------------------------------------------- vocabularies
 
+WHOLE = "tokenizer.json"  # what transformers 5 writes, in place of the two files
+GPT2_KIND = {  # what a tokenizer.json must say, so that further/bpe.py makes its tokens
+    "normalizer": [None], "pre_tokenizer.type": ["ByteLevel"], "pre_tokenizer.add_prefix_space": [False],
+    "pre_tokenizer.use_regex": [None, True], "model.type": ["BPE"], "model.dropout": [None, 0],
+    "model.continuing_subword_prefix": [None, ""], "model.end_of_word_suffix": [None, ""],
+    "model.ignore_merges": [None, False]}
+
+
 def open_vocabulary(s, checkpoint):
     """The vocabulary of --tokenizer, or that which lies beside the weights that the run starts from; else bytes."""
     flag, folder = "--tokenizer", s.tokenizer
     if not folder:
         flag, folder = ("--resume", str(checkpoint.path)) if checkpoint else ("--init-from", s.init_from)
-        if not any(os.path.exists(os.path.join(folder, name)) for name in FILES):
-            folder = ""
+        if not any(os.path.exists(os.path.join(folder, name)) for name in (WHOLE, *FILES)):
+            return Numbers() if is_bin(s) else Bytes()
     try:
-        found = vocabulary_of(folder)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        found = open_tokenizer(folder)
+    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         what = f"{os.path.basename(error.filename)}: {error.strerror}" if isinstance(error, OSError) else error
-        raise BadInput(f"{flag} {folder}: {what}; give a folder with a GPT-2's own vocab.json and merges.txt") from None
+        raise BadInput(f"{flag} {folder}: {what}; give a folder with a GPT-2's own {WHOLE}, or {' and '.join(FILES)}"
+                       ) from None
     reject(len(found) > 1 << 16, f"{flag} {folder}: its {len(found):,} tokens are more than uint16 can number; give a "
            "vocabulary of at most 65,536")
-    return Numbers() if is_bin(s) and not folder else found
+    return found
+
+
+def open_tokenizer(folder):
+    """The Tokenizer of a folder: of tokenizer.json, as in transformers, else of vocab.json and merges.txt. An error of
+    many kinds if they are damaged."""
+    contents = _, numbers, merges, special = read_whole(folder) if os.path.exists(f"{folder}/{WHOLE}") else read(folder)
+    for pair in merges:
+        reject(len(pair) != 2, f"merges.txt: {' '.join(pair)!r} is not two tokens with one space between them")
+    made = {*map("".join, merges)}
+    for token in (*LETTERS.values(), END, *made):
+        reject(token not in numbers, f"the vocabulary has no {token!r}, which its merges make or any text may need")
+    reject(sorted(numbers.values()) != [*range(len(numbers))],
+           f"the tokens are not numbered from 0 to {len(numbers) - 1}")
+    unmade = len(numbers.keys() - made - {*LETTERS.values(), *special})
+    reject(10 * unmade > len(numbers), f"its merges do not make {unmade:,} of the {len(numbers):,} tokens: they may be "
+           "cut short")
+    found = Tokenizer(folder, contents)
+    found.bytes |= {numbers[token]: token.encode() for token in special}
+    return found
+
+
+def read_whole(folder):
+    """As further.bpe.read, of tokenizer.json."""
+    text = pathlib.Path(folder, WHOLE).read_text("utf-8-sig")
+    whole = json.loads(text)
+    for path, fine in GPT2_KIND.items():
+        value = whole
+        for key in path.split("."):
+            value = value.get(key)
+        reject(value not in fine, f"{WHOLE}: {path} is {value!r}, a GPT-2's is {fine[-1]!r}")
+    model, added = whole["model"], whole["added_tokens"]
+    for token in added:
+        spaces = [key for key in ("lstrip", "rstrip", "single_word") if token.get(key)]
+        reject(spaces, f"{WHOLE}: {token['content']!r} has {spaces}, which no token of a GPT-2's has")
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    numbers = model["vocab"] | {token["content"]: token["id"] for token in added}
+    return {WHOLE: text}, numbers, merges, sorted({END, *(token["content"] for token in added)}, key=len, reverse=True)
 
 
 def check_vocabulary(s, config, vocabulary):
-    """Reject numbers that the model would take for other tokens than they are."""
-    mine = config.vocab_size
+    """Reject numbers that the model would take for other tokens than they are. Embeddings may be larger than a
+    tokenizer, because some are padded to a multiple of 64 or 128."""
+    mine, has_weights = config.vocab_size, s.init_from or s.resume
     if isinstance(vocabulary, Tokenizer):
-        instead = "" if s.init_from or s.resume else ", or leave --vocab-size out"
-        reject(len(vocabulary) != mine, f"--tokenizer {vocabulary.folder}: has {len(vocabulary):,} tokens, the model "
-               f"{mine:,}: give the vocab.json and merges.txt that came with its weights{instead}")
+        size = len(vocabulary)
+        another = size > mine or has_weights and s.tokenizer and 8 * size < 7 * mine
+        reject(another, f"--tokenizer {vocabulary.folder}: has {size:,} tokens, the model {mine:,}: give "
+               + ("the tokenizer that came with its weights" if has_weights else f"--vocab-size {size} or more"))
     reject(s.init_from and isinstance(vocabulary, Bytes) and mine > len(vocabulary) and not learned_bytes(s.init_from),
            f"--init-from {s.init_from}: its {mine:,} tokens are not bytes: give --tokenizer FOLDER, with the "
-           "vocab.json and merges.txt that came with the weights")
+           f"{WHOLE}, or {' and '.join(FILES)}, that came with the weights")
 
 
 def check_prompt(s, config, vocabulary):
-    prompt = vocabulary.encode(s.prompt) if s.sample else []
+    prompt = vocabulary.encode(s.prompt or "\n") if s.sample else []
     reject(max(prompt, default=0) >= config.vocab_size, f"--prompt {s.prompt!r} has a byte beyond the vocabulary of "
            f"{config.vocab_size}: give other text")
     reject(len(prompt) > config.seq_len, f"--prompt has {len(prompt):,} tokens, the model's context is of "
@@ -93,48 +143,126 @@ def is_bin(s):
     return s.data.endswith(".bin") and not os.path.isdir(s.data)
 
 
-def load_data(s, vocabulary):
-    """(training tokens, held-out tokens, vocabulary): arrays, uint8 of bytes, else uint16, mapped from a .bin."""
+def check_pipe(s, processes):
+    """Reject what cannot be read to its end, or not by each process."""
+    path = pathlib.Path(s.data)
+    if s.data and path.exists() and not path.is_dir():
+        reject(not path.is_file() and not path.is_fifo(), f"--data {s.data} is no file, folder or pipe: give one")
+        if processes > 1 and (path.is_fifo() or s.data.startswith("/dev/")):
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # else who writes there would wait for ever
+            raise BadInput(f"--data {s.data} can be read by one process alone, and this layout has {processes}: write "
+                           "it into a file and give that")
+
+
+def load_data(s, vocabulary, left_out=None):
+    """(training tokens, held-out tokens, vocabulary): arrays, uint8 of bytes, else uint16, mapped from a .bin.
+
+    left_out: a list, which gets the names of files that are no text."""
     where = f"--data {s.data}" if s.data else "the standard library"
+    left_out = [] if left_out is None else left_out
     try:
         if is_bin(s):
-            size = os.path.getsize(s.data)
-            reject(size % 2 or not size, f"{where}: {size} bytes are no uint16 tokens; a text must not be named .bin")
-            tokens = np.memmap(s.data, np.uint16, "r")
+            tokens = read_bin(s.data)
         else:
-            texts = read_texts(files_of(s))
+            texts = read_texts(files_of(s), left_out)
             tokens = vocabulary.tokens_of(texts) if isinstance(vocabulary, Bytes) else encoded(s, texts, vocabulary)
-        problem = "" if len(tokens) else "it is empty"
+        problem = "" if len(tokens) else about_left_out(left_out) or "it is empty"
     except OSError as error:
-        problem = error.strerror
+        problem = f"{error.strerror}{f': {error.filename}' * (error.filename not in (None, s.data))}"
     reject(problem, f"{where}: {problem}; give text, or leave the flag out for the standard library's source")
     return *split(tokens), vocabulary
 
 
 def files_of(s):
-    """The text files of --data. In a folder, neither hidden files nor those that this run or that of --resume wrote."""
+    """The files of --data. In a folder, none that this run or that of --resume wrote."""
     if not os.path.isdir(s.data):
         return [pathlib.Path(s.data)] if s.data else standard_library()
     data = pathlib.Path(s.data).resolve()
     written = s.out, s.trace, s.profile, s.resume, os.path.dirname(s.resume.rstrip("/"))
-    inside = {pathlib.Path(folder).resolve() for folder in written if folder} - {data, *data.parents}
-    return [file for file in data.rglob("*") if file.is_file() and not file.name.startswith(".")
-            and inside.isdisjoint(file.parents)]
+    return [*files_in(data, {pathlib.Path(folder).resolve() for folder in written if folder} - {data, *data.parents})]
 
 
-def check_data(s, config, train, held_out):
+def files_in(folder, seen):
+    """What lies in a folder, also behind links, but neither hidden files nor hidden folders. Each folder is read once,
+    whatever links lead there, and those in `seen` are not."""
+    def stop(error):
+        raise error
+
+    for here, folders, names in os.walk(folder, followlinks=True, onerror=stop):
+        here = pathlib.Path(here)
+        folders[:] = sorted(name for name in folders if not name.startswith(".")) if here.resolve() not in seen else []
+        if here.resolve() not in seen:
+            yield from (here / name for name in names if not name.startswith("."))
+        seen = seen | {here.resolve()}
+
+
+def read_texts(files, left_out):
+    """Each file's bytes, in the order of their names; of UTF-16 with a mark at its start, as Windows writes it, those
+    of UTF-8. left_out gets the names of those with a zero byte, which no text has, and of what is no file."""
+    texts = []
+    for file in sorted(files):
+        text = file.read_bytes() if file.is_file() or len(files) == 1 else b"\0"
+        if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            with contextlib.suppress(UnicodeDecodeError):
+                text = text.decode("utf-16").encode()
+        if b"\0" in text:
+            left_out.append(file.name)
+        else:
+            texts.append(text)
+    return texts
+
+
+def about_left_out(names):
+    """In words, which files are no text; nothing if there are none."""
+    others = f" and {len(names) - 3:,} more" * (len(names) > 3)
+    return f"left out, as no text: {', '.join(names[:3])}{others}" * bool(names)
+
+
+LLM_C = {20240520: "uint16", 20240801: "uint32"}  # first number of a header of llm.c's: what follows its 1,024 bytes
+
+
+def read_bin(path):
+    """The tokens of a .bin of uint16, mapped. Others are told by llm.c's header, or because the upper half of wider
+    numbers is 0, or almost."""
+    size = os.path.getsize(path)
+    reject(size % 2 or not size, f"--data {path}: {size} bytes are no uint16 tokens; give tokens, or a text under "
+           "another name than .bin")
+    raw, kind, start = np.memmap(path, np.uint16, "r"), "uint16", 0
+    magic = int.from_bytes(raw[:2].tobytes(), "little")
+    if magic in LLM_C:
+        kind, start = LLM_C[magic], 1024
+    for half, whole in ("uint16", "uint32"), ("uint32", "int64"):
+        some = raw[:min(len(raw) // 4 * 4, 1 << 20)].view(half).reshape(-1, 2)
+        low, high = some.max(0, initial=0)
+        if kind == half and size % np.dtype(whole).itemsize == 0 and (high == 0 < low or high < 16 and low >= 4096):
+            kind = whole
+    code = f"import numpy; numpy.fromfile({path!r}, {kind!r}, offset={start}).astype('uint16').tofile('tokens.bin')"
+    reject((kind, start) != ("uint16", 0), f"--data {path} holds {kind}{', and a header of llm.c' * (start > 0)}: give "
+           f'the tokens.bin that this makes, if no token is above 65,535: python -c "{code}"')
+    return raw
+
+
+def check_data(s, config, train, held_out, vocabulary):
     used = (train, held_out) if s.eval_every else (train,)
-    shortest = min(map(len, used))
+    shortest, parts = min(map(len, used)), parts_of_sequence(s)
+    shorter = (shortest - 1) // parts * parts
+    instead = f" or --seq-len {shorter}" * (shorter > 0 and not s.resume)
     reject(shortest <= config.seq_len, f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in "
-           f"a part, one sequence needs {config.seq_len + 1:,}; give more text or --seq-len {max(1, shortest - 1)}")
+           f"a part, one sequence needs {config.seq_len + 1:,}; give more text{instead}")
     for part in used:
-        check_tokens(part[:1 << 28], config.vocab_size)  # 512 MiB, a second; each batch is checked, too
+        some = part[:1 << 28]  # 512 MiB, a second; each batch is checked, too
+        known = len(vocabulary) if isinstance(vocabulary, Tokenizer) else some.max() + 1
+        reject(some.max() >= known, f"--data {s.data} holds token {some.max()}, and the tokenizer has {known:,}: give "
+               "the one that made these tokens")
+        check_tokens(s, some, config.vocab_size)
 
 
-def check_tokens(tokens, vocab_size):
+def check_tokens(s, tokens, vocab_size):
     """A GPU that looks up a number beyond the vocabulary would stop the run with no word about the data."""
     largest = int(tokens.max()) if len(tokens) else 0
-    reject(largest >= vocab_size, f"--data holds token {largest}: give --vocab-size {largest + 1} or more")
+    has_weights = s.init_from or s.resume
+    instead = f"data for the model's {vocab_size:,}" if has_weights else f"--vocab-size {largest + 1} or more"
+    reject(largest >= vocab_size, f"--data holds token {largest}: give {instead}")
 
 
 # ------------------------------------------------------------------------------------------- text encoded, on all cores
@@ -142,10 +270,12 @@ def check_tokens(tokens, vocab_size):
 PART = 1 << 22  # letters that a process encodes at a time
 LINE_END = re.compile(r"(?<=\S)\n")  # before it a piece ends, whatever follows
 WORKER = """
+import json
 import sys
 sys.path.insert(0, sys.argv[1])
 from further.bpe import Tokenizer
-sys.stdout.buffer.write(Tokenizer(sys.argv[2]).tokens_of([sys.stdin.buffer.read()]).tobytes())
+words = Tokenizer("", json.loads(sys.stdin.buffer.readline()))
+sys.stdout.buffer.write(words.tokens_of([sys.stdin.buffer.read()]).tobytes())
 """
 _encoded = {}  # key of text and vocabulary: tokens; a rank that was forked from its launcher finds them here
 
@@ -182,7 +312,7 @@ def encode_parts(texts, vocabulary):
         return
     workers, started, done = cores(), time.perf_counter(), 0
     with concurrent.futures.ThreadPoolExecutor(workers) as threads:  # each waits for a process
-        for part, tokens in zip(parts, threads.map(lambda part: encode_part(part, vocabulary.folder), parts)):
+        for part, tokens in zip(parts, threads.map(lambda part: encode_part(part, vocabulary), parts)):
             done += len(part)
             print(f"text     {done / 1e6:.0f} of {len(text) / 1e6:.0f} million letters encoded, "
                   f"{done / 1e6 / (time.perf_counter() - started):.1f} a second on {workers} cores", flush=True)
@@ -199,8 +329,9 @@ def parts_of(text, size=PART):
         start = end
 
 
-def encode_part(part, folder):
+def encode_part(part, vocabulary):
     here = pathlib.Path(__file__).resolve().parents[1]
-    tokens = subprocess.check_output([sys.executable, "-c", WORKER, here, folder],
-                                     input=part.encode("utf-8", "surrogateescape"))
+    contents = json.dumps(vocabulary.contents).encode() + b"\n"
+    tokens = subprocess.check_output([sys.executable, "-c", WORKER, here],
+                                     input=contents + part.encode("utf-8", "surrogateescape"))
     return np.frombuffer(tokens, np.uint16)

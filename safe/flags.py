@@ -13,7 +13,7 @@ import torch
 import kernels
 import parallel
 from safe.files import tell
-from safe.huggingface import open_hf
+from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, multiple, reject
 from theory.speed import replayable
 from train import SIZES, config_of, device_for, flag, Flags, processes_of, schedules
@@ -26,8 +26,8 @@ class Settings(Flags):
     """Every flag of the command line: those of train.py, and those that only the whole program has."""
     data: str = flag("", "a text file, a folder of text, or a .bin of uint16 tokens, nanoGPT's; left out, the "
                          "source of Python's standard library. The last 10 %% are held out")
-    tokenizer: str = flag("", "folder with a GPT-2's vocab.json and merges.txt; left out, those beside the weights of "
-                              "--init-from or --resume, or else tokens are bytes")
+    tokenizer: str = flag("", "folder with a GPT-2's tokenizer.json, or vocab.json and merges.txt; left out, those "
+                              "beside the weights of --init-from or --resume, or else tokens are bytes")
     out: str = flag("", "folder for log.jsonl and checkpoints; the same command again goes on from the newest one")
     resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, in --out. Flags "
                            "that decide the losses (data, sizes, --lr ...) keep its values if they are left out",
@@ -93,6 +93,9 @@ def model_config(s, checkpoint=None):
     except (ValueError, OSError) as error:
         raise BadInput(f"--init-from {s.init_from}: {error}") from None
     where = "--resume" if checkpoint else "--init-from"
+    if not checkpoint and s.seq_len is not None and s.seq_len < config.seq_len:
+        config, source = shortened(config, source, s.seq_len)
+        check_sizes(config, dashed)
     for name in (*SIZES, "activation"):
         value = getattr(s, name)
         there = "no experts" if name in OF_EXPERTS and not config.experts else getattr(config, name)
@@ -130,8 +133,7 @@ def check_parts(s, c, world, local_world, processes):
     instead = f"give --tp {able[0]}, say, or " if able else ""
     reject(s.sp and s.tp == 1, f"--sp cuts tokens over --tp: {instead}leave --sp out")
 
-    chunks = 2 * s.cp if s.cp > 1 and s.cp_kind == "ring" else s.cp
-    parts = math.lcm(chunks, s.cp * s.tp if s.sp else 1)
+    parts = parts_of_sequence(s)
     reject(c.seq_len % parts, f"{'--sp ' * s.sp}--tp {s.tp} --cp {s.cp}: sequences of {c.seq_len} tokens cannot be cut "
            f"into {parts} parts: give --seq-len {multiple(c.seq_len, parts)}")
     heads = c.n_head // s.tp
@@ -155,6 +157,12 @@ def check_parts(s, c, world, local_world, processes):
     reject(replicas % within, f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: "
            f"give --zero-within {math.gcd(within, replicas)}")
     reject(s.zero_within and not s.zero, f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
+
+
+def parts_of_sequence(s):
+    """In how many parts of one length --cp and --sp cut each sequence."""
+    chunks = 2 * s.cp if s.cp > 1 and s.cp_kind == "ring" else s.cp
+    return math.lcm(chunks, s.cp * s.tp if s.sp else 1)
 
 
 def check_schedule(s, config):

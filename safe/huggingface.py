@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -16,10 +17,13 @@ KEYS = {  # field of GPTConfig: (key in config.json, value if the key is missing
     "activation": ("activation_function", "gelu_new"), "tied": ("tie_word_embeddings", True),
     "norm_eps": ("layer_norm_epsilon", 1e-5), "experts": ("num_experts", 0), "top_k": ("num_experts_per_tok", 2),
     "expert_every": ("decoder_sparse_step", 1)}
+OF_EXPERTS = "experts", "top_k", "expert_every"
+ALSO_CALLED = {"n_positions": "max_position_embeddings", "n_embd": "hidden_size", "n_layer": "num_hidden_layers",
+               "n_head": "num_attention_heads"}  # names that transformers takes, too, and first
 HF_FIXED = {  # our model has these values; a config.json with others is refused
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
     "add_cross_attention": False}
-ALSO_WRITTEN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+ALSO_WRITTEN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 WITH_EXPERTS = "ringgpt_moe"  # model_type of a folder with experts. transformers knows no such model:
 # AutoModelForCausalLM refuses the folder. GPT2LMHeadModel warns, leaves experts out and draws new MLPs.
 HF_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "elu": "elu"}
@@ -61,20 +65,24 @@ def open_hf(folder):
     """(config, source) of a Hugging Face GPT-2 folder: source(name) is a parameter. BadInput names a faulty file."""
     path = pathlib.Path(folder, "config.json")
     try:
-        config = config_from(json.loads(path.read_text()))
+        hf = json.loads(path.read_text("utf-8-sig"))
+        config = config_from(hf)
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path}: {error}") from None
-    files = sorted(pathlib.Path(folder).glob("model*.safetensors"))
-    reject(not files, f"{folder}: holds no model.safetensors")
-    tensors = {name.removeprefix("transformer."): tensor for file in files
-               for name, tensor in read_safetensors(file).items()}
+    tensors, where = {}, {}
+    for file in weight_files(folder):
+        found = {name.removeprefix("transformer."): tensor for name, tensor in read_safetensors(file).items()}
+        tensors |= found
+        where |= dict.fromkeys(found, file)
     if config.tied:
         tensors["lm_head.weight"] = tensors.get("wte.weight")
-    said = ", ".join(f"{key} {getattr(config, field)}" for field, (key, _) in KEYS.items())
+        where["lm_head.weight"] = where.get("wte.weight")
+    said = ", ".join(f"{key_of(hf, field)} {getattr(config, field)}" + ", a GPT-2's, as there is none in the file"
+                     * (key_of(hf, field) not in hf) for field in KEYS if config.experts or field not in OF_EXPERTS)
     for name, shape in expected(config):
-        reject(name not in tensors, f"{files[0]}: has no {name}, which config.json asks for ({said})")
+        reject(name not in tensors, f"{file}: has no {name}, which config.json asks for ({said})")
         found = tuple(tensors[name].shape)
-        reject(found != shape, f"{files[0]}: {name} is {found}, config.json makes it {shape} ({said})")
+        reject(found != shape, f"{where[name]}: {name} is {found}, config.json makes it {shape} ({said})")
 
     def source(name):
         each = names_of_experts(config, name)
@@ -82,6 +90,36 @@ def open_hf(folder):
         return found.mT if name.endswith(TRANSPOSED) else found
 
     return config, source
+
+
+def weight_files(folder):
+    """The .safetensors files that transformers takes: model.safetensors, or else those that its index names."""
+    folder, name = pathlib.Path(folder), "model.safetensors"
+    index = folder / f"{name}.index.json"
+    files, named_by = [folder / name], "which transformers' save_pretrained writes"
+    if index.exists() and not files[0].exists():
+        try:
+            files = [folder / shard for shard in sorted({*json.loads(index.read_text())["weight_map"].values()})]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise BadInput(f"{index}: no index of weights ({error})") from None
+        named_by = f"which {index.name} names; give all files of the folder"
+    for file in files:
+        reject(not file.exists(), f"{folder}: holds no {file.name}, {named_by}")
+    return files
+
+
+def shortened(config, source, seq_len):
+    """config and source of the same model for a shorter context, which has the first positions."""
+    def first(name):
+        return source(name)[:seq_len] if name == "wpe.weight" else source(name)
+
+    return replace(config, seq_len=seq_len), first
+
+
+def key_of(hf, field):
+    """What a config.json calls a field of the GPTConfig."""
+    key = KEYS[field][0]
+    return ALSO_CALLED[key] if ALSO_CALLED.get(key) in hf else key
 
 
 def expected(config):
@@ -98,7 +136,7 @@ def config_from(hf):
     reject(not isinstance(hf, dict) or hf.get("model_type", "gpt2") not in ("gpt2", WITH_EXPERTS),
            "not the config of a GPT-2 (model_type is not 'gpt2')")
     kind, experts = hf.get("model_type"), hf.get("num_experts")
-    sizes = {field: hf.get(key, default) for field, (key, default) in KEYS.items()}
+    sizes = {field: hf.get(key_of(hf, field), default) for field, (_, default) in KEYS.items()}
     name, inner = sizes["activation"], sizes["inner"]
     reject((kind == WITH_EXPERTS) != bool(experts), f"model_type {kind!r} with num_experts {experts!r}: only "
            f"{WITH_EXPERTS!r} has num_experts, and at least 1")
@@ -108,22 +146,23 @@ def config_from(hf):
     # In a GPTConfig 0 stands for 4C, here null does.
     reject(inner == 0, f"n_inner {inner!r} must be null or at least 1")
     sizes |= {"activation": HF_ACTIVATIONS[name], "inner": 0 if inner is None else inner}
-    check_sizes(SimpleNamespace(**sizes), lambda field: KEYS[field][0])
+    check_sizes(SimpleNamespace(**sizes), lambda field: key_of(hf, field))
     return GPTConfig(**sizes)
 
 
 # -------------------------------------------------------------------------------------------------------------- written
 
-def write_hf(folder, config, tensors, dtype=torch.float32):
+def write_hf(folder, config, tensors, dtype=torch.float32, end=None):
     """Write config.json and model.safetensors. tensors: an iterator of (name, tensor), each parameter, then buffers.
 
-    dtype: of the tensors in the file; float64 keeps float64 weights exactly. Returns {file: {"bytes", "crc32"}}.
+    dtype: of the tensors in the file; float64 keeps float64 weights exactly. end: the token between two texts, where
+    transformers' generate() stops. Returns {file: {"bytes", "crc32"}}.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     there = {long_name(name): shape for name, shape in shapes_there(config).items()}
     return {"model.safetensors": write_safetensors(folder / "model.safetensors", dtype, there, parts(config, tensors)),
-            "config.json": write_file(folder / "config.json", json.dumps(hf_config(config, dtype), indent=2))}
+            "config.json": write_file(folder / "config.json", json.dumps(hf_config(config, dtype, end), indent=2))}
 
 
 def long_name(name):
@@ -138,10 +177,11 @@ def parts(config, tensors):
             yield long_name(one), tensor.t() if name.endswith(TRANSPOSED) else tensor
 
 
-def hf_config(config, dtype):
+def hf_config(config, dtype, end):
     """The contents of config.json."""
     kind, name = (WITH_EXPERTS, "RingGPTMixtureOfExperts") if config.experts else ("gpt2", "GPT2LMHeadModel")
-    fields = [field for field in KEYS if config.experts or field not in ("experts", "top_k", "expert_every")]
+    fields = [field for field in KEYS if config.experts or field not in OF_EXPERTS]
     return {"model_type": kind, "architectures": [name], "dtype": str(dtype).removeprefix("torch."), **HF_FIXED,
-            **ALSO_WRITTEN, **{KEYS[field][0]: getattr(config, field) for field in fields},
+            **ALSO_WRITTEN, "bos_token_id": end, "eos_token_id": end,
+            **{KEYS[field][0]: getattr(config, field) for field in fields},
             "activation_function": next(hf for hf, ours in HF_ACTIVATIONS.items() if ours == config.activation)}

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives as dist
 import kernels
 from further.bpe import Tokenizer
+from safe.data import about_left_out
 from safe.flags import gpus_here
 from theory import speed
 from theory.memory import kept_tensors, memory_bytes, tensors_in
@@ -112,6 +113,7 @@ def describe(trainer):
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
     axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + f" x pp {s.pp} ({s.schedule})" * (s.pp > 1)
     experts = f" ({c.active_parameters():,} a token: {c.top_k} of {c.experts} experts)" if c.experts else ""
+    left_out = "; " * bool(run.left_out) + about_left_out(run.left_out)
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trainer.say(
         f"mode     {run.mode}\n"
@@ -122,7 +124,7 @@ def describe(trainer):
         f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
         f"{c.parameters():,} parameters{experts}, {s.dtype}\n"
         f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s to train on, "
-        f"{len(trainer.held_out):,} held out{about_vocabulary(trainer)}\n"
+        f"{len(trainer.held_out):,} held out{left_out}{about_vocabulary(trainer)}\n"
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
@@ -136,7 +138,8 @@ def about_vocabulary(trainer):
     vocabulary, size = trainer.vocabulary, trainer.config.vocab_size
     if isinstance(vocabulary, Tokenizer):
         mean = f", {trainer.bytes_a_token:.2f} bytes a token" if trainer.bytes_a_token else ""
-        return f"\ntokens   of {vocabulary.folder}: {size:,}{mean}"
+        unused = f" of the model's {size:,} numbers" * (size > len(vocabulary))
+        return f"\ntokens   of {vocabulary.folder}: {len(vocabulary):,}{unused}{mean}"
     if isinstance(vocabulary, Bytes) and size > len(vocabulary):
         return f"\ntokens   are bytes, {len(vocabulary)} of the vocabulary's {size:,} numbers; see --tokenizer"
     return ""

@@ -15,7 +15,7 @@ from safe import launch
 from safe.checkpoints import (
     check_same_data, differences, find_checkpoint, fingerprint, lock, run_of, start_of, write_checkpoint)
 from safe.data import (
-    bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
+    bytes_a_token, check_data, check_pipe, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
 from safe.files import check_folder, Log, sync, tell
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
 from safe.messages import progress, Watched
@@ -78,7 +78,7 @@ class WatchedTrainer(Trainer):
     def micro_batches(self, tokens, seed, step):
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
         for t in rows:
-            check_tokens(t, self.config.vocab_size)
+            check_tokens(self.s, t, self.config.vocab_size)
         if self.device.type == "cuda":  # a copy from pageable memory makes the CPU wait, and then the GPU
             rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
         return [t.chunk(self.s.micro_batches) for t in rows]
@@ -261,16 +261,17 @@ class WatchedRun(Run):
             s.vocab_size = s.vocab_size or len(vocabulary)
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
+        check_pipe(s, self.processes)
         check_vocabulary(s, config, vocabulary)
-        self.identity = checkpoint and checkpoint.manifest["run"]
+        self.identity, self.left_out = checkpoint and checkpoint.manifest["run"], []
         if checkpoint and not s.steps:  # a sample reads no data, and leaves nothing
             s.out, data = "", (b"", b"", vocabulary)
         else:
             known = self.identity
             if s.out:
                 checkpoint, known = start_of(s, config, checkpoint, self.on_rank_0)
-            data = load_data(s, vocabulary)
-            check_data(s, config, *data[:2])
+            data = load_data(s, vocabulary, self.left_out)
+            check_data(s, config, *data)
             self.identity = run_of(s, config) | {"data": fingerprint(*data)}
             if known:
                 self.identity["start"] = known["start"]

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import model
 import safe.huggingface
-from safe.files import read_safetensors
+from safe.files import read_safetensors, write_safetensors
 from safe.huggingface import load, save
 
 
@@ -75,6 +76,32 @@ def test_hugging_face_folder_round_trip(tmp_path, change):
     again, written, ours = load(tmp_path), read_safetensors(tmp_path / "model.safetensors"), tensors_of(net)
     assert again.config == net.config and again(TOKENS).equal(net(TOKENS))
     assert written.keys() == ours.keys() and all(written[name].equal(t) for name, t in ours.items())
+
+
+def test_files_that_are_not_the_model_s_are_not_read(tmp_path):
+    """The index decides which are, and model.safetensors before it, as in transformers. Sizes may have either name."""
+    net, other = small(), small(seed=4)
+    save(net, tmp_path)
+    tensors, index = read_safetensors(tmp_path / "model.safetensors"), tmp_path / "model.safetensors.index.json"
+    for name in "model_old", "model-00003":
+        save(other, tmp_path / name)
+        shutil.copy(tmp_path / name / "model.safetensors", tmp_path / f"{name}.safetensors")
+    shards = {name: f"model-0000{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for shard in {*shards.values()}:
+        mine = {name: t for name, t in tensors.items() if shards[name] == shard}
+        write_safetensors(tmp_path / shard, torch.float32, {name: [*t.shape] for name, t in mine.items()},
+                          iter(mine.items()))
+    index.write_text(json.dumps({"weight_map": {name: "model-00003.safetensors" for name in shards}}))
+    assert load(tmp_path)(TOKENS).equal(net(TOKENS))
+    index.write_text(json.dumps({"weight_map": shards}))
+    (tmp_path / "model.safetensors").unlink()
+    path, config = tmp_path / "config.json", (tmp_path / "config.json").read_text()
+    for key, name in safe.huggingface.ALSO_CALLED.items():
+        config = config.replace(f'"{key}"', f'"{name}"')
+    path.write_text(config)
+    assert load(tmp_path)(TOKENS).equal(net(TOKENS))
+    config, source = safe.huggingface.shortened(*safe.huggingface.open_hf(tmp_path), 4)
+    assert source("wpe.weight").equal(net.wpe.weight[:4]) and config.seq_len == 4 and config.inner == net.config.inner
 
 
 def test_transformers_reads_and_writes_the_same_folder(tmp_path):

@@ -32,7 +32,7 @@ from safe.flags import check_layout, check_numbers, model_config
 from safe.huggingface import save
 from safe.sizes import BadInput
 from tests.runs import parse, ran, TINY, TRAIN
-from tests.text import BY_HAND, write_vocabulary
+from tests.text import BY_HAND, json_of, write_vocabulary
 from theory.speed import MACHINES
 
 
@@ -85,8 +85,20 @@ REFUSED = {
         --cp 3 --cp-kind ulysses --seq-len 12 | does not divide the 4 heads of a rank: give --cp 1 or
         --data /no/such/file                | /no/such/file
         --data EMPTY                        | it is empty
-        --data SHORT                        | --seq-len
-        --data EMPTY_BIN --vocab-size 9     | 0 bytes are no uint16 tokens
+        --data SHORT                        | give more text or --seq-len 49$
+        --data SHORT --cp 2 --tp 2 --sp     | give more text or --seq-len 48$
+        --data SHORT --init-from LONG       | give more text or --seq-len 49$
+        --data TWO                          | give more text$
+        --data NOTHING                      | left out, as no text: picture; give text
+        --data ZERO                         | left out, as no text: zero; give text
+        --data FIFO --dp 2                  | can be read by one process alone, and this layout has 2: write it into a
+        --data /dev/zero                    | /dev/zero is no file, folder or pipe
+        --data LLM_C                        | llm_c.bin holds uint16, and a header of llm.c: give the tokens.bin that
+        --data U32                          | u32.bin holds uint32: give the tokens.bin
+        --data I64                          | i64.bin', 'int64', offset=0).astype('uint16').tofile('tokens.bin')"$
+        --data BIG_BIN --init-from HF       | holds token 60000: give data for the model's 256
+        --data BIG_BIN --tokenizer HAND     | holds token 60000, and the tokenizer has 265: give the one that made
+        --data EMPTY_BIN --vocab-size 9     | 0 bytes are no uint16 tokens; give tokens, or a text under
         --data ODD_BIN                      | odd_bin.bin
         --data BIG_BIN                      | --vocab-size 60001
         --data ASCII --vocab-size 123 --prompt é | --prompt
@@ -113,7 +125,12 @@ REFUSED = {
         --init-from /no/such/folder         | --init-from
         --init-from HF --n-layer 3          | --n-layer 3
         --init-from BAD_HF                  | config.json
-        --init-from NO_WEIGHTS              | holds no model.safetensors
+        --init-from NO_WEIGHTS              | holds no model.safetensors, which transformers' save_pretrained writes
+        --init-from NO_SHARD                | holds no b.safetensors, which model.safetensors.index.json names
+        --init-from NO_INDEX                | model.safetensors.index.json: no index of weights
+        --init-from NO_SIZE                 | makes it (1024, 16) (vocab_size 256, n_positions 1024, a GPT-2's, as there
+        --init-from HF --seq-len 17         | --seq-len 17: the model in --init-from has 16; leave the flag out
+        --init-from HF --seq-len 0          | --seq-len 0 must be at least 1
         --init-from HF --dp 2 --ep 2        | the model has none: leave --ep out
         --init-from HF --experts 4          | --experts 4: the model in --init-from has 0; leave the flag out
         --init-from HF --top-k 2            | --top-k 2: the model in --init-from has no experts; leave the flag out
@@ -143,6 +160,7 @@ REFUSED = {
         --plain --vocab-size 50             | too small for the text: give --vocab-size 121
         --plain --micro-batches 3           | give --batch-size 3
         --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4
+        --plain --data SHORT                | the held-out tenth is of 50 tokens: give more text$
         --plain --data TEXT --resume STEP_3 | step-00000003: no file step-*.pt, as --plain writes it; leave --plain
         --plain --data ASCII --resume /none | /none: no file step-*.pt, as --plain writes it; leave --plain out
 
@@ -150,20 +168,25 @@ REFUSED = {
         --tokenizer HALF                    | merges.txt: No such file
         --tokenizer NO_JSON                 | --tokenizer
         --tokenizer LIST                    | --tokenizer
-        --tokenizer OTHER_MERGES            | vocab.json has no 'zq'
-        --tokenizer NO_END                  | vocab.json has no '<|endoftext|>'
+        --tokenizer OTHER_MERGES            | vocabulary has no 'zq'
+        --tokenizer NO_END                  | vocabulary has no '<|endoftext|>'
         --tokenizer GAPS                    | from 0 to 264
-        --tokenizer HAND --vocab-size 300   | has 265 tokens, the model 300: give the vocab.json
-        --tokenizer HAND --data NOTHING     | it is empty; give text
-        --tokenizer HAND --data NOTHING --out NEW | it is empty; give text
+        --tokenizer SPACES                  | merges.txt: 'l o ' is not two tokens with one space between them
+        --tokenizer CUT                     | its merges do not make 200 of the 465 tokens: they may be cut short
+        --tokenizer WHOLE                   | tokenizer.json: pre_tokenizer.type is 'Metaspace', a GPT-2's is 'ByteLeve
+        --tokenizer STRIPS                  | tokenizer.json: '<|endoftext|>' has ['lstrip'], which no token of a GPT
+        --tokenizer HAND --vocab-size 264   | has 265 tokens, the model 264: give --vocab-size 265 or more
+        --tokenizer HAND --data EMPTY       | it is empty; give text
+        --tokenizer HAND --data EMPTY --out NEW | it is empty; give text
         --tokenizer HAND --seq-len 3 --prompt zzzz | --prompt has 4 tokens, the model's context is of 3
         --tokenizer HAND --out OLD_RUN      | name a new folder
-        --init-from LARGE                   | its 300 tokens are not bytes: give --tokenizer FOLDER
-        --init-from LARGE --tokenizer HAND  | has 265 tokens, the model 300: give the vocab.json
+        --init-from LARGE                   | its 400 tokens are not bytes: give --tokenizer FOLDER
+        --init-from LARGE --tokenizer HAND  | has 265 tokens, the model 400: give the tokenizer
         --init-from LARGE_HALF              | merges.txt: No such file""",
     further.bpe.main: """
         /no/such --vocab-size 300 --out NEW | No such file
         EMPTY --vocab-size 300 --out NEW    | no text
+        ZERO --vocab-size 300 --out NEW | or zero bytes in it
         TEXT --vocab-size 256 --out NEW     | --vocab-size 256
         TEXT --vocab-size 70000 --out NEW   | --vocab-size 70000""",
     bench.main: """
@@ -256,14 +279,27 @@ def files(text, tmp_path_factory):
     """{word: path} of what rows name, in one folder."""
     folder = tmp_path_factory.mktemp("bad")
     for name, experts, tokens in [("hf", 0, 256), ("bad_hf", 0, 256), ("experts", 2, 256), ("bad_experts", 2, 256),
-                                  ("large", 0, 300), ("large_half", 0, 300)]:
-        save(model.GPT(model.GPTConfig(tokens, 16, 1, 2, 16, experts=experts)), folder / name)
+                                  ("large", 0, 400), ("large_half", 0, 400), ("no_shard", 0, 256),
+                                  ("no_index", 0, 256), ("no_size", 0, 256), ("long", 0, 256)]:
+        save(model.GPT(model.GPTConfig(tokens, 16 << 2 * (name == "long"), 1, 2, 16, experts=experts)), folder / name)
     hand = [*LETTERS.values(), *map("".join, BY_HAND), END]
     for name, merges, tokens in [("hand", BY_HAND, hand), ("gaps", [], []),
-                                 ("other_merges", [("z", "q")], hand), ("no_end", BY_HAND, hand[:-1])]:
+                                 ("other_merges", [("z", "q")], hand), ("no_end", BY_HAND, hand[:-1]),
+                                 ("spaces", BY_HAND, hand), ("cut", BY_HAND, [*hand, *map(str, range(1000, 1200))])]:
         write_vocabulary(folder / name, merges, tokens)
-    config = (folder / "bad_experts" / "config.json").read_bytes()
+    config, size = ((folder / name / "config.json").read_bytes() for name in ("bad_experts", "no_size"))
+    whole, short = json_of(folder / "hand"), np.arange(500, dtype=np.uint16).tobytes()
+    for name in "no_shard", "no_index":
+        (folder / name / "model.safetensors").rename(folder / name / "a.safetensors")
     for name, data in {
+            "no_shard/model.safetensors.index.json": b'{"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}',
+            "no_index/model.safetensors.index.json": b"[]", "zero": b"text\0text", "two": b"xx",
+            "no_size/config.json": size.replace(b"n_positions", b"n_"),
+            "spaces/merges.txt": "".join(f"{a} {b} \n" for a, b in BY_HAND).encode(),
+            "whole/tokenizer.json": whole.replace('"ByteLevel"', '"Metaspace"').encode(),
+            "strips/tokenizer.json": whole.replace('"lstrip": false', '"lstrip": true').encode(),
+            "llm_c.bin": np.array([20240520, 1, 500], np.int32).tobytes() + bytes(1012) + short,
+            "u32.bin": np.arange(500, dtype=np.uint32).tobytes(), "i64.bin": np.arange(500).tobytes(),
             "empty": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
             "odd_bin.bin": b"123", "big_bin.bin": np.full(5000, 60000, np.uint16).tobytes(), "nothing/picture": b"\0\1",
             "bad_hf/config.json": b"{}", "no_weights/config.json": b"{}", "large_half/vocab.json": b"{}",
@@ -275,6 +311,7 @@ def files(text, tmp_path_factory):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     os.mkdir(folder / "read_only", 0o555)
+    os.mkfifo(folder / "fifo")
     torch.save({"flags": vars(train.Flags()), "tensors": {}}, folder / "step-00000001.pt")
     flags = f"--data {text} --steps 3 --save-every 1 --experts 2 --out {folder / 'run'}"
     ran([*TRAIN, *flags.split()], 1, folder / "log")
@@ -314,6 +351,15 @@ def heed(refusal, words, said, hops=3):
         now = refusal(heeded(words, remedy))
         assert not now or hops and remedies(now), (words, said, now)
         heed(refusal, heeded(words, remedy), now, hops - 1)
+
+
+@pytest.mark.parametrize("name", ["LLM_C", "U32", "I64"])
+def test_the_command_that_a_refusal_advises_makes_tokens(name, files, refusal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = re.search('python -c "(.*)"$', refusal(train.main, ["--data", str(files[name])]))
+    exec(command[1])
+    assert np.fromfile("tokens.bin", np.uint16).tolist() == [*range(500)]
+    assert not refusal(train.main, "--data tokens.bin --vocab-size 500 --seq-len 8 --sample 0".split())
 
 
 def refusal_of_layout(words, world, here):

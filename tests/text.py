@@ -27,7 +27,7 @@ import safe.data
 import train
 from further.bpe import END, LETTERS, learn, piece_pattern, Tokenizer
 from safe.checkpoints import checkpoints, open_checkpoint
-from safe.data import load_data, parts_of
+from safe.data import load_data, open_tokenizer, parts_of
 from safe.flags import Settings
 from safe.huggingface import save
 from tests.models import CHANGES, small
@@ -80,6 +80,15 @@ def write_vocabulary(folder, merges, tokens=None):
     return folder
 
 
+def json_of(folder, merges=list):
+    """The tokenizer.json of the same tokens, and one more, "<pad>"."""
+    _, numbers, pairs, _ = further.bpe.read(folder)
+    added = [{"id": numbers.get(token, len(numbers)), "content": token, "lstrip": False} for token in (END, "<pad>")]
+    split = {"type": "ByteLevel", "add_prefix_space": False}
+    return json.dumps({"normalizer": None, "pre_tokenizer": split, "added_tokens": added,
+                       "model": {"type": "BPE", "vocab": numbers, "merges": [*map(merges, pairs)]}})
+
+
 BY_HAND = [("l", "o"), ("lo", "w"), ("Ġ", "low"), ("e", "r"), ("#", "#"), ("o", "w"), ("Ã", "©"), ("Ġlow", "er")]
 SPELLED = [  # a text, its tokens as vocab.json spells them
     ("low lower", "low Ġlower"), ("lowlow", "low low"), ("slow", "s low"), ("owl", "ow l"), ("lol", "lo l"),
@@ -93,6 +102,31 @@ def test_tokens_are_those_made_by_hand(tmp_path, text, spelled):
     assert words.encode(text) == [words.numbers[token] for token in spelled.split()]
     assert words.decode(words.encode(text)) == text
     assert words.numbers["!"] == 0 and words.numbers["Ġ"] == 220  # as in GPT-2's
+
+
+@pytest.mark.parametrize("merges", [list, " ".join])
+def test_a_tokenizer_json_has_the_tokens_of_the_two_files(tmp_path, merges):
+    """Where both are there, it counts, as in transformers. Its added tokens are taken as a whole, and no bytes spell
+    them."""
+    two, whole = open_tokenizer(write_vocabulary(tmp_path, BY_HAND)), tmp_path / "tokenizer.json"
+    whole.write_text(json_of(tmp_path, merges))
+    one = open_tokenizer(tmp_path)
+    for text, _ in SPELLED:
+        assert one.encode(text) == two.encode(text)
+    assert one.encode("lo<pad>lo") == [one.numbers[token] for token in ("lo", "<pad>", "lo")]
+    assert one.decode(one.encode("é<pad>")) == "é<pad>" and one.files == {whole.name: whole.read_text()}
+    assert one.decode([len(one)]) == ""  # of embeddings larger than the tokenizer
+    assert Tokenizer("", json.loads(json.dumps(one.contents))).encode("low<pad>") == one.encode("low<pad>")
+
+
+def test_tokens_that_no_bytes_spell_and_files_of_windows(tmp_path):
+    """A byte order mark, line ends of two bytes, a token with a space in it."""
+    tokens = [*LETTERS.values(), *map("".join, BY_HAND), END, "<|end of turn|>"]
+    folder = write_vocabulary(tmp_path, BY_HAND, tokens)
+    for name in further.bpe.FILES:
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes().replace(b"\n", b"\r\n"))
+    words = open_tokenizer(folder)
+    assert words.decode([words.numbers["<|end of turn|>"]]) == "<|end of turn|>" and len(words.encode("low")) == 1
 
 
 @pytest.fixture(scope="session")
@@ -116,16 +150,19 @@ def bytes_of(words, tokens):
 
 
 def test_any_text_comes_back(vocab):
-    """Files of the standard library at 1 MB/s of this process's time at least."""
+    """Files of the standard library at 1 MB/s of this process's time at least; a long word in a second."""
     words, draw = Tokenizer(vocab), random.Random(0)
     for _ in range(300):
         text = random_text(draw, draw.randrange(200))
         assert words.decode(words.encode(text)) == text
     since, size = time.process_time(), 0
-    for text in train.read_texts(train.standard_library()[::3]):
+    for file in train.standard_library()[::3]:
+        text = file.read_bytes()
         assert bytes_of(words, words.tokens_of([text])) == text
         size += len(text)
     assert size > 1e6 and size / (time.process_time() - since) > 1e6
+    since, word = time.process_time(), "".join(draw.choices("seltinar_", k=100_000))
+    assert words.decode(words.encode(word)) == word and time.process_time() - since < 2
 
 
 def test_transformers_makes_the_same_tokens(vocab, tmp_path):
@@ -197,7 +234,7 @@ def test_a_core_encodes_a_part(vocab, monkeypatch):
     together, text = threading.Barrier(3, timeout=5), "some text\n" * 250
     monkeypatch.setattr(safe.data, "cores", lambda: 3)
     monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
-    monkeypatch.setattr(safe.data, "encode_part", lambda part, folder: (together.wait(), part)[1])
+    monkeypatch.setattr(safe.data, "encode_part", lambda part, words: (together.wait(), part)[1])
     assert "".join(safe.data.encode_parts([text.encode()], Tokenizer(vocab))) == text
 
 
@@ -231,6 +268,8 @@ def test_runs_on_words_log_the_same_losses_and_show_text(start, trained, vocab, 
     assert close(log_of(tmp_path / "plain", "loss"), log_of(tmp_path / "whole", "loss"))
     (path,), (file,) = checkpoints(tmp_path / "whole"), checkpoints(tmp_path / "plain")
     assert Tokenizer(path).files == Tokenizer(vocab).files and open_checkpoint(path, True).config.vocab_size == 600
+    written = json.loads((path / "config.json").read_text())
+    assert written["bos_token_id"] == written["eos_token_id"] == Tokenizer(vocab).numbers[END]
     for checkpoint, folder in (path, path), (file, vocab):
         said = start(f"--dtype fp64 --resume {checkpoint} --steps 0 --sample 8 --prompt föx").said()
         assert f"tokens   of {folder}: 600" in said and "tokens ---\nföx" in said
@@ -238,7 +277,9 @@ def test_runs_on_words_log_the_same_losses_and_show_text(start, trained, vocab, 
 
 SAID_OF_TOKENS = [  # flags of a run, and what it says
     ("--vocab-size 300 --out OUT/bytes", "tokens   are bytes, 256 of the vocabulary's 300 numbers"),
-    ("--init-from OUT/bytes/step-00000001 --seq-len 16", "tokens   are bytes, 256"),  # only ours says so
+    ("--init-from OUT/bytes/step-00000001 --seq-len 8 --data OUT",  # only ours says so
+     "no text: model.s.*, x.bin\ntokens   are bytes, 256.*sequences of 8 a step"),
+    ("--tokenizer VOCAB --vocab-size 640", "tokens   of .*: 600 of the model's 640 numbers"),
     ("--tokenizer VOCAB --eval-every 1", r"nats a token, [\d.]+ bits, [\d.]+ bits a byte"),
     ("--data OUT/x.bin --vocab-size 300 --sample 3", r"---\n0( \d+){3}\n---"),
     ("--data OUT/x.bin --tokenizer VOCAB --sample 3 --prompt low", "---\nlow")]
@@ -247,7 +288,7 @@ SAID_OF_TOKENS = [  # flags of a run, and what it says
 def test_a_run_says_what_its_tokens_are(start, vocab, tmp_path):
     (np.arange(5000) % 300).astype(np.uint16).tofile(tmp_path / "x.bin")
     for flags, says in SAID_OF_TOKENS:
-        assert re.search(says, start("--steps 1 " + flags.replace("VOCAB", str(vocab))).said()), says
+        assert re.search(says, start("--steps 1 " + flags.replace("VOCAB", str(vocab))).said(), re.DOTALL), says
 
 
 # ------------------------------------------------------------------------------------------------------------- samples

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import sysconfig
 from unittest.mock import patch
 
 import numpy as np
@@ -163,13 +164,30 @@ def test_train_says_when_mfu_counts_half_of_attention(trained, tmp_path, tokens)
     ("out", "run", b""), ("resume", "run", b""), ("resume", "run/step-00000001", b""), ("out", "", b"\n{}"),
     ("out", ".", b"\n{}"), ("out", "..", b"\n{}")])
 def test_folders_of_text(tmp_path, flag, path, rest):
-    """What a run writes beside its data is not its data."""
+    """What a run writes beside its data is not its data. Folders behind links are, each once; hidden ones are not.
+    UTF-16 is read where it says so."""
     folder = tmp_path / "folder"
     os.makedirs(folder / "run")
     for name, data in ("b.txt", b"second"), ("a.md", b"first"), ("c.png", b"\0\1\2"), ("run/log.jsonl", b"{}"):
         (folder / name).write_bytes(data)
-    a, b, _ = load_data(Settings(data=str(folder), **{flag: path and str(folder / path)}), train.Bytes())
-    assert bytes(a) + bytes(b) == b"first\nsecond" + rest
+    for name, data in ("folder/.git/x", b"hidden"), ("linked/deep/z", b"linked"), ("linked/y", b"far\xff"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "linked/x").write_text("wide é", "utf-16")
+    for name, target in ("d", "linked"), ("e", "linked"), ("f", "folder"), ("linked/up", "."), ("g", "nowhere"):
+        (folder / name if len(name) == 1 else tmp_path / name).symlink_to(tmp_path / target)
+    left_out = []
+    a, b, _ = load_data(Settings(data=str(folder), **{flag: path and str(folder / path)}), train.Bytes(), left_out)
+    linked = "\nlinked\nwide é\n".encode() + b"far\xff"
+    assert bytes(a) + bytes(b) == b"first\nsecond" + linked + rest and sorted(left_out) == ["c.png", "g"]
+
+
+def test_the_standard_library_may_lie_below_a_folder_of_any_name(tmp_path, monkeypatch):
+    for name in "test/here.py", "test/test/not.py", "test/a/tests/not.py", "test/a/here.py":
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "test")})
+    assert [str(file.relative_to(tmp_path)) for file in train.standard_library()] == ["test/a/here.py", "test/here.py"]
 
 
 def test_restarts_on_several_nodes_need_a_new_store(monkeypatch):
