@@ -562,7 +562,9 @@ class ShardedOptimizer:
             raise ValueError(f"{type(one_process).__name__} looks at whole tensors, and a shard has parts of them: use "
                              "DDP, or an optimizer that works element by element")
         param_groups = one_process.param_groups  # a list of parameters is one group
+        names = [name for g in param_groups for name in g.pop("param_names", [None] * len(g["params"]))]
         group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # the number of its parameter group
+        self.named = [(i if name is None else name, p) for i, (name, p) in enumerate(zip(names, group_of))]
         self.group, self.stage = group_or_world(group), stage
         refuse_unlike([*group_of], self.group)
 
@@ -649,6 +651,33 @@ class ShardedOptimizer:
         for bucket in changed:
             increment_version(bucket.params)  # so that a backward through the old weights is refused
             bucket.note_weights()
+
+    def kept(self, param):
+        """Of `whole_optimizer_state`."""
+        bucket = self.reducer.bucket_of[param]
+        there, here = overlap(bucket, param, bucket.own)
+        stepped, here = (self.parts[param], slice(None)) if param in self.parts else (bucket.shard, here)
+        return stepped, here, there, [self.group] if self.stage else []
+
+    def full_optimizer_state(self):
+        """{parameter's name, or its number where `params` has no names: {key: whole tensor}} on every rank, from which
+        any number of ranks can go on. Call it on all ranks."""
+        return whole_optimizer_state(self.inner, self.named, self.kept)
+
+    @torch.no_grad()
+    def load_optimizer_state(self, whole):
+        """The inverse of `full_optimizer_state`, after the module has its weights. Call it on all ranks."""
+        numbers = {param: {key: value.item() for key, value in whole.get(name, {}).items() if not value.dim()}
+                   for name, param in self.named}
+        for bucket in self.buckets:
+            bucket.take_up_writes()
+            unlike = [p for p in bucket.params if p.dim() and numbers[p] != numbers[bucket.params[0]]]
+            if unlike and bucket.params[0] not in self.parts:
+                self.split(bucket)
+        load_whole_optimizer_state(self.inner, self.named, self.kept, whole)
+        cast_masters(self.buckets)
+        self.gather_weights(self.buckets)
+        self.after_step(self.buckets)
 
     def gather_weights(self, buckets):
         """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
@@ -1690,3 +1719,46 @@ def put_together(shape, places, values, groups):
     for group in groups:
         dist.all_reduce(whole.view(torch.uint8), dist.ReduceOp.MAX, group)
     return whole.view(shape)
+
+
+@torch.no_grad()
+def whole_optimizer_state(optimizer, named, kept):
+    """{name: {key: whole tensor}}: what an optimizer of shards keeps of each parameter, on every rank.
+
+    named: (name, parameter) pairs. kept(param): (what the optimizer steps for it, which elements of that are the
+    parameter's, which of the parameter's elements they are, the groups over whose ranks it is cut). Of 16-bit weights
+    the float32 master is a state, too.
+    """
+    whole = {}
+    for name, param in named:
+        stepped, here, there, groups = kept(param)
+        state = dict(optimizer.state.get(stepped, {}))
+        if stepped.dtype != param.dtype:
+            state["master"] = stepped.detach()
+        whole[name] = {key: put_together(param.shape, there, value[here], groups)
+                       if value.shape == stepped.shape else value.clone()  # a number, such as its steps
+                       for key, value in state.items()}
+    return whole
+
+
+@torch.no_grad()
+def load_whole_optimizer_state(optimizer, named, kept, whole):
+    """The inverse, on any number of ranks: the optimizer keeps this rank's part. ValueError for an unknown name, or a
+    tensor of another shape than its parameter's."""
+    if unknown := whole.keys() - dict(named).keys():
+        raise ValueError(f"the state is of another model: no parameter is called {min(unknown, key=str)}")
+    of_elements = {key for state in whole.values() for key, value in state.items() if value.dim()}
+    states = defaultdict(dict)
+    for name, param in named:
+        stepped, here, there, _ = kept(param)
+        for key, value in whole.get(name, {}).items():
+            if key not in of_elements:
+                states[stepped][key] = value.clone()
+                continue
+            if value.shape != param.shape:
+                raise ValueError(f"{key} of {name} is {tuple(value.shape)}, the parameter {tuple(param.shape)}")
+            room = stepped if key == "master" else states[stepped].setdefault(key, torch.zeros_like(stepped))
+            room[here] = value.reshape(-1)[there].to(room)
+    order = [p for group in optimizer.param_groups for p in group["params"]]  # PyTorch numbers them so
+    state = {i: states[p] for i, p in enumerate(order) if p in states}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -236,6 +236,48 @@ def test_what_people_do_between_steps_is_what_one_process_does(change, way):
         assert close(*norms) and all(map(close, net.parameters(), one.parameters())), step
 
 
+def train_more(net, way, compute_dtype, group, steps, states=None):
+    """(weights, optimizer's state), both whole, after steps on all ranks' inputs, from `states` on. The first layer is
+    frozen in the first step, so it has been stepped less often."""
+    if states:
+        net.load_state_dict(states[0])
+    opt = parallel.ShardedOptimizer(net.named_parameters(), torch.optim.AdamW, group, way, lr=0.05,
+                                    compute_dtype=compute_dtype)
+    if states:
+        opt.load_optimizer_state(states[1])
+    for step in steps:
+        net[0].requires_grad_(step > 0)
+        opt.zero_grad()
+        net(torch.linspace(-1, 1, 5, dtype=net[0].weight.dtype) + step).square().mean().backward()
+        opt.finish_grad_sync()
+        opt.step()
+    return {name: value.clone() for name, value in net.state_dict().items()}, opt.full_optimizer_state()
+
+
+@on_both
+@pytest.mark.parametrize("way, compute_dtype", [(0, None), (1, None), (2, torch.bfloat16)], ids=str)
+@on_ranks(3)
+def test_a_sharded_optimizer_goes_on_from_another_number_of_ranks(way, compute_dtype):
+    """Of two ranks, then three; as if nothing had happened, and of float64 as one process's own optimizer."""
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3)).to(torch.float32 if compute_dtype else torch.float64)
+
+    two = dist.new_group([0, 1])
+    whole = train_more(make(), way, compute_dtype, None, range(4))
+    half = [train_more(make(), way, compute_dtype, two, range(2)) if dist.get_rank() < 2 else None]
+    torch.distributed.broadcast_object_list(half, 0)
+    resumed = train_more(make(), way, compute_dtype, None, range(2, 4), half[0])
+    assert [state["step"] for state in whole[1].values()] == [3, 3, 4, 4]
+    for ours, theirs in [whole[:1], resumed[:1]], [whole[1].values(), resumed[1].values()]:
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.keys() == b.keys() and all(close(a[key], b[key]) for key in a)
+    unnamed = parallel.ShardedOptimizer(make().parameters(), torch.optim.Adam)
+    for state, message in ({4: {}}, "no parameter is called 4"), ({0: {"exp_avg": torch.ones(3)}}, "exp_avg of 0 is"):
+        with pytest.raises(ValueError, match=message):
+            unnamed.load_optimizer_state(state)
+
+
 @on_both
 @on_ranks(2)
 def test_masters_follow_16_bit_weights_that_are_loaded():
