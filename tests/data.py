@@ -69,7 +69,7 @@ def laid_out(net, way, optimizer=torch.optim.SGD, group=None, compute_dtype=None
         sync = types.SimpleNamespace(no_sync=contextlib.nullcontext, finish_grad_sync=finish)
         return net, sync, optimizer([p for p in net.parameters() if p.requires_grad], **options)
     if way in ("ddp", 3):
-        wrapped = (parallel.DDP(net, group, bucket_mb=1e-4) if way == "ddp" else  # a hundred bytes: many buckets
+        wrapped = (parallel.DDP(net, group, bucket_mb=4e-4) if way == "ddp" else  # 400 bytes: many buckets
                    parallel.FSDP(net, group, compute_dtype=compute_dtype))
         return wrapped, wrapped, optimizer(wrapped.parameters(), **options)
     sharded = parallel.ShardedOptimizer(net.parameters(), optimizer, group, way, 0.009,
