@@ -23,10 +23,12 @@ Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parall
 """
 
 import functools
+import itertools
 import os
 import queue
 import sys
 import threading
+import zlib
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -70,7 +72,7 @@ def reset_traffic():
 # --------------------------------------------------------------------------------------------- a group seen as messages
 
 DEVICE = {"gloo": "cpu", "nccl": "cuda"}  # the tensors that each backend sends
-TAG = 1 << 30  # of the messages of collectives, so that no `recv` of the caller's takes one. (NCCL knows no tags)
+TAG = 1 << 30  # tags of collectives' messages begin here, so that no `recv` of the caller's takes one
 
 
 def processes_of_a_node(world):
@@ -131,12 +133,12 @@ class Link:
         self.backend = torch_dist.get_backend(group)
         self.device = DEVICE[self.backend]
         self.nodes = [node_of(rank) for rank in torch_dist.get_process_group_ranks(group)]  # of each rank of the group
-        self.log = Traffic()  # of the operation under way
+        self.name, self.log = "", Traffic()  # of the operation under way
         self.worker = self.stream = None  # which run operations with `async_op`: a thread on CPUs, a stream on GPUs
         self.last = Handle()  # of the latest operation that the worker was given
 
     def run(self, name, operation, arguments, async_op):
-        """Call operation(link), logged under `name`. All ranks call in the same order: messages have one TAG.
+        """Call operation(link), logged under `name`. All ranks call in the same order.
 
         With `async_op` return a handle at once. The operation then runs beside the caller, after those before it. A
         blocking call waits behind those, too, or its messages would overtake theirs.
@@ -147,7 +149,7 @@ class Link:
         log.calls += 1
 
         def body():
-            self.log = log  # set here, because a Worker may start this after `run` was called under another name
+            self.name, self.log = name, log  # set here, because a Worker may start this after the next call of `run`
             with torch.no_grad():
                 operation(self)
 
@@ -182,8 +184,13 @@ class Link:
             if t.numel():
                 self.count(t, peer)
                 ops.append((torch_dist.isend, t, peer))
-        ops = [torch_dist.P2POp(op, t.view(torch.uint8), None, self.group, TAG, peer) for op, t, peer in ops]
+        ops = [torch_dist.P2POp(op, t.view(torch.uint8), None, self.group, self.tag(t), peer) for op, t, peer in ops]
         return torch_dist.batch_isend_irecv(ops) if ops else []
+
+    def tag(self, message):
+        """Where ranks call different operations, or with other dtypes or sizes, their messages have different tags: the
+        call ends in gloo's timeout, not in wrong numbers. (NCCL knows no tags.)"""
+        return TAG + (zlib.crc32(f"{self.name} {message.dtype} {message.nbytes}".encode()) & (TAG - 1))
 
     def count(self, message, peer):
         self.log.count(message, self.nodes[peer] != self.nodes[self.rank])
@@ -427,6 +434,8 @@ def _tree(link, root, group_root):
 def _call(name, operation, group, async_op, **arguments):
     """Run what a public function has defined. It passes its locals: its arguments, which are torch.distributed's, and
     the operation. (So it has no others: `Library` would pass them on.)"""
+    if arguments.get("op", ReduceOp.SUM) not in COMBINE:
+        raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return None  # a rank outside the group has nothing to do, as in torch.distributed
     return link_of(group).run(name, operation, arguments, async_op)
@@ -639,7 +648,14 @@ def over_nodes(group, groups):
 def rendezvous(device_type, timeout):
     """Where processes meet, as arguments of init_process_group: under torchrun where the environment says, alone in a
     store of one's own."""
-    return {} if "RANK" in os.environ else {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
+    if "RANK" not in os.environ:
+        return {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
+    store, rank, size = next(torch_dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    # torchrun's store outlives groups. A second world that met under the same keys would find the first one's sockets.
+    return {"store": torch_dist.PrefixStore(f"world {next(worlds)}", store), "rank": rank, "world_size": size}
+
+
+worlds = itertools.count()  # that this process has joined
 
 
 def destroy_process_group(group=None):
@@ -649,3 +665,11 @@ def destroy_process_group(group=None):
             link.close()
         _levels.pop(served, None)
     torch_dist.destroy_process_group(group)
+    if group is None:
+        reset_traffic()
+
+
+def __getattr__(name):
+    """Python asks for names that are not here."""
+    has = ", ".join(n for n in torch_dist.distributed_c10d.__all__ if n in globals())
+    raise AttributeError(f"collectives.py has no {name}. Of torch.distributed it has {has}")

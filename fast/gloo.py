@@ -24,15 +24,17 @@ from safe.launch import waits
 # `Mailboxes` passes messages between processes of one machine through slots of this size. There are several, so that
 # the sender fills one while the receiver empties another. To fill one costs a system call, which may wake the receiver.
 SLOT_BYTES, SLOTS = 1 << 20, 4
+HEAD_BYTES = 128  # of a slot, before its SLOT_BYTES: what the message is, in words
 
 
 # ----------------------------------------------------------------------------------------------------------------- gloo
 
 class PartialMessage(Handle):
-    """The handle of a message through Mailboxes. rest: its bytes that are not copied yet."""
+    """The handle of a message through Mailboxes. rest: its bytes that are not copied yet. head: what it is."""
 
-    def __init__(self, mailboxes, flat):
+    def __init__(self, mailboxes, flat, name):
         self.mailboxes, self.rest = mailboxes, flat.view(torch.uint8)
+        self.head = f"{len(self.rest)} bytes of {name} in {flat.dtype}".encode().ljust(HEAD_BYTES)
 
     def is_completed(self):
         return not len(self.rest)
@@ -42,12 +44,17 @@ class PartialMessage(Handle):
 
 
 def cut(messages):
-    """Take the bytes for the next slot off the first message, and the message away with its last ones."""
+    """(head of the first message, its bytes for the next slot). The message goes with its last bytes."""
     message = messages[0]
     part, message.rest = message.rest[:SLOT_BYTES], message.rest[SLOT_BYTES:]
     if message.is_completed():
         messages.popleft()
-    return part
+    return message.head, part
+
+
+def in_turn(slots):
+    """(head, bytes) of each slot, over and over."""
+    return itertools.cycle([(memoryview(slot[:HEAD_BYTES].numpy()), slot[HEAD_BYTES:]) for slot in slots])
 
 
 class Mailboxes:
@@ -59,6 +66,8 @@ class Mailboxes:
     EMPTY into the pipe back to the sender. It does so with its next FULL, or when half of the slots are empty, because
     every write may wake the sender for nothing. A rank with nothing to copy sleeps until it can read from a pipe. When
     a process dies, the system closes its pipes, so no rank waits for it.
+
+    In front of a slot's bytes stands what message they are of. If the receiver waits for another, it raises an error.
     """
     FULL, EMPTY = b"F", b"E"
 
@@ -71,7 +80,7 @@ class Mailboxes:
         self.rank, self.size = link.rank, link.size
         fd = os.memfd_create("mailboxes")  # a file in memory alone, which goes with the last process that maps it
         self.own_ends = [os.fdopen(fd, "r+b", 0)]
-        os.ftruncate(fd, self.size * SLOTS * SLOT_BYTES)  # only pages that are written take memory
+        os.ftruncate(fd, self.size * SLOTS * (HEAD_BYTES + SLOT_BYTES))  # only pages that are written take memory
         self.memory, self.peers, ends = [self.slots_in(fd)], {}, [0] * self.size
         for r in range(self.size):
             if r != self.rank:
@@ -85,9 +94,9 @@ class Mailboxes:
         self.offer = [os.getpid(), fd, secret, *ends]
 
     def slots_in(self, fd):
-        """The slots (N, SLOTS, SLOT_BYTES) of a rank, in row r those to rank r."""
-        memory = mmap.mmap(fd, self.size * SLOTS * SLOT_BYTES)
-        return torch.frombuffer(memory, dtype=torch.uint8).view(self.size, SLOTS, SLOT_BYTES)
+        """The slots (N, SLOTS, HEAD_BYTES + SLOT_BYTES) of a rank, in row r those to rank r."""
+        memory = mmap.mmap(fd, self.size * SLOTS * (HEAD_BYTES + SLOT_BYTES))
+        return torch.frombuffer(memory, dtype=torch.uint8).view(self.size, SLOTS, -1)
 
     def secret_of(self, slots, r):
         """A number of rank r, in its slots to itself, which nobody uses."""
@@ -102,15 +111,16 @@ class Mailboxes:
             if int(self.secret_of(theirs, r)) != secret:
                 raise OSError("a process of another container has this number here")
             peer.write_end = open(f"/proc/{pid}/fd/{ends[self.rank]}", "wb", 0)
-            peer.to, peer.source = itertools.cycle(self.memory[0][r]), itertools.cycle(theirs[self.rank])
+            peer.to, peer.source = in_turn(self.memory[0][r]), in_turn(theirs[self.rank])
 
-    def send(self, flat, r):
-        self.peers[r].sends.append(message := PartialMessage(self, flat))
+    def send(self, flat, r, name):
+        """Start a message of the operation `name`."""
+        self.peers[r].sends.append(message := PartialMessage(self, flat, name))
         self._copy(self.peers[r])
         return message
 
-    def receive(self, flat, r):
-        self.peers[r].receives.append(message := PartialMessage(self, flat))
+    def receive(self, flat, r, name):
+        self.peers[r].receives.append(message := PartialMessage(self, flat, name))
         return message
 
     def finish(self, message):
@@ -126,13 +136,19 @@ class Mailboxes:
     def _copy(self, peer):
         """Fill the empty slots to a rank and empty the full ones from it."""
         while peer.sends and peer.empty:
-            part = cut(peer.sends)
-            next(peer.to)[:len(part)].copy_(part)
+            head, part = cut(peer.sends)
+            its_head, slot = next(peer.to)
+            its_head[:] = head
+            slot[:len(part)].copy_(part)
             peer.empty -= 1
             self._write(peer, self.FULL)
         while peer.receives and peer.full:
-            part = cut(peer.receives)
-            part.copy_(next(peer.source)[:len(part)])
+            head, part = cut(peer.receives)
+            its_head, slot = next(peer.source)
+            if (sent := its_head.tobytes()) != head:
+                raise RuntimeError(f"rank {peer.rank} of the group sends {sent.decode().strip()}, "
+                                   f"rank {self.rank} expects {head.decode().strip()}")
+            part.copy_(slot[:len(part)])
             peer.full -= 1
             peer.emptied += 1
             if peer.emptied >= SLOTS // 2:
@@ -210,18 +226,19 @@ class GlooLink(DoublingLink):
     def post(self, sends=(), receives=()):
         if not self.mailboxes:
             return super().post(sends, receives)
-        handles = [self.mailboxes.receive(t, peer) for t, peer in receives if t.numel()]
+        handles = [self.mailboxes.receive(t, peer, self.name) for t, peer in receives if t.numel()]
         for t, peer in sends:
             if t.numel():
                 self.count(t, peer)
-                handles.append(self.mailboxes.send(t, peer))
+                handles.append(self.mailboxes.send(t, peer, self.name))
         return handles
 
     def prepare(self):
         if self.mailboxes is None:
-            log, self.log = self.log, Traffic()  # what follows is not counted
+            before = self.name, self.log
+            self.name, self.log = "mailboxes", Traffic()  # what follows is not counted, whatever operation is the first
             self.mailboxes = make_mailboxes(self) or False
-            self.log = log
+            self.name, self.log = before
 
     def close(self):
         super().close()

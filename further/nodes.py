@@ -54,8 +54,9 @@ class TwoLevels(Link):
         self.inside, self.between = map(link_of, dist._levels[group])  # my node; the ranks of my number in all nodes
 
     def levels(self):
-        """Both links, which count what they send under the operation that is under way."""
-        self.inside.log = self.between.log = self.log
+        """Both links, which work for the operation that is under way."""
+        for link in self.inside, self.between:
+            link.name, link.log = self.name, self.log
         return self.inside, self.between
 
     def of_each_node(self, chunks):

@@ -6,10 +6,8 @@ import gc
 import re
 import time
 
-from torch.distributed import ReduceOp
-
 import collectives as dist
-from collectives import COMBINE, _blocks, Link, make_link, tensors_in
+from collectives import _blocks, Link, make_link, tensors_in
 from further.nodes import TwoLevels
 
 
@@ -40,7 +38,7 @@ def lost_peer_named(what):
 
 class Watched(Link):
     """A Link that reports progress, refuses wrong arguments, and says which operation lost its peer."""
-    name, aside = None, False  # the name of the operation under way; whether it runs beside the caller (async_op)
+    aside = False  # whether the operation under way runs beside the caller (async_op)
 
     def run(self, name, operation, arguments, async_op):
         progress(name)
@@ -54,7 +52,6 @@ class Watched(Link):
     def perform(self, name, operation, arguments, link):
         """operation(link), on whatever thread it runs."""
         progress(name)
-        self.name = name
         self.prepare()
         operation(link)
         progress(f"after {name}")  # where the caller does not wait, nobody else says so
@@ -73,8 +70,6 @@ class Watched(Link):
                 raise ValueError(f"{name}: {argument} must hold {self.size}, one for each rank, not {len(value)}")
         if len({t.dtype for t in tensors_in(arguments.values())}) > 1:
             raise ValueError(f"{name}: all tensors must have one dtype")
-        if arguments.get("op", ReduceOp.SUM) not in COMBINE:
-            raise ValueError(f"{name}: op {arguments['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
         if name == "all_to_all_single":
             room, own = (_blocks(arguments[t], arguments[f"{t}_split_sizes"], self.size)[self.rank]
                          for t in ("output", "input"))
@@ -102,9 +97,9 @@ def watched_link(group, comm):
 
 
 class WatchedLevels(TwoLevels, Watched):
-    """`TwoLevels` that tells both its links which operation is under way, for their error messages and windows."""
+    """`TwoLevels` that tells both its links whether the caller waits, for their windows."""
 
     def levels(self):
         for link in self.inside, self.between:
-            link.name, link.aside = self.name, self.aside
+            link.aside = self.aside
         return super().levels()

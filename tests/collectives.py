@@ -187,6 +187,12 @@ def test_arguments_are_the_librarys(name):
     assert ours == library
 
 
+def test_names_that_are_not_here_are_answered_by_those_that_are():
+    for name in set(torch_dist.distributed_c10d.__all__) - set(vars(dist)):
+        with pytest.raises(AttributeError, match=f"^collectives.py has no {name}. Of torch.distributed it has .*send"):
+            getattr(dist, name)
+
+
 @pytest.mark.parametrize("size,way", [(1, "ring"), *itertools.product((2, 5), ("plain", "ring", "messages")), (4, 2),
                                       (4, "plain"), *itertools.product((2, 3), ("windows", "kernel"))])
 @on_ranks()

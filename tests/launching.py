@@ -1,5 +1,6 @@
 """Processes start and end together."""
 
+import concurrent.futures
 import multiprocessing
 import os
 import re
@@ -195,15 +196,29 @@ def test_a_tree_goes_round_by_round():
     assert all(len(some) <= 1 for call in exchange.call_args_list for some in [*call.args[1:], *call.kwargs.values()])
 
 
-def seconds_that_groups_wait():
+def begin_three_times(rank, port):
+    """As under torchrun, whose store outlives the groups. Returns how many seconds groups wait."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      TORCHELASTIC_USE_AGENT_STORE="True")
     fast.on()
-    dist.initialize("cpu", 7)
-    groups = torch.distributed.group.WORLD, dist.new_group([0])
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    for _ in range(3):
+        time.sleep(0.1 * (rank == 0))  # rank 1 must not connect to what rank 0 was before
+        dist.initialize("cpu", 7)
+        groups = torch.distributed.group.WORLD, dist.new_group([0, 1])
+        waits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+        for group in groups:
+            dist.all_reduce(t := torch.ones(2) + rank, group=group)
+            assert t.eq(3).all()
+        assert dist.traffic()["all_reduce"].calls == 2
+        dist.destroy_process_group()
+    assert not dist.traffic()
+    return waits
 
 
-def test_new_groups_wait_as_long_as_the_world():
-    assert in_new_process(seconds_that_groups_wait) == [7.0, 7.0]
+def test_groups_begin_again_and_wait_as_long_as_the_world():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with concurrent.futures.ProcessPoolExecutor(2, forkserver()) as two:
+        assert [*two.map(begin_three_times, range(2), 2 * [store.port])] == 2 * [[7.0, 7.0]]
 
 
 def test_train_on_gpus(tmp_path):

@@ -2,12 +2,14 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import re
 import sys
 import time
 import unittest.mock
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
@@ -172,6 +174,27 @@ def test_a_closed_link_keeps_no_memory():
     gone = kept() is None
     gc.enable()
     assert gone
+
+
+@on_ranks(2)
+def test_ranks_that_call_different_things_hear_of_it():
+    """Mailboxes name both sides. Without them no message is taken for another, so the group's timeout ends the call."""
+    needs_mailboxes()
+    rank, t = dist.get_rank(), torch.ones(4)
+    calls = {"16 bytes of all_reduce in torch.float32": lambda group=None: dist.all_reduce(t, group=group),
+             "32 bytes of all_reduce in torch.float32": lambda group=None: dist.all_reduce(t.repeat(2), group=group),
+             "16 bytes of all_reduce in torch.int32": lambda group=None: dist.all_reduce(t.int(), group=group),
+             "16 bytes of all_gather in torch.float32": lambda group=None: dist.all_gather([t, t], t, group=group),
+             "1 bytes of barrier in torch.uint8": dist.barrier}
+    for pair in itertools.combinations(calls, 2):
+        mine, theirs = pair if rank == 0 else pair[::-1]
+        says = f"rank {1 - rank} of the group sends {theirs}, rank {rank} expects {mine}$"
+        with served_by(GlooLink), pytest.raises(PeerError, match=says):
+            calls[mine]()
+    for mine in [*calls][:2], [*calls][::2], [*calls][::3]:
+        dist.use(group := dist.new_group(timeout=timedelta(seconds=0.3)), "ring")
+        with pytest.raises(PeerError, match="Timed out waiting 300ms"):
+            calls[mine[rank]](group)
 
 
 @pytest.mark.parametrize("silent,says", [(0, "Connection closed by rank 1 of the group"),
