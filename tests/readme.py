@@ -12,6 +12,7 @@ import pathlib
 import re
 import runpy
 import shlex
+import signal
 import shutil
 import sys
 import types
@@ -227,7 +228,7 @@ def test_commands_of_the_lecture_run(text, tmp_path):
 
 
 # GPUs, nodes, a person; or it is refused
-NEEDS = (r"srun|HOST|gpt2|eight-bits|bench.py kernels|\.venv|git |pytest|my\.txt|runs/mine|pdb|--help|NAME|FILE|--tp 3|"
+NEEDS = (r"srun|HOST|gpt2|eight-bits|bench.py kernels|\.venv|git |pytest|my\.txt|mine|pdb|--help|NAME|FILE|--tp 3|"
          r"--check")
 
 
@@ -283,6 +284,28 @@ def library_code():
 
 def test_readme_library_code_is_fast():
     assert in_new_process(library_code) == ("fast.overlap", pytest.approx(128 ** 0.5))  # each of 8 gradients is 4
+
+
+def die_at_the_first_save():
+    """Of what comes in this process."""
+    real = os.replace
+    patch.object(os, "replace", lambda *files: (real(*files), os.kill(os.getpid(), signal.SIGKILL))).start()
+
+
+def test_somebody_s_own_script_goes_on_with_other_processes(tmp_path):
+    """The page's commands, the first one killed in the middle; losses are those of one process."""
+    page = PAGES["docs/own-model.md"]
+    (tmp_path / "mine.py").write_text(re.search(r"(?s)```python\n(.*?)```", page)[1])
+    losses = {}
+    for number, (program, words, size) in enumerate([("mine.py", ["mine.pt"], 1), *map(program_of, commands(page))]):
+        files = [str(tmp_path / f"{size == 1}{word}") for word in words]
+        before = die_at_the_first_save if number == 1 else None
+        said = ran(files, size, tmp_path / "log", [-signal.SIGKILL, 1] if before else None, before=before,
+                   program=str(tmp_path / program))
+        losses[size] = re.findall(rf"step (\d+)/60 on {size}  loss (\S+)", said)
+    assert [[step for step, _ in lines] for lines in losses.values()] == [["20", "40", "60"], ["20"], ["40", "60"]]
+    assert [float(loss) for size in (2, 3) for _, loss in losses[size]] == pytest.approx(
+        [float(loss) for _, loss in losses[1]], abs=0.002)
 
 
 def test_a_process_with_threads_or_gpus_is_not_forked(monkeypatch):
