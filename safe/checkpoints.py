@@ -213,7 +213,7 @@ def start_of(s, config, asked, read_all):
 def check_same_data(s, known, here, checkpoint):
     """Reject data that is not what a run was trained on. known, here: what `run_of` says of that run and of this."""
     how = differences(known, here, ("data",))
-    instead = f" --out {s.out}-2" * bool(s.out) + f" --init-from {checkpoint.path}" * bool(checkpoint)
+    instead = f" --out {s.out}-2" * bool(s.out) + (f" --init-from {checkpoint.path}" if checkpoint else "")
     instead += " and leave --resume out" * bool(s.resume)
     reject(how, f"--data {s.data or '(the standard library)'} is not what this run was trained on ({'; '.join(how)}): "
            f"give that, or, for a new run, give{instead}")

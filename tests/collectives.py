@@ -105,10 +105,11 @@ def left_by(comm, name, case):
     assert (handle is not None) == case.async_op
     if handle:
         handle.wait()
-    left = [t.detach().flatten().cpu() for t in tensors_in(arguments)]  # which waits for a GPU, as wait() does not
-    # The library's reduce-scatter never says so on gloo.
-    assert not handle or "reduce_scatter" in name or handle.is_completed()
-    return left
+        if torch.get_default_device().type == "cuda":  # of which wait() holds up a stream
+            torch.cuda.synchronize()
+        # The library's reduce-scatter never says so on gloo.
+        assert "reduce_scatter" in name or handle.is_completed()
+    return [t.detach().flatten().cpu() for t in tensors_in(arguments)]
 
 
 def left_by_library(name, case):

@@ -7,6 +7,7 @@ import gc
 import importlib
 import inspect
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import re
@@ -189,7 +190,7 @@ class Pool:
             self.processes[-1].start()
 
     def run(self, function, *args, timeout=300 if GPUS else 60, again=True, **options):  # there, kernels compile first
-        """Results in rank order. A rank's exception fails the test; silence breaks the pool, which starts anew.
+        """Results in rank order. The first rank's exception fails the test; silence breaks the pool, which starts anew.
 
         again: where gloo could not connect its processes, which on loaded machines happens once in many thousand
         groups before any code of ours runs, new processes try once more."""
@@ -197,21 +198,23 @@ class Pool:
             self.__init__(len(self.pipes), self.device_type, self.plain)
         for pipe in self.pipes:
             pipe.send((function, args, options))
-        results, deadline = [], time.time() + timeout
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(max(0.0, deadline - time.time())):
+        results, left, deadline = {}, [*self.pipes], time.time() + timeout
+        while left:
+            ready = multiprocessing.connection.wait(left, max(0.0, deadline - time.time()))
+            if not ready:
                 self.stop()
-                pytest.fail(f"rank {rank} was silent for {timeout} s")
-            ok, value = pipe.recv()
+                pytest.fail(f"rank {self.pipes.index(left[0])} was silent for {timeout} s")
+            rank, (ok, value) = self.pipes.index(ready[0]), ready[0].recv()
+            left.remove(ready[0])
             if ok is False:
                 self.stop()
                 if again and "Gloo connectFullMesh failed" in value:
                     return self.run(function, *args, timeout=timeout, again=False, **options)
                 pytest.fail(f"rank {rank}:\n{value}")
-            results.append(value)
+            results[rank] = value
         if ok is None:  # all ranks skip alike
             pytest.skip(value)
-        return results
+        return [results[rank] for rank in range(len(self.pipes))]
 
     def stop(self):
         for process in self.processes:
