@@ -19,7 +19,8 @@ the speed of a copy.
 16 bits), and PyTorch's own operations for all others; `use("triton")` takes it on any GPU. Without Triton (macOS)
 PyTorch's operations run; with TRITON_INTERPRET=1 the kernels run on the CPU, slowly, for tests.
 
-Letters: n elements, rows of a given width, V vocabulary, T, H, D as in model.py; dy stands for dloss/dy.
+Letters: n elements, rows of a given width, V vocabulary, B, T, H, D as in model.py, Tq queries, Tk keys; dy stands for
+dloss/dy; a kernel's x_ptr is the address of x, and capitals as BLOCK, BM are sizes that the compiler knows.
 Read with: CS336 lectures 5, 6 (GPUs, kernels, Triton); Triton's own tutorials.
 """
 
@@ -44,7 +45,8 @@ except ImportError:  # the kernels below stay unused, and decorating them does n
 # ------------------------------------------------------------------------------------------------------------- choice
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HAVE_TRITON, INTERPRETED = hasattr(triton, "cdiv"), os.environ.get("TRITON_INTERPRET") == "1"
+HAVE_TRITON = hasattr(triton, "cdiv")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _choice = "auto"
 
 
@@ -84,6 +86,12 @@ def exact(x):
     return x.to(tl.float32) if IN_INTERPRETER else x
 
 
+@triton.jit
+def dot(a, b, total=None):
+    """total + a b. "ieee": float32 without TF32."""
+    return tl.dot(exact(a), exact(b), total, input_precision="ieee")
+
+
 def programs_at_once(device):
     """Multiprocessors: what a grid must fill, and how many programs a persistent kernel starts."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
@@ -97,6 +105,12 @@ def programs_at_once(device):
 #
 # (GELU's tanh form is 0.5 x (1 + tanh(u/2)), and (1 + tanh(u/2)) / 2 is the sigmoid of u: one exp, no tanh.)
 # Elements moved: forward 2 n (x, y), backward 3 n (x, dy, dx). Float32 inside.
+#
+# How to read a Triton kernel: `_map[(7,)](...)` starts 7 programs. Each runs the function once, in any order, many at a
+# time; tl.program_id(0) is its number, 0 to 6. A variable is a block of numbers, spread over the program's threads:
+# tl.arange(0, 4) is [0, 1, 2, 3]. A tensor arrives as the address of its first number, so x_ptr + offsets is a block of
+# addresses. tl.load reads them into registers. Where `mask` is False it reads nothing, and has its last argument there.
+# The compiler knows arguments that are tl.constexpr, and compiles once for each of their values.
 
 def elu_reference(x):
     return torch.where(x > 0, x, x.exp() - 1)
@@ -141,13 +155,15 @@ def _gelu_slope(x):
 
 
 @triton.jit
-def _map(x, dy, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
-    """y = FUNCTION(x), or with a dy (backward, FUNCTION the slope) FUNCTION(x) dy. x, dy, y: pointers to n elements
-    each. `at < n` masks what lies beyond."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64, because n may pass 2^31
-    v = tl.load(x + at, at < n).to(tl.float32)
-    d = 1.0 if dy is None else tl.load(dy + at, at < n).to(tl.float32)
-    tl.store(y + at, FUNCTION(v) * d, at < n)
+def _map(x_ptr, dy_ptr, y_ptr, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+    """y = FUNCTION(x) of n elements. With a dy (in backward, where FUNCTION is the slope): y = FUNCTION(x) dy."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64, because n may pass 2^31
+    mask = offsets < n  # the last program's block may reach beyond the end
+    x = tl.load(x_ptr + offsets, mask)
+    y = FUNCTION(x.to(tl.float32))
+    if dy_ptr is not None:
+        y *= tl.load(dy_ptr + offsets, mask).to(tl.float32)
+    tl.store(y_ptr + offsets, y, mask)
 
 
 class Map(torch.autograd.Function):
@@ -167,8 +183,10 @@ class Map(torch.autograd.Function):
 
 
 def launch_map(x, dy, function):
-    y, n, block = torch.empty_like(x), x.numel(), 4096 // x.element_size()  # 4 KiB a program, 32 bytes a thread
-    _map[(triton.cdiv(n, block),)](x, dy, y, n, function, block, num_warps=4)
+    y = torch.empty_like(x)
+    block = 4096 // x.element_size()  # 4 KiB a program, 32 bytes a thread
+    programs = triton.cdiv(x.numel(), block)
+    _map[(programs,)](x, dy, y, x.numel(), function, block, num_warps=4)
     return y
 
 
@@ -216,11 +234,6 @@ def weight_gradients(ctx, dy, x):
     return dy.T @ x if needs_dw else None, bias_gradient(dy) if needs_db else None
 
 
-def bias_gradient(dy):
-    """Sums over the rows of dy (rows, out): (out)."""
-    return dy.sum(0)
-
-
 def linear(x, weight, bias=None, take=None):
     """x W^T + b for x (..., in), weight W (out, in), bias (out). take: as for Linear."""
     return Linear.apply(x, weight, bias, take) if take else F.linear(x, weight, bias)
@@ -243,79 +256,80 @@ def grouped_reference(x, weight, bias, counts):
     return torch.cat([F.linear(rows, w, b) for rows, w, b in groups])
 
 
-def grouped_linear(x, weight, bias, counts):
-    """x W_e^T + b_e for x (R, in), its rows sorted by group e; weight W (E, out, in), bias (E, out) or None: (R, out).
-
-    counts: int64 (E), on x's device: how many rows each group has, zeros included; they must add up to R. All are in
-    one dtype. Deterministic.
-    """
-    return grouped_reference(x, weight, bias, counts)
-
-
 # --------------------------------------------------------------------------------------------------------- layer norm
 #
-# Over each row, m = mean(x), k = 1 / sqrt(mean((x - m)^2) + eps), xhat = (x - m) k:
+# Over each row, mean = mean(x), rstd = 1 / sqrt(mean((x - mean)^2) + eps), xhat = (x - mean) rstd:
 #
 #     y = xhat w + b        dw = sum over rows of dy xhat        db = sum over rows of dy
 #
-# Each x also changes m and k of its row. So from g = dy w go the mean, through m, and the part along xhat, through k:
+# Each x also changes mean and rstd of its row. So from g = dy w go the mean, and through rstd the part along xhat:
 #
-#     dx = k (g - mean(g) - xhat mean(g xhat))
+#     dx = rstd (g - mean(g) - xhat mean(g xhat))
 #
 # Bytes: forward 2 passes of x, backward 3 (x, dy, dx).
 
 def layer_norm_reference(x, weight, bias, eps):
-    """(y, m, k), m and k (rows, 1)."""
-    m = x.mean(-1, keepdim=True)
-    k = ((x - m).square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (x - m) * k * weight + bias, m, k
+    """(y, mean, rstd), mean and rstd (rows, 1)."""
+    mean = x.mean(-1, keepdim=True)
+    rstd = ((x - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (x - mean) * rstd * weight + bias, mean, rstd
 
 
-def layer_norm_backward_reference(x, dy, weight, m, k):
+def layer_norm_backward_reference(x, dy, weight, mean, rstd):
     """(dx, dw, db)."""
-    xhat, g = (x - m) * k, dy * weight
-    dx = k * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    xhat = (x - mean) * rstd
+    g = dy * weight
+    dx = rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
     return dx, (dy * xhat).flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)
 
 
 @triton.jit
-def _layer_norm(x, weight, bias, y, mean, rstd, width, eps, BLOCK: tl.constexpr):
+def _layer_norm(x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, width, eps, BLOCK: tl.constexpr):
     """A row a program, all of it in registers: the mean, the squares and y come from one read."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    inside, at = column < width, row * width + column
-    v = tl.load(x + at, inside, 0).to(tl.float32)
-    m = tl.sum(v, 0) / width
-    centred = tl.where(inside, v - m, 0)
-    k = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
-    tl.store(mean + row, m)
-    tl.store(rstd + row, k)
-    w, b = tl.load(weight + column, inside, 0).to(tl.float32), tl.load(bias + column, inside, 0).to(tl.float32)
-    tl.store(y + at, centred * k * w + b, inside)
+    mask = column < width
+    offsets = row * width + column
+    x = tl.load(x_ptr + offsets, mask, 0).to(tl.float32)
+    mean = tl.sum(x, 0) / width
+    centred = tl.where(mask, x - mean, 0)
+    rstd = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    weight = tl.load(weight_ptr + column, mask, 0).to(tl.float32)
+    bias = tl.load(bias_ptr + column, mask, 0).to(tl.float32)
+    tl.store(y_ptr + offsets, centred * rstd * weight + bias, mask)
 
 
 @triton.jit
-def _layer_norm_backward(x, dy, weight, mean, rstd, dx, partial, rows, width, BLOCK: tl.constexpr):
+def _layer_norm_backward(x_ptr, dy_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, rows, width,
+                         BLOCK: tl.constexpr):
     """As many programs as run at once, each striding over the rows. Its share of dw and db stays in registers.
 
     partial (2, programs, width) takes the shares at the end. The caller adds them up, in the same order every time.
     """
-    first, programs = tl.program_id(0), tl.num_programs(0)
+    first = tl.program_id(0)
+    programs = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
-    inside = column < width
-    w = tl.load(weight + column, inside, 0).to(tl.float32)
-    dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    mask = column < width
+    weight = tl.load(weight_ptr + column, mask, 0).to(tl.float32)
+    dw = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
     for row in range(first, rows, programs):
-        at, m, k = tl.cast(row, tl.int64) * width + column, tl.load(mean + row), tl.load(rstd + row)
-        d = tl.load(dy + at, inside, 0).to(tl.float32)
-        xhat = tl.where(inside, (tl.load(x + at, inside, 0).to(tl.float32) - m) * k, 0)
-        g = d * w
-        tl.store(dx + at, k * (g - tl.sum(g, 0) / width - xhat * (tl.sum(g * xhat, 0) / width)), inside)
-        dw += d * xhat
-        db += d
-    at = partial + first.to(tl.int64) * width + column
-    tl.store(at, dw, inside)
-    tl.store(at + programs.to(tl.int64) * width, db, inside)
+        offsets = tl.cast(row, tl.int64) * width + column
+        mean = tl.load(mean_ptr + row)
+        rstd = tl.load(rstd_ptr + row)
+        dy = tl.load(dy_ptr + offsets, mask, 0).to(tl.float32)
+        x = tl.load(x_ptr + offsets, mask, 0).to(tl.float32)
+        xhat = tl.where(mask, (x - mean) * rstd, 0)
+        g = dy * weight
+        dx = rstd * (g - tl.sum(g, 0) / width - xhat * (tl.sum(g * xhat, 0) / width))
+        tl.store(dx_ptr + offsets, dx, mask)
+        dw += dy * xhat
+        db += dy
+    share_ptr = partial_ptr + first.to(tl.int64) * width + column
+    tl.store(share_ptr, dw, mask)
+    tl.store(share_ptr + programs.to(tl.int64) * width, db, mask)
 
 
 class LayerNorm(torch.autograd.Function):
@@ -323,10 +337,13 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
-        x, width = x.contiguous(), x.shape[-1]
-        y, (mean, rstd) = torch.empty_like(x), x.new_empty(2, x.numel() // width, dtype=torch.float32)
-        _layer_norm[(len(mean),)](x, weight.contiguous(), bias.contiguous(), y, mean, rstd, width, eps,
-                                  triton.next_power_of_2(width), num_warps=8)
+        x = x.contiguous()
+        width = x.shape[-1]
+        rows = x.numel() // width
+        y = torch.empty_like(x)
+        mean, rstd = x.new_empty(2, rows, dtype=torch.float32)
+        _layer_norm[(rows,)](x, weight.contiguous(), bias.contiguous(), y, mean, rstd, width, eps,
+                             triton.next_power_of_2(width), num_warps=8)
         ctx.save_for_backward(x, weight, mean, rstd)
         return y
 
@@ -334,9 +351,11 @@ class LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight, mean, rstd = ctx.saved_tensors
-        width, programs = x.shape[-1], min(len(mean), programs_at_once(x.device))
-        dx, partial = torch.empty_like(x), torch.empty(2, programs, width, dtype=torch.float32, device=x.device)
-        _layer_norm_backward[(programs,)](x, dy.contiguous(), weight.contiguous(), mean, rstd, dx, partial, len(mean),
+        width, rows = x.shape[-1], len(mean)
+        programs = min(rows, programs_at_once(x.device))
+        dx = torch.empty_like(x)
+        partial = x.new_empty(2, programs, width, dtype=torch.float32)
+        _layer_norm_backward[(programs,)](x, dy.contiguous(), weight.contiguous(), mean, rstd, dx, partial, rows,
                                           width, triton.next_power_of_2(width), num_warps=8)
         dw, db = partial.sum(1).to(weight.dtype)
         return dx, dw, db, None
@@ -411,15 +430,43 @@ def at_least_float32(x):
     return x.float() if x.dtype.itemsize == 2 else x
 
 
-# The kernels. Tensors arrive as descriptors for TMA, Hopper's copy engine: one thread asks for a (1, 1, rows, D) tile,
-# and TMA brings it to shared memory, from rows of any stride, with zeros past the last row, past which it stores
-# nothing.
-
 @triton.jit
-def dot(a, b, total=None):
-    """total + a b. "ieee": float32 without TF32."""
-    return tl.dot(exact(a), exact(b), total, input_precision="ieee")
+def simple_attention_kernel(q_ptr, k_ptr, v_ptr, o_ptr, scale, T, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Causal O of BLOCK queries of one head. q, k, v, o: contiguous (heads, T, D)."""
+    block = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64) * T * D + tl.arange(0, D)[None, :]       # (1, D): its first row
+    rows = block * BLOCK + tl.arange(0, BLOCK)[:, None]                           # (BLOCK, 1)
+    q = tl.load(q_ptr + head + rows * D, rows < T, 0)                             # (BLOCK, D)
+    m = tl.full([BLOCK], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, D], tl.float32)
+    for n in range(block + 1):  # blocks of keys, up to the one on the diagonal: later ones no row sees
+        keys = n * BLOCK + tl.arange(0, BLOCK)[:, None]                           # (BLOCK, 1)
+        k = tl.load(k_ptr + head + keys * D, keys < T, 0)
+        v = tl.load(v_ptr + head + keys * D, keys < T, 0)
+        s = dot(q, k.T) * scale                                                   # (BLOCK, BLOCK)
+        s = tl.where(keys.T <= rows, s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp(s - m_new[:, None])
+        alpha = tl.exp(m - m_new)  # l and acc were computed with the old m
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None] + dot(p.to(v.dtype), v)                        # (BLOCK, D)
+        m = m_new
+    tl.store(o_ptr + head + rows * D, acc / l[:, None], rows < T)
 
+
+def simple_attention(q, k, v):
+    """Causal attention, forward alone, of contiguous q, k, v (B, H, T, D): (B, H, T, D)."""
+    B, H, T, D = q.shape
+    o = torch.empty_like(q)
+    simple_attention_kernel[triton.cdiv(T, 32), B * H](q, k, v, o, 1 / math.sqrt(D), T, D, 32)
+    return o
+
+
+# What the model runs can do more: keys may be more or fewer than queries, and L is kept for backward. A row that sees
+# no key has O = 0, and L = inf, so that P = exp(S - L) is 0. Tensors arrive as descriptors for TMA, Hopper's copy
+# engine: one thread asks for a (1, 1, rows, D) tile, and TMA brings it to shared memory, from rows of any stride, with
+# zeros past the last row, past which it stores nothing.
 
 @triton.jit
 def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
@@ -428,12 +475,19 @@ def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def first_row(Tq):
+    """Where the program's head begins in LSE and DELTA (B*H, Tq)."""
+    return tl.program_id(1).to(tl.int64) * Tq
+
+
+@triton.jit
 def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr):
     """O, and LSE, the L above (but +inf for a row without a key), of BM queries of one head. 2 matmuls a block of BN
     keys. Q, K, V, O: TMA descriptors."""
-    bh, m0 = tl.program_id(1), tl.program_id(0) * BM
-    b, h, rows = bh // H, bh % H, m0 + tl.arange(0, BM)
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    m0 = tl.program_id(0) * BM
+    rows = m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
     q = Q.load([b, h, m0, 0]).reshape(BM, D)
     m = tl.full([BM], -float("inf"), tl.float32)
@@ -454,22 +508,23 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.const
     some = l > 0                                                 # a row without a key (Tq > Tk): O = 0; L = inf: P = 0
     l = tl.where(some, l, 1.0)
     O.store([b, h, m0, 0], (acc / l[:, None]).to(q.dtype).reshape(1, 1, BM, D))
-    tl.store(LSE + bh.to(tl.int64) * Tq + rows, tl.where(some, m + tl.log(l), float("inf")), rows < Tq)
+    tl.store(LSE + first_row(Tq) + rows, tl.where(some, m + tl.log(l), float("inf")), rows < Tq)
 
 
 @triton.jit
 def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
                                 BM: tl.constexpr, BN: tl.constexpr):
     """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
-    bh, m0 = tl.program_id(1), tl.program_id(0) * BM
-    b, h, rows = bh // H, bh % H, m0 + tl.arange(0, BM)
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    m0 = tl.program_id(0) * BM
+    rows = m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
     q = Q.load([b, h, m0, 0]).reshape(BM, D)
     do = DO.load([b, h, m0, 0]).reshape(BM, D)
     o = O.load([b, h, m0, 0]).reshape(BM, D)
-    lse = tl.load(LSE + bh.to(tl.int64) * Tq + rows, rows < Tq, float("inf"))     # (BM,)
+    lse = tl.load(LSE + first_row(Tq) + rows, rows < Tq, float("inf"))                # (BM,)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    tl.store(DELTA + bh.to(tl.int64) * Tq + rows, delta, rows < Tq)
+    tl.store(DELTA + first_row(Tq) + rows, delta, rows < Tq)
     dq = tl.zeros([BM, D], tl.float32)
     for n0 in range(0, last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
         k = K.load([b, h, n0, 0]).reshape(BN, D)
@@ -485,8 +540,9 @@ def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H
 def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk, H, CAUSAL: tl.constexpr,
                                  D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """dK and dV of BN keys of one head. 4 matmuls a block, of S^T and dP^T, as dV and dK need them."""
-    bh, n0 = tl.program_id(1), tl.program_id(0) * BN
-    b, h, keys = bh // H, bh % H, n0 + tl.arange(0, BN)
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    n0 = tl.program_id(0) * BN
+    keys = n0 + tl.arange(0, BN)
     k = K.load([b, h, n0, 0]).reshape(BN, D)
     v = V.load([b, h, n0, 0]).reshape(BN, D)
     dk = tl.zeros([BN, D], tl.float32)
@@ -496,8 +552,8 @@ def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk,
         rows = m0 + tl.arange(0, BM)
         q = Q.load([b, h, m0, 0]).reshape(BM, D)
         do = DO.load([b, h, m0, 0]).reshape(BM, D)
-        lse = tl.load(LSE + bh.to(tl.int64) * Tq + rows, rows < Tq, float("inf"))  # inf past the last row: P is 0 there
-        delta = tl.load(DELTA + bh.to(tl.int64) * Tq + rows, rows < Tq, 0)
+        lse = tl.load(LSE + first_row(Tq) + rows, rows < Tq, float("inf"))        # inf past the last row: P is 0 there
+        delta = tl.load(DELTA + first_row(Tq) + rows, rows < Tq, 0)
         s = dot(k, q.T) * scale                                                   # (BN, BM)
         p = tl.where(keys[:, None] <= last_key(rows, Tq, Tk, CAUSAL)[None, :], tl.exp(s - lse[None, :]), 0.0)
         dv = dot(p.to(do.dtype), do, dv)
@@ -523,27 +579,25 @@ def tile_rows(D):
 
 def attention_forward(q, k, v, is_causal):
     """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq), float32."""
-    (B, H, Tq, D), Tk, rows = q.shape, k.shape[2], tile_rows(q.shape[3])
-    o = torch.empty(B, Tq, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse, sizes = torch.empty(B * H, Tq, dtype=torch.float32, device=q.device), (Tq, Tk, H, is_causal, D, rows, rows)
-    q, k, v, tiled_o = (tiled(x, rows) for x in (q, k, v, o))
-    grid, scale = (triton.cdiv(Tq, rows), B * H), 1 / math.sqrt(D)
-    attention_forward_kernel[grid](q, k, v, tiled_o, lse, scale, *sizes, num_stages=1)
+    B, H, Tq, D = q.shape
+    rows = tile_rows(D)
+    o = q.new_empty(B, Tq, H, D).transpose(1, 2)
+    lse = q.new_empty(B * H, Tq, dtype=torch.float32)
+    sizes = Tq, k.shape[2], H, is_causal, D, rows, rows
+    attention_forward_kernel[triton.cdiv(Tq, rows), B * H](
+        *(tiled(x, rows) for x in (q, k, v, o)), lse, 1 / math.sqrt(D), *sizes, num_stages=1)
     return o, lse
 
 
 def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
     """Write the gradients into dq, dk, dv. The first kernel also writes delta, which the second one reads."""
-    (B, H, Tq, D), Tk, rows = q.shape, k.shape[2], tile_rows(q.shape[3])
-    delta, sizes = torch.empty_like(lse), (1 / math.sqrt(D), Tq, Tk, H, is_causal, D, rows, rows)
+    B, H, Tq, D = q.shape
+    Tk, rows = k.shape[2], tile_rows(D)
+    delta = torch.empty_like(lse)
+    sizes = 1 / math.sqrt(D), Tq, Tk, H, is_causal, D, rows, rows
     q, k, v, o, do, dq, dk, dv = (tiled(x, rows) for x in (q, k, v, o, do.contiguous(), dq, dk, dv))
     attention_backward_q_kernel[triton.cdiv(Tq, rows), B * H](q, k, v, o, do, lse, delta, dq, *sizes, num_stages=1)
     attention_backward_kv_kernel[triton.cdiv(Tk, rows), B * H](q, k, v, do, lse, delta, dk, dv, *sizes, num_stages=1)
-
-
-def tileable(x):
-    """x, or a copy that a descriptor can address: rows at multiples of 16 bytes, the last dimension contiguous."""
-    return x.contiguous()
 
 
 class FlashAttention(torch.autograd.Function):
@@ -596,16 +650,6 @@ def attention(qkv, is_causal=True):
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)      # (B, T, H, D)
 
 
-def attend(q, k, v, is_causal):
-    """attention_reference, for ring attention, which merges what queries get from several parts of the keys. It has S
-    and P in memory, (Tq, Tk) a head."""
-    return attention_reference(q, k, v, is_causal)
-
-
-def attend_backward(q, k, v, o, lse, do, is_causal):
-    return attention_backward_reference(q, k, v, o, lse, do, is_causal)
-
-
 # ------------------------------------------------------------------------------------------------------ cross-entropy
 #
 # Logits z (rows, V), one target t a row. With top = max(z), total = sum exp(z - top), p = softmax(z) = exp(z - top) /
@@ -647,34 +691,39 @@ def checked_targets(targets, vocab):
 
 
 @triton.jit
-def _softmax_sums(z, targets, tops, totals, picked, first, vocab, stride, BLOCK: tl.constexpr):
+def _softmax_sums(z_ptr, target_ptr, top_ptr, total_ptr, picked_ptr, first, vocab, stride, BLOCK: tl.constexpr):
     """One row: a running maximum, and the sum of exponentials relative to it, rescaled when the maximum grows."""
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row) - first
-    z += row * stride
-    top, total = -3.4e38, 0.0  # not -inf: a block of logits that are all -inf would give -inf - -inf
+    target = tl.load(target_ptr + row) - first
+    z_ptr += row * stride
+    top = -3.4e38  # not -inf: a block of logits that are all -inf would give -inf - -inf
+    total = 0.0
     for start in tl.range(0, vocab, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        v = tl.load(z + at, at < vocab, -float("inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(v, 0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(v - higher), 0)
+        column = start + tl.arange(0, BLOCK)
+        z = tl.load(z_ptr + column, column < vocab, -float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(z, 0))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher), 0)
         top = higher
-    tl.store(tops + row, top)
-    tl.store(totals + row, total)
-    tl.store(picked + row, tl.load(z + target, (target >= 0) & (target < vocab), 0).to(tl.float32))
+    picked = tl.load(z_ptr + target, (target >= 0) & (target < vocab), 0)
+    tl.store(top_ptr + row, top)
+    tl.store(total_ptr + row, total)
+    tl.store(picked_ptr + row, picked.to(tl.float32))
 
 
 @triton.jit
-def _softmax_minus_onehot(z, targets, tops, totals, scale, first, vocab, stride, BLOCK: tl.constexpr):
+def _softmax_minus_onehot(z_ptr, target_ptr, top_ptr, total_ptr, scale_ptr, first, vocab, stride,
+                          BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    target, top = tl.load(targets + row), tl.load(tops + row)
-    factor = tl.load(scale, target >= 0, 0)  # 0 in a row that does not count
-    share = factor / tl.load(totals + row)
-    z += row * stride
+    target = tl.load(target_ptr + row)
+    top = tl.load(top_ptr + row)
+    factor = tl.load(scale_ptr, target >= 0, 0)  # 0 in a row that does not count
+    share = factor / tl.load(total_ptr + row)
+    z_ptr += row * stride
     for start in tl.range(0, vocab, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        v = tl.load(z + at, at < vocab, -float("inf")).to(tl.float32)
-        tl.store(z + at, tl.exp(v - top) * share - tl.where(at == target - first, factor, 0.0), at < vocab)
+        column = start + tl.arange(0, BLOCK)
+        z = tl.load(z_ptr + column, column < vocab, -float("inf")).to(tl.float32)
+        onehot = tl.where(column == target - first, factor, 0.0)
+        tl.store(z_ptr + column, tl.exp(z - top) * share - onehot, column < vocab)
 
 
 def softmax_sums(z, targets, first=0):
@@ -682,7 +731,8 @@ def softmax_sums(z, targets, first=0):
 
     z may be a slice of the vocabulary, from logit `first` on: z_t is 0 where the target's logit is on another slice."""
     if not on_triton(z):
-        z, (column, here) = at_least_float32(z), column_of(targets, first, z.shape[1])
+        z = at_least_float32(z)
+        column, here = column_of(targets, first, z.shape[1])
         top = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)  # a slice may have no logit above -inf
         picked = z.gather(1, column).squeeze(1).masked_fill(~here, 0)
         return top, (z - top.unsqueeze(-1)).exp().sum(-1), picked
@@ -706,7 +756,8 @@ def softmax_minus_onehot(z, targets, top, total, scale, first=0):
     """(exp(z - top) / total - onehot(t)) scale, for scale a tensor of one number; 0 in rows that do not count. Our
     kernel writes it over z. first: as for softmax_sums."""
     if not on_triton(z):
-        p, (column, here) = (z - top.unsqueeze(-1)).exp() / total.unsqueeze(-1), column_of(targets, first, z.shape[1])
+        p = (z - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
+        column, here = column_of(targets, first, z.shape[1])
         p.scatter_add_(1, column, -here.to(p.dtype).unsqueeze(1))
         return (p * (scale * (targets != IGNORED)).unsqueeze(1)).to(z.dtype)
     _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale.float(), first, z.shape[1], z.stride(0), 4096,
@@ -720,7 +771,8 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, z, targets):
-        z, targets = z if z.stride(-1) == 1 else z.contiguous(), targets.contiguous()
+        z = z if z.stride(-1) == 1 else z.contiguous()
+        targets = targets.contiguous()
         top, total, picked = softmax_sums(z, targets)
         ctx.save_for_backward(z, targets, top, total)
         return summed_loss(top, total, picked, targets)
@@ -771,22 +823,26 @@ _tile = triton.jit(tile_of)  # tile_of itself is for `tiles_read`
 
 
 @triton.jit
-def _matmul(a, b, c, M, N, K, a_row, a_column, b_row, b_column,
+def _matmul(a_ptr, b_ptr, c_ptr, M, N, K, a_row, a_column, b_row, b_column,
             FUNCTION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
     row, column = _tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
-    rows, columns, ks = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN), tl.arange(0, BK)
+    rows = row * BM + tl.arange(0, BM)
+    columns = column * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
     # Beyond the edge, rows and columns wrap around: in bounds without a mask (K alone needs one), and never stored.
-    a += (rows % M)[:, None].to(tl.int64) * a_row + ks[None] * a_column                         # (BM, BK)
-    b += ks[:, None] * b_row + (columns % N)[None].to(tl.int64) * b_column                      # (BK, BN)
+    a_ptr += (rows % M)[:, None].to(tl.int64) * a_row + ks[None] * a_column                     # (BM, BK)
+    b_ptr += ks[:, None] * b_row + (columns % N)[None].to(tl.int64) * b_column                  # (BK, BN)
     tile = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        some_a, some_b = tl.load(a, ks[None] < K - k, 0), tl.load(b, ks[:, None] < K - k, 0)
-        # float32 as three TF32 products, on tensor cores; 16 bits: one
-        tile = tl.dot(exact(some_a), exact(some_b), tile, input_precision="tf32x3")
-        a += BK * a_column
-        b += BK * b_row
-    inside = (rows[:, None] < M) & (columns[None] < N)
-    tl.store(c + rows[:, None].to(tl.int64) * N + columns[None], tile if FUNCTION is None else FUNCTION(tile), inside)
+    for start in range(0, K, BK):
+        a = tl.load(a_ptr, ks[None] < K - start, 0)
+        b = tl.load(b_ptr, ks[:, None] < K - start, 0)
+        tile = tl.dot(exact(a), exact(b), tile, input_precision="tf32x3")  # of float32 three TF32 products
+        a_ptr += BK * a_column
+        b_ptr += BK * b_row
+    if FUNCTION is not None:
+        tile = FUNCTION(tile)
+    mask = (rows[:, None] < M) & (columns[None] < N)
+    tl.store(c_ptr + rows[:, None].to(tl.int64) * N + columns[None], tile, mask)
 
 
 def matmul(a, b, function=None, tiles=(64, 64, 32, 8)):
@@ -796,8 +852,42 @@ def matmul(a, b, function=None, tiles=(64, 64, 32, 8)):
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.dtype not in DTYPES:
         raise ValueError(f"product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}: needs (M, K) and "
                          f"(K, N) of one dtype, bfloat16, float16 or float32")
-    (M, K), N, (BM, BN, BK, GROUP) = a.shape, b.shape[1], tiles
+    (M, K), N = a.shape, b.shape[1]
+    BM, BN, BK, GROUP = tiles
     c = a.new_empty(M, N)
     _matmul[(triton.cdiv(M, BM) * triton.cdiv(N, BN),)](
         a, b, c, M, N, K, *a.stride(), *b.stride(), function, BM, BN, BK, GROUP, num_warps=8, num_stages=3)
     return c
+
+
+# -------------------------------------------------------------------------------------------------- what fast/ replaces
+#
+# Functions that only forward, or copy. The code above and further/ calls them, so that fast/ has a name to rebind.
+
+def bias_gradient(dy):
+    """Sums over the rows of dy (rows, out): (out)."""
+    return dy.sum(0)
+
+
+def grouped_linear(x, weight, bias, counts):
+    """x W_e^T + b_e for x (R, in), its rows sorted by group e; weight W (E, out, in), bias (E, out) or None: (R, out).
+
+    counts: int64 (E), on x's device: how many rows each group has, zeros included; they must add up to R. All are in
+    one dtype. Deterministic.
+    """
+    return grouped_reference(x, weight, bias, counts)
+
+
+def tileable(x):
+    """x, or a copy that a descriptor can address: rows at multiples of 16 bytes, the last dimension contiguous."""
+    return x.contiguous()
+
+
+def attend(q, k, v, is_causal):
+    """attention_reference, for ring attention, which merges what queries get from several parts of the keys. It has S
+    and P in memory, (Tq, Tk) a head."""
+    return attention_reference(q, k, v, is_causal)
+
+
+def attend_backward(q, k, v, o, lse, do, is_causal):
+    return attention_backward_reference(q, k, v, o, lse, do, is_causal)

@@ -211,6 +211,9 @@ def rows_of_kernels():
         name, masked, (q, k) = "attention" + " causal" * causal, {"is_causal": causal}, ((B, H, T, D) for T in (Tq, Tk))
         yield Row(name, lambda *qkv, is_causal: kernels.FlashAttention.apply(*qkv, is_causal), plain_attention,
                   [q, k, k], masked, WITH_PRODUCTS, strided=causal, replaced=True)
+        if Tq == Tk and causal:
+            yield Row("simple attention", lambda *qkv, is_causal: kernels.simple_attention(*qkv), torch.no_grad()(
+                plain_attention), [q, k, k], masked, WITH_PRODUCTS)
         if Tq == Tk:
             yield Row(f"packed {name}", kernels.attention, plain_packed_attention, [(B, Tq, 3, H, D)], masked,
                       WITH_PRODUCTS, replaced=True)
