@@ -188,11 +188,11 @@ def start_of(s, config, asked, read_all):
     out, found = pathlib.Path(s.out), checkpoints(s.out)
     if asked:
         own = asked.path.resolve().parent
-        away = "" if checkpoints(own)[-1].samefile(asked.path) else " and move newer ones away"
-        new = f"--out {out}-2 " * bool(found)
+        is_it = [path.samefile(asked.path) for path in checkpoints(own)]  # no one, if it has been renamed
+        away = " and move newer ones away" * (not any(is_it[-1:]))
+        ways = [f"give --out {own}{away}"] * any(is_it) + begin_anew(f"{out}-2" if found else "", s, asked)
         reject(not found or not found[-1].samefile(asked.path), f"--resume {asked.path}: a run goes on in its own "
-               f"folder, from the newest checkpoint there: give --out {own}{away}, or give {new}--init-from "
-               f"{asked.path} and leave --resume out, for another run from its weights")
+               f"folder, from the newest checkpoint there: {', or '.join(ways)}")
         return asked, asked.manifest["run"]
     newest = open_checkpoint(found[-1], read_all) if found else None
     try:
@@ -213,10 +213,17 @@ def start_of(s, config, asked, read_all):
 def check_same_data(s, known, here, checkpoint):
     """Reject data that is not what a run was trained on. known, here: what `run_of` says of that run and of this."""
     how = differences(known, here, ("data",))
-    instead = f" --out {s.out}-2" * bool(s.out) + (f" --init-from {checkpoint.path}" if checkpoint else "")
-    instead += " and leave --resume out" * bool(s.resume)
+    ways = ["give that", *begin_anew(s.out and f"{s.out}-2", s, checkpoint)]
     reject(how, f"--data {s.data or '(the standard library)'} is not what this run was trained on ({'; '.join(how)}): "
-           f"give that, or, for a new run, give{instead}")
+           + ", or ".join(ways))
+
+
+def begin_anew(out, s, checkpoint):
+    """[how a new run begins from a checkpoint's weights]; [] of one of --plain's, which --init-from cannot read."""
+    if checkpoint and checkpoint.path.suffix == ".pt":
+        return []
+    flags = f" --out {out}" * bool(out) + (f" --init-from {checkpoint.path}" if checkpoint else "")
+    return [f"for a new run give{flags}" + " and leave --resume out" * bool(s.resume)] * bool(flags)
 
 
 def lock(folder, identity):

@@ -153,6 +153,8 @@ REFUSED = {
         TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 0 | /run-2$
         --resume STEP_3 --out RUN           | process 1 on here writes there; wait for its end, or give --out
         --resume STEP_3 --out NEW           | goes on in its own folder, from the newest checkpoint there: give --out
+        --resume PLAIN --out NEW            | from the newest checkpoint there: give --out /
+        --resume RENAMED --out NEW          | from the newest checkpoint there: for a new run give --init-from
         --resume STEP_2 --out RUN           | /run and move newer ones away
         --plain --dp 2                      | needs torchrun --nproc_per_node 2; 1 were started
         --plain --virtual-stages 2          | this schedule has 1 stages a rank, not 2: give virtual_stages 1
@@ -312,9 +314,10 @@ def files(text, tmp_path_factory):
         (folder / name).write_bytes(data)
     os.mkdir(folder / "read_only", 0o555)
     os.mkfifo(folder / "fifo")
-    torch.save({"flags": vars(train.Flags()), "tensors": {}}, folder / "step-00000001.pt")
+    torch.save({"flags": vars(train.Flags()), "step": 1, "tensors": {"wte.weight": 0}}, folder / "step-00000001.pt")
     flags = f"--data {text} --steps 3 --save-every 1 --experts 2 --out {folder / 'run'}"
     ran([*TRAIN, *flags.split()], 1, folder / "log")
+    shutil.copytree(folder / "run" / "step-00000003", folder / "renamed")
     lock = open(folder / "run" / ".lock", "w")  # noqa: SIM115  locked until the last test ends
     lock.write("process 1 on here")
     lock.flush()
