@@ -985,6 +985,16 @@ class FSDP(nn.Module):
 #     X ─ f                                g ─ Y    f: forward identity, backward all-reduce (all used X: dX adds up)
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward identity (dY reaches each term as is)
 #
+# Two things that ranks of a group may hold in place of a tensor explain f, g, and what must still be added up:
+#
+#     forward                                    backward, its gradient
+#     replicated: the same on every rank         partial: each rank's columns have made a term of it
+#     partial: each rank has a term of a sum     replicated: each term of a sum has the sum's gradient
+#     cut: each rank has a part                  cut, likewise
+#
+# f stands where a replicated X has a partial gradient, and adds that up. g adds up a partial Y. A parameter that is
+# replicated, and whose gradient is partial, must have it added up before the step: its place says so (`add_over`).
+#
 # X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
 # columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. Until backward
 # a rank keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
@@ -1023,7 +1033,9 @@ class ReduceFromGroup(torch.autograd.Function):
 class Cut:
     """How a parameter is cut over a group, along `dim`. A rank gets its Nth; uneven sizes differ by one.
 
-    parts=3: each third of the fused q, k, v matrix is cut by itself, so a rank gets its heads of q, of k and of v.
+    parts=3: each third of the fused q, k, v matrix is cut by itself, so that a rank gets its heads of q, of k and of v:
+
+        q0 q1 | k0 k1 | v0 v1    ->    rank 0: q0 k0 v0    rank 1: q1 k1 v1
     """
 
     def __init__(self, group, dim, parts=1):
@@ -1185,19 +1197,6 @@ def tensor_parallel(module, group, plan=None):
             setattr(module.get_submodule(parent), leaf, new)
     return module
 
-
-class Trade(torch.autograd.Function):
-    """A collective and its conjugate: forward is there(x, group), backward is back(gradient, group)."""
-
-    @staticmethod
-    def forward(ctx, x, group, there, back):
-        ctx.group, ctx.back = group, back
-        return there(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return ctx.back(grad, ctx.group), None, None, None
 
 
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 import collectives as dist
 import kernels
-from parallel import Trade
+from further.sequence import Conjugate
 
 
 # ----------------------------------------------------------------------------- context parallel: a sequence over ranks
@@ -144,8 +144,8 @@ def tokens_for_heads(x, group):
 
 def ulysses_attention(qkv, group):
     """As RingAttention, but rank r holds T/N neighbours, from token r T/N on."""
-    y = kernels.attention(Trade.apply(qkv, group, heads_for_tokens, tokens_for_heads))        # (B, T, H/N, D)
-    return Trade.apply(y, group, tokens_for_heads, heads_for_tokens)
+    y = kernels.attention(Conjugate.apply(qkv, group, heads_for_tokens, tokens_for_heads))        # (B, T, H/N, D)
+    return Conjugate.apply(y, group, tokens_for_heads, heads_for_tokens)
 
 
 def context_parallel(module, group, kind):

@@ -15,8 +15,9 @@ from torch import nn
 
 import collectives as dist
 import kernels
+from further.sequence import Conjugate
 from model import ACTIVATIONS
-from parallel import Cut, groups_of, local_parameter, put, Trade
+from parallel import Cut, groups_of, local_parameter, put
 
 
 # -------------------------------------------------------------------------------------------------- mixture of experts
@@ -240,8 +241,8 @@ def visit(mlps, group, rows, counts):
     """
     arriving, sends, receives = exchange_counts(counts, group)
     there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
-    y = through_experts(mlps, Trade.apply(rows, group, there, back), arriving)
-    return Trade.apply(y, group, back, there)
+    y = through_experts(mlps, Conjugate.apply(rows, group, there, back), arriving)
+    return Conjugate.apply(y, group, back, there)
 
 
 def through_experts(mlps, rows, counts):

@@ -5,9 +5,10 @@
 
 
 import torch
+from torch.autograd.function import once_differentiable
 
 import collectives as dist
-from parallel import place_of, put, tensor_parallel, Trade
+from parallel import place_of, put, tensor_parallel
 
 
 # ------------------------------------------------------------------------------ sequence parallel: f and g over tokens
@@ -39,14 +40,28 @@ def scatter_tokens(x, group):
     return mine
 
 
+class Conjugate(torch.autograd.Function):
+    """A collective and its conjugate: forward is there(x, group), backward back(gradient, group)."""
+
+    @staticmethod
+    def forward(ctx, x, group, there, back):
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ctx.back(grad, ctx.group), None, None, None
+
+
 def gathered(x, group):
     """f: (B, T/N, C) -> (B, T, C). Backward adds gradients up, because each token went into every rank's columns."""
-    return Trade.apply(x, group, gather_tokens, scatter_tokens)
+    return Conjugate.apply(x, group, gather_tokens, scatter_tokens)
 
 
 def scattered(x, group):
     """g: each rank's term of a sum, (B, T, C) -> its tokens of the sum, (B, T/N, C)."""
-    return Trade.apply(x, group, scatter_tokens, gather_tokens)
+    return Conjugate.apply(x, group, scatter_tokens, gather_tokens)
 
 
 def sequence_parallel(module, group, plan):
