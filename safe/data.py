@@ -88,7 +88,7 @@ def read_whole(folder):
     for path, fine in GPT2_KIND.items():
         value = whole
         for key in path.split("."):
-            value = value.get(key)
+            value = value.get(key) if isinstance(value, dict) else None
         reject(value not in fine, f"{WHOLE}: {path} is {value!r}, a GPT-2's is {fine[-1]!r}")
     model, added = whole["model"], whole["added_tokens"]
     for token in added:
@@ -189,11 +189,13 @@ def files_in(folder, seen):
         raise error
 
     for here, folders, names in os.walk(folder, followlinks=True, onerror=stop):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         here = pathlib.Path(here)
-        folders[:] = sorted(name for name in folders if not name.startswith(".")) if here.resolve() not in seen else []
-        if here.resolve() not in seen:
+        if here.resolve() in seen:
+            folders.clear()
+        else:
+            seen = seen | {here.resolve()}
             yield from (here / name for name in names if not name.startswith("."))
-        seen = seen | {here.resolve()}
 
 
 def read_texts(files, left_out):
@@ -289,8 +291,10 @@ def encoded(s, texts, vocabulary):
         key.update(b"\0")  # no text has a zero byte
     key = key.hexdigest()[:16]
     path = pathlib.Path(s.out, f"text-{key}.bin")
-    with open(f"{tempfile.gettempdir()}/ringgpt-{os.getuid()}-{key}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # where there are no locks, each process encodes
+            file = stack.enter_context(open(f"{tempfile.gettempdir()}/ringgpt-{os.getuid()}-{key}.lock", "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies
         if s.out and path.exists():
             return np.memmap(path, np.uint16, "r")
         if key not in _encoded:
