@@ -1,7 +1,6 @@
 """What a training step spends its time on beside cuBLAS, as Triton kernels:
 
     activations      ELU and GELU
-    linear           cuBLAS's product, with a backward that can be cut in two
     grouped product  rows sorted by group, each times its own matrix: a mixture of experts (kernels: fast/grouped.py)
     layer norm       of each row, with a backward that sums over rows in a fixed order
     attention        flash attention
@@ -198,45 +197,6 @@ def elu(x):
 def gelu(x):
     """GELU in its tanh form, GPT-2's. Hendrycks & Gimpel (2016)."""
     return Map.apply(x, _gelu, _gelu_slope) if on_triton(x) else F.gelu(x, approximate="tanh")
-
-
-# ------------------------------------------------------------------------------------------------------------- linear
-#
-#     y = x W^T + b        dx = dy W        dW = dy^T x        db = sum over rows of dy
-#
-# cuBLAS computes the products. Another pipeline stage waits for dx, but none for dW and db: a zero-bubble pipeline
-# takes over what they are computed from, and computes them later.
-
-class Linear(torch.autograd.Function):
-    """x W^T + b. take: None, or take(dy, x), of rows, which computes dW and db in autograd's place, now or later."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, take=None):
-        ctx.take = take
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        dy = dy.reshape(-1, dy.shape[-1]).contiguous()                                        # (rows, out)
-        dx = (dy @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, *weight_gradients(ctx, dy, x.reshape(-1, x.shape[-1])), None
-
-
-def weight_gradients(ctx, dy, x):
-    """(dW, db) of rows; both None where `take` computes them."""
-    if ctx.take:
-        ctx.take(dy, x)
-        return None, None
-    _, needs_dw, needs_db, *_ = ctx.needs_input_grad
-    return dy.T @ x if needs_dw else None, bias_gradient(dy) if needs_db else None
-
-
-def linear(x, weight, bias=None, take=None):
-    """x W^T + b for x (..., in), weight W (out, in), bias (out). take: as for Linear."""
-    return Linear.apply(x, weight, bias, take) if take else F.linear(x, weight, bias)
 
 
 # ----------------------------------------------------------------------------------------------------- grouped product
@@ -864,9 +824,9 @@ def matmul(a, b, function=None, tiles=(64, 64, 32, 8)):
 #
 # Functions that only forward, or copy. The code above and further/ calls them, so that fast/ has a name to rebind.
 
-def bias_gradient(dy):
-    """Sums over the rows of dy (rows, out): (out)."""
-    return dy.sum(0)
+def linear(x, weight, bias=None):
+    """x W^T + b for x (..., in), weight W (out, in), bias (out)."""
+    return F.linear(x, weight, bias)
 
 
 def grouped_linear(x, weight, bias, counts):

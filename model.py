@@ -102,18 +102,12 @@ PRESETS = {
 # ------------------------------------------------------------------------------------------------------------ layers
 
 class Linear(nn.Linear):
-    """x W^T + b. (`linear` and `take` let a zero-bubble pipeline compute W's gradient later: skip them until then.)"""
-
-    @staticmethod
-    def linear(x, weight, bias=None, take=None):
-        return kernels.linear(x, weight, bias, take)
-
     def reset_parameters(self):
         if not self.weight.is_meta:  # there, PyTorch would draw no values, but take two thirds of a model's making
             super().reset_parameters()
 
     def forward(self, x):
-        return self.linear(x, self.weight, self.bias)
+        return kernels.linear(x, self.weight, self.bias)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -44,7 +44,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import collectives as dist
 import kernels
-from model import Linear
 
 
 # ----------------------------------------------------------------------------------------------------------------- mesh
@@ -1054,7 +1053,6 @@ class Cut:
 
 class ColumnParallelLinear(nn.Module):
     """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
-    linear = staticmethod(Linear.linear)  # a schedule with I and W (below) puts its own in place
 
     def __init__(self, layer, group, f, parts=1):  # f: CopyToGroup.apply, or sequence parallelism's
         super().__init__()
@@ -1064,12 +1062,11 @@ class ColumnParallelLinear(nn.Module):
         self.weight, self.bias = local_parameter(layer.weight, cut), local_parameter(layer.bias, cut)
 
     def forward(self, x):                                                                     # (..., in)
-        return self.linear(self.f(x), self.weight, self.bias)                                 # (..., out/N)
+        return kernels.linear(self.f(x), self.weight, self.bias)                              # (..., out/N)
 
 
 class RowParallelLinear(nn.Module):
     """This rank's slice of X (..., in/N) -> the whole X B + b (..., out). Weight (out, in/N), bias (out), not cut."""
-    linear = staticmethod(Linear.linear)
 
     def __init__(self, layer, group, g):  # g: ReduceFromGroup.apply, or sequence parallelism's
         super().__init__()
@@ -1078,7 +1075,7 @@ class RowParallelLinear(nn.Module):
         self.weight, self.bias = local_parameter(layer.weight, Cut(group, 1)), layer.bias
 
     def forward(self, x):                                                                     # (..., in/N)
-        y = self.g(self.linear(x, self.weight, None))                                         # (..., out)
+        y = self.g(kernels.linear(x, self.weight))                                            # (..., out)
         # After the sum, or the bias would be added N times. Its gradient is that of Y, equal on all ranks.
         return y if self.bias is None else y + self.bias
 
@@ -1203,18 +1200,18 @@ def tensor_parallel(module, group, plan=None):
 #
 # Each stage holds a slice of the layers; a batch passes through all stages in m micro-batches. A schedule is a list of
 # actions for each rank, in the order in which it runs them. Functions below write lists, `lower` adds the transfers,
-# `check` proves that they can run, and `Pipeline` runs them. Which rank a stage lives on is read off the lists.
+# `check` proves that they can run, and `Pipeline` runs them. Which rank a stage is on is read off the lists.
 #
 #     F   forward of one micro-batch through one stage
-#     B   backward = I, then W:   I gradient of the input, which the stage before waits for (Qi et al. call I "B")
-#                                 W gradient of the weights, which nobody waits for
+#     B   backward: the gradient of the stage's input, which the stage before waits for, and those of its weights
+#     I, W   the two halves of a B, in that order, where a schedule of further/schedules.py runs them apart
 #
 # GPipe and 1F1B stand here. Every rank idles for (p-1) (F + B). GPipe holds m micro-batches' activations, 1F1B p - r.
 # Schedules that idle less are in further/schedules.py. CS336 lecture 7; Qi et al., "Zero Bubble Pipeline Parallelism"
 # (2023).
 
 class Action(NamedTuple):
-    kind: str           # "F", "B", "I", "W"; after `lower` also SF, RF: send, receive an activation; SB, RB: a gradient
+    kind: str           # F, B, I, W; after `lower` also SF, RF: send, receive an activation; SB, RB: a gradient
     stage: int
     micro_batch: int
 
@@ -1253,14 +1250,53 @@ def one_f_one_b(p, m, v=1):
     return [alternate(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
 
 
-def homes_of(lists):
-    """Where a schedule's stages live, {stage: rank}."""
-    homes = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
-    return dict(sorted(homes.items()))
+def ranks_of_stages(lists):
+    """Which rank each stage of a schedule is on, {stage: rank}."""
+    stage_to_rank = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+    return dict(sorted(stage_to_rank.items()))
 
 
-def stages_on(rank, homes):
-    return [stage for stage, home in homes.items() if home == rank]
+def stages_on(rank, stage_to_rank):
+    return [stage for stage, its_rank in stage_to_rank.items() if its_rank == rank]
+
+
+def lower(lists):
+    """Lower lists to what runs: add the transfers. A result that another rank needs is sent as soon as it is made. The
+    send is appended to its rank's list, the receive to the other's, after all that the other has run so far. (A receive
+    only posts a buffer, so it may stand early.) 1F1B for p = 2, m = 2, before and after:
+
+        rank 0    F0 F1 B0 B1        F0 SF0 F1 SF1 RB0 B0 RB1 B1
+        rank 1    F0 B0 F1 B1        RF0 RF1 F0 B0 SB0 F1 B1 SB1
+
+    Why there is no deadlock: number the transfers as they are appended; so each rank's list has them in rising order.
+    Take the lowest number that is not done. On its two ranks, all that is left before it are computations. What these
+    need was computed earlier on the same rank, or received; that receive stands earlier in the list, because it was
+    appended when the result was made, so it has a lower number and is done. So both ranks reach the transfer.
+    """
+    stage_to_rank = ranks_of_stages(lists)
+    lowered = [[] for _ in lists]
+    for rank, action in in_order(lists):
+        lowered[rank].append(action)
+        if action.kind == "W":
+            continue  # nobody waits for it
+        send = Action("SF" if action.kind == "F" else "SB", action.stage, action.micro_batch)
+        receive = other_end(send)
+        other = stage_to_rank.get(receive.stage)  # None before the first stage and after the last
+        if other not in (None, rank):
+            lowered[rank].append(send)
+            lowered[other].append(receive)
+    return lowered
+
+
+TRANSFERS = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}  # the other end, stages away
+
+
+def other_end(transfer):
+    """Of a send the receive, of a receive the send. Activations go to the next stage, gradients to the one before: in
+    lower's example SF0 of stage 0 and RF0 of stage 1 are one transfer."""
+    kind, s, i = transfer
+    other, step = TRANSFERS[kind]
+    return Action(other, s + step, i)
 
 
 class Result(NamedTuple):
@@ -1271,50 +1307,38 @@ class Result(NamedTuple):
 
 
 def result_of(action):
-    """The Result of an action. (A W, or a transfer, makes none, and stands for itself.)"""
+    """The Result that an action makes. None for a W and for transfers: no action computes with what they make."""
     kind, s, i = action
-    return Result("activation" if kind == "F" else "gradient", s, i) if kind in "FBI" else action
+    if kind in ("F", "B", "I"):
+        return Result("activation" if kind == "F" else "gradient", s, i)
+    return None
 
 
-def halves(action):
-    """The halves of a backward that an action is: B is both."""
-    return {"B": "IW", "I": "I", "W": "W"}.get(action.kind, "")
+def carried(transfer):
+    """The Result that a transfer carries, given either end: SF0 of stage 0, and RF0 of stage 1, what F0 of stage 0 has
+    made."""
+    send = transfer if transfer.kind[0] == "S" else other_end(transfer)
+    return result_of(send._replace(kind=send.kind[1]))
 
 
-def needs(action, homes):
-    """The results that an action computes with."""
+def needs(action, stage_to_rank):
+    """The Results that an F, B, I or W computes with: B0 of stage 0 with the activation of its own F0, and with the
+    gradient that B0 of stage 1 has made."""
     kind, s, i = action
     if kind == "F":
         results = [Result("activation", s - 1, i)]
     elif kind == "W":
         results = [Result("gradient", s, i)]  # of its I
-    else:  # B or I
+    else:
         results = [Result("activation", s, i), Result("gradient", s + 1, i)]
-    return [result for result in results if result.stage in homes]  # none before the first stage or after the last
+    return [result for result in results if result.stage in stage_to_rank]  # none before the first, after the last
 
 
-TRANSFERS = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}  # the other end, stages away
-
-
-def other_end(transfer):
-    """The receive that takes what this sends, or the send that fills what this receives: an activation goes to the next
-    stage, a gradient to the one before."""
-    kind, s, i = transfer
-    other, step = TRANSFERS[kind]
-    return Action(other, s + step, i)
-
-
-def carried(transfer):
-    """The result that a transfer carries, whichever end it is."""
-    send = transfer if transfer.kind[0] == "S" else other_end(transfer)
-    return result_of(send._replace(kind=send.kind[1]))  # SF carries what the F has made, SB what the B has
-
-
-def run_in_turns(lists, can_run, stuck):
+def run_in_turns(lists, can_run):
     """All ranks' lists as one, in an order in which they can run: [(rank, action)].
 
-    In each turn, each rank whose next action can_run(action, done, waiting) runs it. done: results and transfers of
-    earlier turns; waiting: all ranks' next actions. ScheduleError(stuck) if no rank can go on. 1F1B for p = 2, m = 2:
+    In each turn, each rank whose next action can_run(action, done, waiting) runs it. done: actions of earlier turns and
+    their results; waiting: all ranks' next actions. ScheduleError if no rank can go on. 1F1B for p = 2, m = 2:
 
         turn       1   2   3   4   5   6
         rank 0    F0  F1   .  B0   .  B1    in turn 3, its B0 still needs the result of rank 1's B0
@@ -1329,64 +1353,35 @@ def run_in_turns(lists, can_run, stuck):
         turn = [(rank, action) for rank, action in first if can_run(action, done, waiting)]
         if not turn:
             at = {rank: len(lists[rank]) - len(actions) for rank, actions in enumerate(left)}
-            raise ScheduleError(lists, at, stuck)
+            raise ScheduleError(lists, at, "deadlock: no rank can go on")
         for rank, action in turn:
             left[rank].popleft()
-            done.add(result_of(action))
+            done.update([action, result_of(action)])
         order += turn
     return order
 
 
 def in_order(lists):
     """[(rank, action)] of lists without transfers, each after what it needs."""
-    homes = homes_of(lists)
-    return run_in_turns(lists, lambda action, done, waiting: done.issuperset(needs(action, homes)),
-                        "needs what comes later")
-
-
-def lower(lists):
-    """Lower lists to what runs: add the transfers. A result that another rank needs is sent as soon as it is made. The
-    send is appended to its rank's list, the receive to the other's, after all that the other has run so far. (A receive
-    only posts a buffer, so it may stand early.) 1F1B for p = 2, m = 2:
-
-        rank 0    F0 SF0 F1 SF1 RB0 B0 RB1 B1
-        rank 1    RF0 RF1 F0 B0 SB0 F1 B1 SB1
-
-    Why there is no deadlock: number the transfers as they are appended; so each rank's list has them in rising order.
-    Take the lowest number that is not done. On its two ranks, all that is left before it are computations. What these
-    need was computed earlier on the same rank, or received; that receive stands earlier in the list, because it was
-    appended when the result was made, so it has a lower number and is done. So both ranks reach the transfer.
-    """
-    homes = homes_of(lists)
-    lowered = [[] for _ in lists]
-    for rank, action in in_order(lists):
-        lowered[rank].append(action)
-        if action.kind == "W":
-            continue  # nobody waits for it
-        send = Action("SF" if action.kind == "F" else "SB", action.stage, action.micro_batch)
-        receive = other_end(send)
-        other = homes.get(receive.stage)  # None before the first stage and after the last
-        if other not in (None, rank):
-            lowered[rank].append(send)
-            lowered[other].append(receive)
-    return lowered
+    stage_to_rank = ranks_of_stages(lists)
+    return run_in_turns(lists, lambda action, done, waiting: done.issuperset(needs(action, stage_to_rank)))
 
 
 def check(lists):
     """Prove that lowered lists can run: raises ScheduleError unless each stage runs F and B (or F, I and W) of each
     micro-batch once, on one rank, after what they need, each receive has its send, and there is no deadlock even if
     each send waits for its receive."""
-    homes = homes_of(lists)
+    stage_to_rank = ranks_of_stages(lists)
     listed = set()
     for rank, actions in enumerate(lists):
         for i, action in enumerate(actions):
-            if homes[action.stage] != rank:
+            if stage_to_rank[action.stage] != rank:
                 why = f"{action} of stage {action.stage} does not live on rank {rank}"
                 raise ScheduleError(lists, {rank: i}, why)
             if action in listed:
                 raise ScheduleError(lists, {rank: i}, f"{action} is there twice")
             listed.add(action)
-    for s, i in itertools.product(range(len(homes)), {action.micro_batch for action in listed}):
+    for s, i in itertools.product(range(len(stage_to_rank)), {action.micro_batch for action in listed}):
         if "".join(kind for kind in "FBIW" if Action(kind, s, i) in listed) not in ("FB", "FIW"):
             why = f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there"
             raise ScheduleError(lists, {}, why)
@@ -1397,10 +1392,10 @@ def check(lists):
             return carried(action) in done and other_end(action) in waiting
         # A computation: what it needs was made on this rank, or received from the rank that made it.
         received = Action("RF" if kind == "F" else "RB", s, i)
-        return all((result if homes[result.stage] == homes[s] else received) in done
-                   for result in needs(action, homes))
+        return all((result if stage_to_rank[result.stage] == stage_to_rank[s] else received) in done
+                   for result in needs(action, stage_to_rank))
 
-    run_in_turns(lists, can_run, "deadlock: no rank can go on")
+    run_in_turns(lists, can_run)
 
 
 class ScheduleError(ValueError):
@@ -1434,15 +1429,16 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
 def place_stages(schedule, p, v, pieces):
-    """Where the stages of a schedule live, {stage: rank}: as its lists say, which is the same for any m. ValueError if
-    a model of so many pieces cannot be cut into them."""
-    homes = homes_of(schedule(p, 2 * p, v))
-    if v not in (1, len(homes) // p):
-        raise ValueError(f"this schedule has {len(homes) // p} stages a rank, not {v}: give virtual_stages 1")
-    if len(homes) > pieces:
-        raise ValueError(f"{len(homes)} stages are more than the model's {pieces} pieces, its layers with embedding "
-                         f"and head: give a smaller pp")
-    return homes
+    """Which rank each stage of a schedule is on, {stage: rank}, as its lists say, for any m the same. ValueError if a
+    model of so many pieces cannot be cut into these stages."""
+    stage_to_rank = ranks_of_stages(schedule(p, 2 * p, v))
+    stages = len(stage_to_rank)
+    if v not in (1, stages // p):
+        raise ValueError(f"this schedule has {stages // p} stages a rank, not {v}: give virtual_stages 1")
+    if stages > pieces:
+        raise ValueError(f"{stages} stages are more than the model's {pieces} pieces, its layers with embedding and "
+                         f"head: give a smaller pp")
+    return stage_to_rank
 
 
 def even_pieces(config, stages):
@@ -1451,92 +1447,53 @@ def even_pieces(config, stages):
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
-class Passage:
-    """One micro-batch's way through one stage: forward, later backward "B", or in its halves "I" and "W".
+class MicroBatch:
+    """One micro-batch in one stage: forward, later backward. loss(output, target): the last stage's, else None.
 
-    In between it holds the input, and the output's edge in autograd's graph, from which backward starts. The output
+    In between it holds the stage's input, and the edge in autograd's graph from which backward starts. The output
     itself, and its memory, may go.
-    weight_gradients: the stage's, if a schedule has halves.
     """
 
-    def __init__(self, module, loss, weight_gradients=None):
+    def __init__(self, module, loss):
         self.module = module
         self.loss = loss
-        self.weight_gradients = weight_gradients
-        self.later = []  # what W computes weight gradients from
 
     def forward(self, x, target=None):
         """x: tokens (B, T), or the output of the stage before. Returns this stage's, or the loss, detached."""
         self.x = x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
-        y = self.module(self.x)
-        y = self.loss(y, target) if self.loss else y
+        y = self.end(self.module(self.x), target)
         self.edge = get_gradient_edge(y) if torch.is_grad_enabled() else None
         return y.detach()
 
-    def backward(self, kind, dy=None):
-        """dy: the gradient of what forward returned. Returns that of x; parameters' are added to .grad."""
-        if kind == "B":
-            return self.gradients(dy)
-        if kind == "I":
-            with self.weight_gradients.put_off(self.later):
-                return self.gradients(dy)
-        for computed_from in self.later:
-            self.weight_gradients.compute(*computed_from)
+    def end(self, y, target):
+        return self.loss(y, target) if self.loss else y
 
-    def gradients(self, dy):
+    def backward(self, kind, dy):
+        """kind: "B". dy: the gradient of what forward returned. Returns that of x; parameters' are added to .grad."""
         torch.autograd.backward(self.edge, dy)
         return self.x.grad
 
 
-class Pipeline:
-    """Runs any lowered list of actions on this rank's stages. One stage and no transfers is ordinary training.
+class Step:
+    """A run of a Pipeline through one list of actions: what is under way, and what has been made."""
 
-    stages: {stage: module} of this rank. homes: {stage: rank} of all. loss(output, target): the last stage's. dtype,
-    width: of what is sent between stages, activations and their gradients (B, T / cut, width).
-    """
-
-    def __init__(self, stages, homes, mesh, loss, dtype, width, device, cut=1):
-        self.stages = stages
-        self.homes = homes
-        self.loss = loss
-        self.dtype, self.width, self.cut = dtype, width, cut
-        self.device = device
-        self.group = mesh["pp"].get_group()
-        self.last_stage = len(homes) - 1
-        self.weight_gradients = {}  # {stage: its WeightGradients}, once a schedule has halves of backwards
-
-    def run(self, actions, x, y, dloss=None, averagers=None):
-        """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
-
-        dloss: the gradient of each loss, from which its backward starts, a tensor of one number. averagers: {stage:
-        what averages its gradients}, for no_sync(); None for forwards alone. After an exception the process group is of
-        no more use, because messages may still be under way.
-        """
-        self.begin(actions, x, y, dloss, averagers)
-        for action in actions:
-            self.do(action)
-        self.forget_sent(0)
-        return self.losses
-
-    def begin(self, actions, x, y, dloss, averagers):
+    def __init__(self, pipeline, actions, x, y, dloss, averagers):
+        self.pipeline = pipeline
+        self.actions = actions
         self.x, self.y = x, y
         self.dloss = dloss
         self.averagers = averagers
-        # The last action with each half of a backward, because later ones overwrite earlier ones.
-        self.last_with = {(half, action.stage): action for action in actions for half in halves(action)}
-        self.passages = {}      # (stage, micro-batch) -> its Passage, until its backward has ended
-        self.results = {}       # Result -> (handle, tensor): made here or received, until a stage or a send takes it
-        self.sending = deque()  # (handle, tensor) of each message that is on its way
+        self.last_backward = {action.stage: action for action in actions if action.kind in ("B", "W")}
+        self.micro_batches = {}  # (stage, number) -> MicroBatch, until its backward has ended
+        self.results = {}        # Result -> (handle, tensor): made here or received, until a stage or a send takes it
+        self.sending = deque()   # (handle, tensor) of each message that is on its way
         self.losses = []
-        if any(action.kind == "I" for action in actions):
-            self.separate_weight_gradients()
 
-    def separate_weight_gradients(self):
-        """From now on, W can run apart from I."""
-        if not self.weight_gradients:
-            from further.schedules import WeightGradients
-            for stage, module in self.stages.items():
-                self.weight_gradients[stage] = WeightGradients(module)
+    def run(self):
+        for action in self.actions:
+            self.do(action)
+        self.forget_sent(0)
+        return self.losses
 
     def do(self, action):
         match action.kind:
@@ -1552,40 +1509,36 @@ class Pipeline:
     def forward(self, action):
         _, s, i = action
         x = self.x[i] if s == 0 else self.wait_for(Result("activation", s - 1, i))
-        passage = self.passage(action)
-        out = passage.forward(x, self.y[i])
+        micro_batch = self.new_micro_batch(action.stage)
+        out = micro_batch.forward(x, self.y[i])
         if torch.is_grad_enabled():
-            self.passages[s, i] = passage
-        if s == self.last_stage:
+            self.micro_batches[s, i] = micro_batch
+        if s == self.pipeline.last_stage:
             self.losses.append(out)
         else:
             self.results[result_of(action)] = dist.Handle(), out
 
-    def passage(self, action):
-        s = action.stage
-        loss = self.loss if s == self.last_stage else None
-        return Passage(self.stages[s], loss, self.weight_gradients.get(s))
+    def new_micro_batch(self, stage):
+        return self.pipeline.micro_batch_class(self.pipeline.stages[stage], self.pipeline.loss_of(stage))
 
     def backward(self, action):
         """B, or one of its halves, I or W."""
         kind, s, i = action
-        passage = self.passages[s, i] if kind == "I" else self.passages.pop((s, i))
+        micro_batch = self.micro_batches[s, i] if kind == "I" else self.micro_batches.pop((s, i))
         if kind == "W":
             dy = None
-        elif s == self.last_stage:
+        elif s == self.pipeline.last_stage:
             dy = self.dloss
         else:
             dy = self.wait_for(Result("gradient", s + 1, i))
-        sends_gradients = self.is_last_backward(action)
-        with nullcontext() if sends_gradients else self.averagers[s].no_sync():
-            dx = passage.backward(kind, dy)
+        with nullcontext() if self.sends_gradients(action) else self.averagers[s].no_sync():
+            dx = micro_batch.backward(kind, dy)
         if s > 0 and kind != "W":
             self.results[result_of(action)] = dist.Handle(), dx
 
-    def is_last_backward(self, action):
-        """Whether no later action of the stage computes gradients of the same parameters: I those of norms, W those of
-        matrices, B both."""
-        return all(self.last_with[half, action.stage] == action for half in halves(action))
+    def sends_gradients(self, action):
+        """Whether the stage's gradients are complete after this action, its last B or W."""
+        return self.last_backward[action.stage] == action
 
     def wait_for(self, result):
         """What a stage computes with: received, or made by another stage of this rank."""
@@ -1597,17 +1550,18 @@ class Pipeline:
         """Post a receive into a new buffer, for which `wait_for` waits. All transfers go through one group. NCCL runs
         those of a group one after the other; that cannot hang, because `lower` gives both ends the same order."""
         buffer = self.room_for(action.micro_batch)
-        handle = dist.irecv(buffer, group=self.group, group_src=self.other_rank(action))
+        handle = dist.irecv(buffer, group=self.pipeline.group, group_src=self.other_rank(action))
         self.results[carried(action)] = handle, buffer
 
     def room_for(self, micro_batch):
         """A tensor that takes a micro-batch's activation between two stages, or its gradient."""
+        pipeline = self.pipeline
         batch, tokens = self.x[micro_batch].shape
-        return torch.empty(batch, tokens // self.cut, self.width, dtype=self.dtype, device=self.device)
+        return torch.empty(batch, tokens // pipeline.cut, pipeline.width, dtype=pipeline.dtype, device=pipeline.device)
 
     def send(self, action):
         _, tensor = self.results.pop(carried(action))
-        handle = dist.isend(tensor, group=self.group, group_dst=self.other_rank(action))
+        handle = dist.isend(tensor, group=self.pipeline.group, group_dst=self.other_rank(action))
         self.sending.append((handle, tensor))
         self.forget_sent(2)
 
@@ -1618,7 +1572,40 @@ class Pipeline:
             handle.wait()
 
     def other_rank(self, transfer):
-        return self.homes[other_end(transfer).stage]
+        return self.pipeline.stage_to_rank[other_end(transfer).stage]
+
+
+class Pipeline:
+    """This rank's stages of a pipeline, which run any lowered list. One stage and no transfers is ordinary training.
+
+    stages: {stage: module} of this rank. stage_to_rank: {stage: rank} of all. loss(output, target): the last stage's.
+    dtype, width: of what is sent between stages, activations and their gradients (B, T / cut, width).
+    micro_batch_class: a list with I and W needs that of further/schedules.py.
+    """
+
+    step = Step
+
+    def __init__(self, stages, stage_to_rank, mesh, loss, dtype, width, device, cut=1, micro_batch_class=MicroBatch):
+        self.stages = stages
+        self.stage_to_rank = stage_to_rank
+        self.loss = loss
+        self.dtype, self.width, self.cut = dtype, width, cut
+        self.device = device
+        self.group = mesh["pp"].get_group()
+        self.last_stage = len(stage_to_rank) - 1
+        self.micro_batch_class = micro_batch_class
+
+    def run(self, actions, x, y, dloss=None, averagers=None):
+        """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
+
+        dloss: the gradient of each loss, from which its backward starts, a tensor of one number. averagers: {stage:
+        what averages its gradients}, for no_sync(); None for forwards alone. After an exception the process group is of
+        no more use, because messages may still be under way.
+        """
+        return self.step(self, actions, x, y, dloss, averagers).run()
+
+    def loss_of(self, stage):
+        return self.loss if stage == self.last_stage else None
 
 
 # ----------------------------------------------------------------------------------------------------------------- norm

@@ -227,19 +227,19 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
     from torch.optim with its options, as a partial; None: for evaluation. gpt: a subclass of ParallelGPT. The order of
     the five steps matters.
     """
-    homes = homes_in(config, layout)
+    stage_to_rank = stage_to_rank_of(config, layout)
     mesh = parallel.make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
-    groups = make_groups(mesh, layout, homes, config.tied)
+    groups = make_groups(mesh, layout, stage_to_rank, config.tied)
     source = source or partial(initial_weight, config, seed=0)
     stages, master = {}, parallel.master_dtype(layout.dtype)
-    pieces_of = parallel.even_pieces(config, len(homes))
-    for stage in parallel.stages_on(dist.get_rank(groups.pp), homes):
+    pieces_of = parallel.even_pieces(config, len(stage_to_rank))
+    for stage in parallel.stages_on(dist.get_rank(groups.pp), stage_to_rank):
         # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
         model = GPT(config, seed=None, pieces=pieces_of[stage])
         # 2. Cut the layers, because what follows must see this rank's parameters. They have no values yet. Each
         # remembers its `cuts`, so that `cut_like` can cut its values likewise in step 4.
         cut_layers(model, layout, groups)
-        mark_stage(model, len(homes), groups)
+        mark_stage(model, len(stage_to_rank), groups)
         # 3. Recomputation: what backward runs again. ZeRO-3's hooks go around it, so that it finds whole weights.
         if layout.recompute != "none":
             for block in model.h.values():
@@ -259,15 +259,15 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
         if layout.zero == 0 and not layout.shards_optimizer:
             model = parallel.DDP(model, groups.replicas, broadcast_buffers=False)  # routers' biases stay alike
         stages[stage] = model
-    return (gpt or ParallelGPT)(config, layout, device, mesh, groups, stages, homes, optimizer)
+    return (gpt or ParallelGPT)(config, layout, device, mesh, groups, stages, stage_to_rank, optimizer)
 
 
-def homes_in(config, layout):
+def stage_to_rank_of(config, layout):
     """Where stages live, {stage: rank}. ValueError if there are more of them than pieces of the model."""
     return parallel.place_stages(schedules()[layout.schedule], layout.pp, layout.virtual_stages, config.n_layer + 2)
 
 
-def make_groups(mesh, layout, homes, tied):
+def make_groups(mesh, layout, stage_to_rank, tied):
     """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
 
     replicas          the ranks that average gradients, dp x cp
@@ -289,7 +289,7 @@ def make_groups(mesh, layout, homes, tied):
     if layout.ep > 1:
         from further.experts import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
-    ends = [homes[0], homes[len(homes) - 1]]
+    ends = [stage_to_rank[0], stage_to_rank[len(stage_to_rank) - 1]]
     if tied and ends[0] != ends[1]:
         first_and_last = mesh.mesh[ends].flatten(1)                                           # (2, dp cp tp)
         groups.ends, _ = make(first_and_last.T.tolist())
@@ -356,16 +356,19 @@ class ParallelGPT:
     averages its gradients}.
     """
 
-    def __init__(self, config, layout, device, mesh, groups, stages, homes, optimizer):
+    def __init__(self, config, layout, device, mesh, groups, stages, stage_to_rank, optimizer):
         self.config, self.layout, self.device = config, layout, torch.device(device)
         self.mesh, self.groups = mesh, groups
-        self.stages, self.homes = stages, homes
+        self.stages, self.stage_to_rank = stages, stage_to_rank
         self.routers = {}
         if config.experts:
             from further.experts import routers
             self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        self.pipeline = parallel.Pipeline(stages, homes, mesh, self.loss, layout.dtype, config.n_embd, self.device,
-                                          layout.tp if layout.sp else 1)
+        micro_batch_class = parallel.MicroBatch
+        if layout.schedule not in parallel.SCHEDULES:
+            from further.schedules import HalvedMicroBatch as micro_batch_class
+        self.pipeline = parallel.Pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd,
+                                          self.device, layout.tp if layout.sp else 1, micro_batch_class)
         if layout.shards_optimizer and optimizer:
             self.optimizer = parallel.ShardedOptimizer(self.param_groups(), optimizer, groups.within, layout.zero,
                                                        compute_dtype=layout.dtype, grad_scaler=False)
@@ -410,7 +413,7 @@ class ParallelGPT:
         if training:
             lists = parallel.checked(schedules()[layout.schedule], layout.pp, m, layout.virtual_stages)
         else:
-            lists = parallel.lower([[action for stage in parallel.stages_on(rank, self.homes)
+            lists = parallel.lower([[action for stage in parallel.stages_on(rank, self.stage_to_rank)
                                      for action in parallel.whole_batch("F", stage, m)] for rank in range(layout.pp)])
         return lists[dist.get_rank(self.groups.pp)]
 
@@ -770,7 +773,7 @@ class Run:
             refuse(f"--vocab-size is too small for the text: give --vocab-size {tokens.max() + 1}")
         self.data = *split(tokens), vocabulary
         try:
-            homes_in(self.config, layout_of(s))
+            stage_to_rank_of(self.config, layout_of(s))
         except ValueError as why:
             refuse(why)
         if len(self.data[1]) <= self.config.seq_len:

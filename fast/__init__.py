@@ -20,7 +20,6 @@ from theory.clock import split_pieces
 
 SWAPS = [  # (module, name there, what takes its place)
     (collectives, "make_link", links.fast_link),
-    (kernels, "bias_gradient", linear.fast_bias_gradient),
     (kernels, "linear", linear.fast_linear),
     (kernels, "grouped_linear", grouped.fast_grouped),
     (kernels, "LayerNorm", norm.TunedLayerNorm),

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import torch
 
 import collectives as dist
-from fast.pipeline import PatientPipeline
+from fast.pipeline import CollectingMicroBatch, PatientPipeline, PatientStep
 from fast import recorded
 from fast.zero import GuardedOptimizer
-from parallel import EveryBackward, FSDP, Passage
+from parallel import EveryBackward, FSDP
 from theory.clock import most_held
 
 
@@ -117,8 +117,8 @@ class ShardTotals(Totals):
             flat.end_gather() if kind == "F" else flat.free()
 
 
-class Recording(Passage):
-    """A Passage recorded as CUDA graphs, one for each action in `kinds` ("FB" or "FIW").
+class Recording(CollectingMicroBatch):
+    """A MicroBatch recorded as CUDA graphs, one for each action in `kinds` ("FB" or "FIW").
 
     A Recording keeps memory for one micro-batch's activations, so each micro-batch in flight needs its own. Recordings
     that are never in flight together share the memory of one `pool`. closes: this is the step's last micro-batch, and
@@ -148,7 +148,7 @@ class Recording(Passage):
             self.output = super().forward(self.input, self.target)
             self.dy = torch.empty_like(self.output)
         elif kind == "W":
-            super().backward("W")
+            super().backward("W", None)
         else:
             self.dx = super().backward(kind, self.dy)
         if self.closes and kind == self.kinds[-1]:
@@ -181,11 +181,75 @@ class Recording(Passage):
         self.replay("F")
         return self.output.clone()
 
-    def backward(self, kind, dy=None):
+    def backward(self, kind, dy):
         if kind != "W":
             self.dy.copy_(dy)
         self.replay(kind)
         return self.dx.clone() if kind != "W" and self.dx is not None else None
+
+
+class GraphStep(PatientStep):
+    """What a GraphPipeline runs: one with averagers, a training step, replays."""
+
+    def __init__(self, pipeline, actions, x, y, dloss, averagers):
+        super().__init__(pipeline, actions, x, y, dloss, averagers)
+        self.replaying = averagers is not None
+        if self.replaying:
+            self.replicated = dist.get_world_size(next(iter(averagers.values())).group) > 1
+            self.prepare()
+
+    def prepare(self):
+        """Record, if the step before has warmed up for it; point all gradients at the totals."""
+        pipeline, actions, averagers = self.pipeline, self.actions, self.averagers
+        kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
+        # alone: whether a graph can send gradients
+        alone = pipeline.last_stage == 0 and kinds == "FB" and most_held(actions) == 1
+        shapes = {part.shape for part in self.x}
+        asked = shapes, tuple(actions)
+        known = pipeline.graphs is not None and pipeline.graphs.recorded_for == asked
+        overwrite = known and alone and len(self.x) == 1
+        if not known:
+            pipeline.graphs = SimpleNamespace(recordings={}, closing={}, recorded_for=asked)
+        elif not pipeline.graphs.recordings and len(shapes) == 1:
+            for stage in pipeline.stages:
+                self.record(stage, kinds, alone, overwrite, pipeline.totals[averagers[stage]])
+        pipeline.add_up(averagers)
+        for totals in pipeline.totals.values():
+            totals.begin(overwrite)
+
+    def record(self, stage, kinds, alone, overwrite, totals):
+        pipeline, graphs = self.pipeline, self.pipeline.graphs
+        example = self.x[0] if stage == 0 else self.room_for(0).zero_()
+        recording = partial(Recording, pipeline.stages[stage], pipeline.loss_of(stage),
+                            pipeline.weight_gradients.get(stage), totals, kinds, example, self.y[0])
+        if alone:
+            graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
+            graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
+        else:
+            mine = [a for a in self.actions if a.stage == stage and not (self.replicated and self.is_of_last(a))]
+            graphs.recordings[stage] = [recording() for _ in range(most_held(mine))]
+
+    def is_of_last(self, action):
+        """Whether its micro-batch is the last one of its stage."""
+        return action.micro_batch == self.last_backward[action.stage].micro_batch
+
+    def forward(self, action):
+        self.closes = self.replaying and self.is_of_last(action)
+        super().forward(action)
+
+    def new_micro_batch(self, stage):
+        graphs = self.pipeline.graphs
+        if self.closes and stage in graphs.closing:
+            return graphs.closing[stage]
+        if self.replaying and graphs.recordings.get(stage) and not (self.closes and self.replicated):
+            return graphs.recordings[stage].pop()
+        return super().new_micro_batch(stage)
+
+    def backward(self, action):
+        micro_batch = self.micro_batches[action.stage, action.micro_batch]
+        super().backward(action)
+        if action.kind != "I" and isinstance(micro_batch, Recording) and not micro_batch.closes:
+            self.pipeline.graphs.recordings[action.stage].append(micro_batch)
 
 
 class GraphPipeline(PatientPipeline):
@@ -200,31 +264,11 @@ class GraphPipeline(PatientPipeline):
     using]}; closing {stage: Recording of the last micro-batch, if it sends the gradients, too}; recorded_for (shape of
     its micro-batches, actions). Whoever sets it to None has them recorded anew.
     """
+    step = GraphStep
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.graphs, self.totals, self.replaying = None, {}, False
-
-    def begin(self, actions, x, y, dloss, averagers):
-        super().begin(actions, x, y, dloss, averagers)
-        self.replaying = averagers is not None
-        if not self.replaying:
-            return
-        self.replicated = dist.get_world_size(next(iter(averagers.values())).group) > 1
-        kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
-        alone = self.last_stage == 0 and kinds == "FB" and most_held(actions) == 1  # whether a graph can send gradients
-        shapes = {part.shape for part in x}
-        asked = shapes, tuple(actions)
-        known = self.graphs is not None and self.graphs.recorded_for == asked
-        overwrite = known and alone and len(x) == 1
-        if not known:
-            self.graphs = SimpleNamespace(recordings={}, closing={}, recorded_for=asked)
-        elif not self.graphs.recordings and len(shapes) == 1:
-            for stage in self.stages:
-                self.record(stage, actions, kinds, alone, overwrite, self.totals[averagers[stage]])
-        self.add_up(averagers)
-        for totals in self.totals.values():
-            totals.begin(overwrite)
+        self.graphs, self.totals = None, {}
 
     def add_up(self, averagers):
         """Let weight gradients be added to the totals, in eager runs, too, so that both add in the same order."""
@@ -233,37 +277,6 @@ class GraphPipeline(PatientPipeline):
             if sync not in self.totals:
                 self.totals[sync] = Totals(sync)
             self.weight_gradients[stage].add = self.totals[sync].add
-
-    def record(self, stage, actions, kinds, alone, overwrite, totals):
-        example = self.x[0] if stage == 0 else self.room_for(0).zero_()
-        recording = partial(Recording, self.stages[stage], self.loss if stage == self.last_stage else None,
-                            self.weight_gradients.get(stage), totals, kinds, example, self.y[0])
-        if alone:
-            self.graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
-            self.graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
-        else:
-            mine = [a for a in actions if a.stage == stage and not (self.replicated and self.is_of_last(a))]
-            self.graphs.recordings[stage] = [recording() for _ in range(most_held(mine))]
-
-    def is_of_last(self, action):
-        """Whether its micro-batch is the last one of its stage."""
-        return action.micro_batch == self.last_with["W", action.stage].micro_batch
-
-    def passage(self, action):
-        if not self.replaying:
-            return super().passage(action)
-        s, closes = action.stage, self.is_of_last(action)
-        if closes and s in self.graphs.closing:
-            return self.graphs.closing[s]
-        if self.graphs.recordings.get(s) and not (closes and self.replicated):
-            return self.graphs.recordings[s].pop()
-        return super().passage(action)
-
-    def backward(self, action):
-        passage = self.passages[action.stage, action.micro_batch]
-        super().backward(action)
-        if action.kind != "I" and isinstance(passage, Recording) and not passage.closes:
-            self.graphs.recordings[action.stage].append(passage)
 
 
 class HookedGraphPipeline(GraphPipeline):
@@ -282,9 +295,9 @@ def replay_micro_batches(net):
     zero, pipeline = net.layout.zero, GraphPipeline
     if zero > 1:
         pipeline = HookedGraphPipeline
-        if len(net.homes) > 1 or net.layout.schedule != "1f1b":
-            raise ValueError(f"CUDA graphs of ZeRO-{zero} need one stage, not {len(net.homes)}, and one micro-batch, F "
-                             f"and B, before the next one: give schedule 1f1b")
+        if len(net.stage_to_rank) > 1 or net.layout.schedule != "1f1b":
+            raise ValueError(f"CUDA graphs of ZeRO-{zero} need one stage, not {len(net.stage_to_rank)}, and one "
+                             f"micro-batch, F and B, before the next one: give schedule 1f1b")
     net.pipeline = pipeline(*net.pipeline.arguments, channels=net.pipeline.channels)
     if isinstance(net.optimizer, GuardedOptimizer):
         net.optimizer.wait_in(*net.stages.values())

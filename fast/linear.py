@@ -1,15 +1,21 @@
-"""Linear layers: a bias's gradient by one kernel, outputs padded.
+"""Linear layers: a bias's gradient by one kernel, outputs padded, weight gradients that come later.
 
-Takes the place of kernels.linear and bias_gradient. On an H200 a step of GPT-2 124M with its 50,257 tokens
+Takes the place of kernels.linear. On an H200 a step of GPT-2 124M with its 50,257 tokens
 takes 74 % longer without padding. A bias's gradient takes 25 us, PyTorch's 46.
 """
+
+from collections import Counter
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import kernels
-from kernels import bias_gradient, Linear, programs_at_once, tl, triton, weight_gradients
+import model
+import parallel
+from kernels import programs_at_once, tl, triton
 
 
 # ---------------------------------------------------------------------------------------------------- sums of columns
@@ -58,8 +64,101 @@ def column_sums(dy, counts=None):
     return sum_parts(partial, dy.dtype)
 
 
-def fast_bias_gradient(dy):
-    return column_sums(dy)[0] if kernels.on_triton(dy) else bias_gradient(dy)
+def bias_gradient(dy):
+    """Sums over the rows of dy (rows, out): (out)."""
+    return column_sums(dy)[0] if kernels.on_triton(dy) else dy.sum(0)
+
+
+# --------------------------------------------------------------------------------------------------- weight gradients
+#
+#     y = x W^T + b        dx = dy W        dW = dy^T x        db = sum over rows of dy
+#
+# Another pipeline stage waits for dx, but none for dW and db. A CUDA graph adds them to totals at fixed addresses.
+
+class WeightGradients:
+    """Computes the weight gradients of a stage's Linears in autograd's place. What runs for one:
+
+        F   its product, in one of the functions below, which `collected` gives detached weights and `take`
+        I   autograd calls the function's backward, which returns dx, and puts (W, b, dy, x) into `later`
+        W   compute(W, b, dy, x): dW = dy^T x, db = sum of dy, then the hooks, such as DDP's
+        B   as I, but computes at once
+
+    Norms, embeddings, routers, experts, tied weights and biases that are added after g stay with autograd, in I.
+    """
+    later = None  # a list during an I
+
+    def __init__(self, module):
+        linears = model.Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
+        uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
+        for layer in module.modules():
+            if isinstance(layer, linears) and uses[layer.weight] == 1:
+                layer.weight.collector = self
+
+    @contextmanager
+    def put_off(self, later):
+        """What an "I" runs in: its weight gradients are not computed, what they need goes into `later`."""
+        self.later = later
+        try:
+            yield
+        finally:
+            self.later = None
+
+    def take(self, *computed_from):
+        if self.later is None:
+            self.compute(*computed_from)
+        else:
+            self.later.append(computed_from)
+
+    @torch.no_grad()
+    def compute(self, weight, bias, dy, x):
+        if weight.requires_grad:
+            self.add(weight, dy.T, x)
+        if bias is not None and bias.requires_grad:
+            self.add(bias, bias_gradient(dy))
+
+    def add(self, param, a, b=None):
+        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad; call the hooks (a
+        private dictionary of PyTorch's)."""
+        grad = a if b is None else a @ b
+        param.grad = grad if param.grad is None else param.grad.add_(grad)
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
+
+
+def collected(x, weight, bias):
+    """(weight, bias, take) for a product. Where a WeightGradients collects, the parameters are detached, so that
+    autograd's hooks do not fire before the weight gradient exists, and `take(dy, x)` of rows hands it what it needs."""
+    collector = getattr(weight, "collector", None)
+    if not collector or not x.requires_grad:  # all before x is frozen, so nothing detached would have a backward
+        return weight, bias, None
+    return weight.detach(), None if bias is None else bias.detach(), partial(collector.take, weight, bias)
+
+
+def weight_gradients(ctx, dy, x):
+    """In a product's backward: (dW, db) of rows; both None where `take` computes them."""
+    if ctx.take:
+        ctx.take(dy, x)
+        return None, None
+    _, needs_dw, needs_db, *_ = ctx.needs_input_grad
+    return dy.T @ x if needs_dw else None, bias_gradient(dy) if needs_db else None
+
+
+class Product(torch.autograd.Function):
+    """x W^T + b. take: as `collected` gives it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, take):
+        ctx.take = take
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dy = dy.reshape(-1, dy.shape[-1]).contiguous()                                        # (rows, out)
+        dx = (dy @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return dx, *weight_gradients(ctx, dy, x.reshape(-1, x.shape[-1])), None
 
 
 # ------------------------------------------------------------------------------------------------------ padded outputs
@@ -73,11 +172,11 @@ def pads(x, weight):
     return len(weight) % 8 and x.dtype.itemsize == 2 and kernels.on_triton(x)
 
 
-class PaddedLinear(torch.autograd.Function):
-    """x W^T, computed with a padded W. take: as for kernels.Linear."""
+class PaddedProduct(torch.autograd.Function):
+    """x W^T, computed with a padded W."""
 
     @staticmethod
-    def forward(ctx, x, weight, take):
+    def forward(ctx, x, weight, bias, take):
         padded = F.pad(weight, (0, 0, 0, -len(weight) % 64))
         y = F.linear(x, padded)                                                               # (..., padded)
         ctx.take = take
@@ -92,14 +191,15 @@ class PaddedLinear(torch.autograd.Function):
         x, padded, y = ctx.saved_tensors
         rows = pad_columns(dy, y)
         dx = (rows @ padded).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, *weight_gradients(ctx, rows[:, :dy.shape[-1]], x.reshape(-1, x.shape[-1]))
+        return dx, *weight_gradients(ctx, rows[:, :dy.shape[-1]], x.reshape(-1, x.shape[-1])), None
 
 
-def fast_linear(x, weight, bias=None, take=None):
+def fast_linear(x, weight, bias=None):
+    inputs = x, *collected(x, weight, bias)
     if bias is None and pads(x, weight):
-        return PaddedLinear.apply(x, weight, take)
-    if take or bias is not None and kernels.on_triton(x):  # else F.linear is as fast
-        return Linear.apply(x, weight, bias, take)
+        return PaddedProduct.apply(*inputs)
+    if inputs[-1] or bias is not None and kernels.on_triton(x):  # else F.linear is as fast
+        return Product.apply(*inputs)
     return F.linear(x, weight, bias)
 
 

@@ -9,8 +9,12 @@ from collections import defaultdict, deque
 import torch
 
 import collectives as dist
-from parallel import carried, Pipeline
+from fast.linear import WeightGradients
+from parallel import carried, MicroBatch, Pipeline, Step
 from safe.messages import lost_peer_named, progress
+
+
+HALVES = {"B": "IW", "I": "I", "W": "W"}  # of a backward
 
 
 # ------------------------------------------------------------------------------------------- pipeline: transfers, times
@@ -25,13 +29,13 @@ def named(handle, what):
     return dist.Handle(wait, handle.is_completed)
 
 
-def pipeline_channels(mesh, homes):
+def pipeline_channels(mesh, stage_to_rank):
     """{(from, to): group of two ranks that have neighbouring stages} of this rank's pipeline; from, to: places in it.
 
     Each direction has its own group, so that activations and gradients do not wait for each other.
     """
     channels = {}
-    neighbours = {pair for pair in itertools.pairwise(homes.values()) if len(set(pair)) == 2}
+    neighbours = {pair for pair in itertools.pairwise(stage_to_rank.values()) if len(set(pair)) == 2}
     pairs = sorted(neighbours | {pair[::-1] for pair in neighbours})
     for ranks in mesh.mesh.flatten(1).T.tolist():  # of each pipeline
         made = {pair: dist.new_group([ranks[place] for place in pair]) for pair in pairs}
@@ -40,60 +44,82 @@ def pipeline_channels(mesh, homes):
     return channels
 
 
-class PatientPipeline(Pipeline):
-    """A Pipeline that posts receives late on CUDA, frees an output once it is sent, and names a failed transfer.
+class CollectingMicroBatch(MicroBatch):
+    """A MicroBatch that runs W apart from I. weight_gradients: the stage's WeightGradients; None for F and B alone."""
 
-    On CUDA a waiting receive is a kernel that occupies multiprocessors. A product that needs all of them then takes two
-    waves instead of one. So a receive is posted only when its value is needed, because the rank would idle then anyway.
-    With gloo a waiting receive disturbs no computation, so it is posted where `lower` put it. Received late, transfers
-    of both directions would wait for each other in one group, so each direction between two neighbours has its own.
-    channels: of another pipeline with these arguments. If left out, groups are made, so all ranks must make a pipeline.
-    """
-    def __init__(self, stages, homes, mesh, *args, channels=None):
-        super().__init__(stages, homes, mesh, *args)
-        self.arguments = stages, homes, mesh, *args
-        self.rank = dist.get_rank(self.group)
-        self.ranks = torch.distributed.get_process_group_ranks(self.group)
-        self.channels = channels or pipeline_channels(mesh, homes)
+    def __init__(self, module, loss, weight_gradients=None):
+        super().__init__(module, loss)
+        self.weight_gradients = weight_gradients
+        self.later = []  # what W computes weight gradients from
 
-    def begin(self, *args):
-        super().begin(*args)
+    def backward(self, kind, dy):
+        if kind == "B":
+            return self.gradients(dy)
+        if kind == "I":
+            with self.weight_gradients.put_off(self.later):
+                return self.gradients(dy)
+        for computed_from in self.later:
+            self.weight_gradients.compute(*computed_from)
+
+    def gradients(self, dy):
+        return super().backward("B", dy)
+
+
+class PatientStep(Step):
+    """What a PatientPipeline runs."""
+
+    def __init__(self, pipeline, actions, *args):
+        super().__init__(pipeline, actions, *args)
         self.expected = defaultdict(deque)  # pipeline rank -> receives that are not posted yet
+        # Later actions overwrite earlier ones, so that the last ones stay.
+        self.last_with = {(half, action.stage): action for action in actions for half in HALVES.get(action.kind, "")}
+        if any(action.kind == "I" for action in actions):
+            pipeline.separate_weight_gradients()
+
+    def new_micro_batch(self, stage):
+        pipeline = self.pipeline
+        return CollectingMicroBatch(pipeline.stages[stage], pipeline.loss_of(stage),
+                                    pipeline.weight_gradients.get(stage))
+
+    def sends_gradients(self, action):
+        """Whether no later action of the stage computes gradients of the same parameters: I those of norms, W those of
+        matrices, B both."""
+        return all(self.last_with[half, action.stage] == action for half in HALVES[action.kind])
 
     def receive(self, action):
-        if self.device.type == "cuda":
+        if self.pipeline.device.type == "cuda":
             self.expected[self.other_rank(action)].append(action)
         else:
             self.post(action)
 
     def post(self, receive):
-        source = self.other_rank(receive)
+        source, pipeline = self.other_rank(receive), self.pipeline
         result = carried(receive)
         whose = f"{result.kind} of micro-batch {result.micro_batch}"
-        what = f"{whose} from rank {self.ranks[source]} (pipeline rank {source})"
+        what = f"{whose} from rank {pipeline.ranks[source]} (pipeline rank {source})"
         buffer = self.room_for(receive.micro_batch)
         with lost_peer_named(f"posted the {what}"):
-            handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
+            handle = dist.irecv(buffer, pipeline.ranks[source], pipeline.channels[source, pipeline.rank])
         self.results[result] = named(handle, what), buffer
 
     def wait_for(self, result):
-        source = self.homes[result.stage]
+        source = self.pipeline.stage_to_rank[result.stage]
         while result not in self.results:  # post all earlier ones first, because the other rank sends in this order
             self.post(self.expected[source].popleft())
         return super().wait_for(result)
 
     def send(self, action):
-        what = f"send {action} of the pipeline"
+        what, pipeline = f"send {action} of the pipeline", self.pipeline
         to = self.other_rank(action)
         _, tensor = self.results.pop(carried(action))
         progress(what)
         with lost_peer_named(what):
-            handle = dist.isend(tensor, self.ranks[to], self.channels[self.rank, to])
+            handle = dist.isend(tensor, pipeline.ranks[to], pipeline.channels[pipeline.rank, to])
         self.sending.append((named(handle, what), tensor))
 
     def forget_sent(self, most):
         """On CUDA a send that is waited for would hold up the stream, so forget those that have ended until the end."""
-        if most == 0 or self.device.type != "cuda":
+        if most == 0 or self.pipeline.device.type != "cuda":
             super().forget_sent(most)
         while self.sending and self.sending[0][0].is_completed():
             self.sending.popleft()[0].wait()
@@ -101,3 +127,29 @@ class PatientPipeline(Pipeline):
     def do(self, action):
         super().do(action)
         self.forget_sent(2)
+
+
+class PatientPipeline(Pipeline):
+    """A Pipeline that posts receives late on CUDA, frees an output once it is sent, names a failed transfer, and
+    computes nothing twice in W.
+
+    On CUDA a waiting receive is a kernel that occupies multiprocessors. A product that needs all of them then takes two
+    waves instead of one. So a receive is posted only when its value is needed, because the rank would idle then anyway.
+    With gloo a waiting receive disturbs no computation, so it is posted where `lower` put it. Received late, transfers
+    of both directions would wait for each other in one group, so each direction between two neighbours has its own.
+    channels: of another pipeline with these arguments. If left out, groups are made, so all ranks must make a pipeline.
+    """
+    step = PatientStep
+
+    def __init__(self, stages, stage_to_rank, mesh, *args, channels=None):
+        super().__init__(stages, stage_to_rank, mesh, *args)
+        self.arguments = stages, stage_to_rank, mesh, *args
+        self.rank = dist.get_rank(self.group)
+        self.ranks = torch.distributed.get_process_group_ranks(self.group)
+        self.channels = channels or pipeline_channels(mesh, stage_to_rank)
+        self.weight_gradients = {}  # {stage: its WeightGradients}, once a schedule has halves of backwards
+
+    def separate_weight_gradients(self):
+        """From now on, W can run apart from I."""
+        if not self.weight_gradients:
+            self.weight_gradients = {stage: WeightGradients(module) for stage, module in self.stages.items()}

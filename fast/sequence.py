@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import collectives as dist
-import kernels
 from fast import nccl
+from fast.linear import collected, weight_gradients
 from further.sequence import gathered
 from parallel import ColumnParallelLinear
 
@@ -52,12 +52,12 @@ class RegatheredProduct(torch.autograd.Function):
     """f, then X W^T + b. X is (B, T/N, in), and a rank keeps only these, its own tokens, until backward.
 
     That saves memory. The cost: backward gathers X again, while it computes dY W. Then it adds up dX over the ranks,
-    while it computes dY^T X. So a sublayer takes 5 halves of an all-reduce in place of 4. take: as for kernels.Linear.
+    while it computes dY^T X. So a sublayer takes 5 halves of an all-reduce in place of 4.
     In a zero-bubble pipeline "I" gathers X, and "W" frees it.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, take=None):
+    def forward(ctx, x, weight, bias, take, group):
         ctx.group, ctx.take = group, take
         ctx.save_for_backward(x, weight)
         return F.linear(gather_in_place(x, group), weight, bias)
@@ -70,18 +70,21 @@ class RegatheredProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             added, dx = start_scattering(dy @ weight, ctx.group, async_op=True)
         gathered.wait()
-        gradients = kernels.weight_gradients(ctx, dy.flatten(0, -2), whole.flatten(0, -2))
+        gradients = weight_gradients(ctx, dy.flatten(0, -2), whole.flatten(0, -2))
         added.wait()
         return dx, *gradients, None, None
 
 
 class RegatheringColumns(ColumnParallelLinear):
-    """In sequence parallelism f is `gathered`. Then the whole product is a RegatheredProduct, which gathers X itself,
-    so self.f does nothing. A layer without a bias, which in a GPT is the head alone, keeps the gathered X for backward.
+    """In sequence parallelism f is `gathered`. Then f and the product are one RegatheredProduct. A layer without a bias,
+    which in a GPT is the head alone, keeps the gathered X for backward.
     """
 
     def __init__(self, layer, group, f, parts=1):
         super().__init__(layer, group, f, parts)
+        self.product = None
         if f is gathered and self.bias is not None:
-            self.f = lambda x: x
-            self.linear = lambda x, weight, bias=None, take=None: RegatheredProduct.apply(x, weight, bias, group, take)
+            self.product = lambda x, weight, bias: RegatheredProduct.apply(x, *collected(x, weight, bias), group)
+
+    def forward(self, x):
+        return self.product(x, self.weight, self.bias) if self.product else super().forward(x)

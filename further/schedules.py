@@ -1,4 +1,4 @@
-"""More schedules: how small can a pipeline's bubble get, and how few activations need its ranks hold?
+"""More schedules: a smaller bubble than 1F1B's, or fewer activations on each rank.
 
 A schedule is a function of (p ranks, m micro-batches, v stages a rank) that returns a list of actions for each rank.
 Its name enters SCHEDULES, and `--schedule` takes it. Idle time of every rank, where 1F1B's is (p-1) (F + I + W):
@@ -12,16 +12,13 @@ F, I and W as in parallel.py's section on pipelines; the schedules in a V are be
 """
 
 import itertools
-from collections import Counter, defaultdict, deque
-from contextlib import contextmanager
-from functools import partial
+from collections import defaultdict, deque
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
-import kernels
 import parallel
-from model import Linear
-from parallel import Action, alternate, homes_of, needs, result_of, one_f_one_b, whole_batch
+from parallel import Action, alternate, MicroBatch, needs, one_f_one_b, ranks_of_stages, result_of, whole_batch
 
 
 def interleaved(p, m, v):
@@ -56,7 +53,12 @@ def in_groups(kind, stages, groups):
 
 
 def zero_bubble_h1(p, m, v=1):
-    """1F1B with backward in two: rank r runs W r micro-batches after I, so that it sends the result of I earlier."""
+    """1F1B with backward in two: rank r runs W r micro-batches after I, so that it sends the result of I earlier. For
+    p = 2, m = 4, with F = I = W, and dots where a rank idles:
+
+        rank 0   F0 F1 .. I0 W0 F2 I1 W1 F3 I2 W2 I3 W3     in 1F1B it idles 3 units, at first until rank 1's W0 is done
+        rank 1   .. F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3     I1 runs before W0, so rank 0 gets its result a unit earlier
+    """
     lists = []
     for rank in range(p):
         weights = whole_batch("W", rank, m)
@@ -105,19 +107,21 @@ def v_min(p, m, v=2):
 
 
 def repeat(p, m, down, up, pause=0):
-    """Each rank's F and I, in the order in which they would start if a micro-batch began every 6 units of time. In 6
-    units a rank runs F, I and W of both its stages. Qi et al., "Pipeline Parallelism with Controllable Memory" (2024),
-    call what one micro-batch needs the building block.
+    """Each rank's F and I, in the order in which they would start if a micro-batch began every 6 units of time: so long
+    a rank needs for a micro-batch, because F, I and W of each of its two stages take a unit. Qi et al., "Pipeline
+    Parallelism with Controllable Memory" (2024), call what one micro-batch needs the building block.
 
     Down the V, a micro-batch's F starts `down` units later on each next rank; up the V, `up` units later. Then comes
-    the `pause`, and I goes back in the same steps. It is the shortest with which a rank's two F and two I start in
-    different units of the 6.
-    A rank's two stages together hold a micro-batch for about 2 (p-1) (down + up) units, so they hold a sixth as many.
-    For p = 2, down = up = 1, a rank's second stage in brackets:
+    the `pause`, and I goes back in the same steps. A rank's two stages together hold a micro-batch for about
+    2 (p-1) (down + up) units. Every 6 units another one begins, so they hold a sixth as many activations.
 
-        time      0   1   2   3   4   5   6   7
-        rank 0   F0         (F0)(I0)         I0
-        rank 1       F0 (F0)        (I0) I0
+    The pause keeps a rank's two F and two I apart, also from those of later micro-batches, which start 6, 12, ... units
+    later. V-Half for p = 2 (down 2, up 1), on rank 0, its second stage in brackets. Without a pause (I0) would start
+    with F1, I0 with (F1), and (I1) with F2:
+
+        time          0    1    2    3    4    5    6    7    8    9    10   11   12   13   14
+        without       F0                       (F0) F1!                      I0!  F2!
+        pause of 3    F0                       (F0) F1             (I0)      (F1) F2        I0
     """
     way = [down * k for k in range(p)] + [down * p + up * k for k in range(p)]
     back = way[-1] + 1 + pause
@@ -132,7 +136,7 @@ def repeat(p, m, down, up, pause=0):
 def squeeze(lists, most):
     """Each rank's F and I, in the order given, each as early as it can, if all take equally long; and their W. A W runs
     where its rank would idle, or where it holds `most` activations (each of one stage) and an F comes next."""
-    homes = homes_of(lists)
+    stage_to_rank = ranks_of_stages(lists)
     left = [deque(actions) for actions in lists]
     weights = [deque() for _ in lists]  # each W whose I has run
     held = [0] * len(lists)
@@ -141,7 +145,7 @@ def squeeze(lists, most):
     while any(left) or any(weights):
         turn = []
         for rank, actions in enumerate(left):
-            ready = bool(actions) and done.issuperset(needs(actions[0], homes))
+            ready = bool(actions) and done.issuperset(needs(actions[0], stage_to_rank))
             full = ready and actions[0].kind == "F" and held[rank] >= most
             if weights[rank] and (full or not ready):
                 turn.append((rank, weights[rank].popleft()))
@@ -189,63 +193,34 @@ def dualpipe_v(p, m, v=2):
 
 # ------------------------------------------------------------------------------------------ backward in two: I, later W
 
-class WeightGradients:
-    """Computes the weight gradients of a stage's Linears in autograd's place, because no other stage waits for them.
+class HalvedMicroBatch(MicroBatch):
+    """A MicroBatch whose backward may come in halves. What a stage of two layers f and g computes:
 
-    What runs for a Linear, y = x W^T + b:
+        F   h = f(x), y = g(h)
+        I   dy -> dh -> dx          and nothing for weights
+        W   dy -> g's weights; dh -> f's weights
 
-        F   model.Linear.forward calls `linear` below: kernels.linear(x, W detached, b detached, take)
-        I   autograd calls kernels.Linear.backward: dx = dy W, and take(dy, x), which puts (W, b, dy, x) into `later`
-        W   Passage.backward calls compute(W, b, dy, x): dW = dy^T x, db = sum of dy, then the hooks, such as DDP's
-        B   as I, but `take` computes at once
-
-    Norms, embeddings, routers, experts, tied weights and biases that are added after g stay with autograd, in I.
+    autograd does not keep dh. So W computes dh once more, and I and W together take longer than B: about 3 F in place
+    of 2. (Under tensor parallelism f's all-reduce runs twice, too.) Numbers and order of a schedule are right all the
+    same. fast/linear.py keeps what each layer's W needs, so that its W computes nothing twice.
     """
-    later = None  # a list during an I
 
-    def __init__(self, module):
-        linears = Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
-        uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
-        for layer in module.modules():
-            if isinstance(layer, linears) and uses[layer.weight] == 1:
-                layer.linear = partial(self.linear, layer.linear)
+    def end(self, y, target):
+        if y.requires_grad:
+            self.output = get_gradient_edge(y)  # W starts here, because the loss may write its gradient over its input
+        return super().end(y, target)
 
-    def linear(self, product, x, weight, bias=None):
-        """Autograd sees detached weights, so its hooks do not fire before the weight gradient exists."""
-        if not x.requires_grad:  # all before it is frozen, so nothing detached would have a backward
-            return product(x, weight, bias)
-        take = partial(self.take, weight, bias)
-        return product(x, weight.detach(), None if bias is None else bias.detach(), take)
-
-    @contextmanager
-    def put_off(self, later):
-        """What an "I" runs in: its weight gradients are not computed, what they need goes into `later`."""
-        self.later = later
-        try:
-            yield
-        finally:
-            self.later = None
-
-    def take(self, *computed_from):
-        if self.later is None:
-            self.compute(*computed_from)
-        else:
-            self.later.append(computed_from)
-
-    @torch.no_grad()
-    def compute(self, weight, bias, dy, x):
-        if weight.requires_grad:
-            self.add(weight, dy.T, x)
-        if bias is not None and bias.requires_grad:
-            self.add(bias, kernels.bias_gradient(dy))
-
-    def add(self, param, a, b=None):
-        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad; call the hooks (a
-        private dictionary of PyTorch's)."""
-        grad = a if b is None else a @ b
-        param.grad = grad if param.grad is None else param.grad.add_(grad)
-        for hook in (param._post_accumulate_grad_hooks or {}).values():
-            hook(param)
+    def backward(self, kind, dy):
+        if kind == "B":
+            return super().backward(kind, dy)
+        if kind == "I":
+            inputs = [self.output] + [self.x] * self.x.requires_grad  # not of tokens
+            self.dy, *dx = torch.autograd.grad(self.edge, inputs, dy, retain_graph=True)
+            return dx[0] if dx else None
+        module = getattr(self.module, "module", self.module)  # without DDP or FSDP
+        weights = [param for param in module.parameters() if param.requires_grad]
+        if weights:
+            torch.autograd.backward(self.output, self.dy, inputs=weights)
 
 
 SCHEDULES = parallel.SCHEDULES | {"interleaved": interleaved, "zb-h1": zero_bubble_h1, "zb-v": zb_v, "v-half": v_half,

@@ -12,7 +12,7 @@ import model
 import parallel
 from lessons.measure import patched, plain_rows
 from model import buffers, GPT, materialize, shapes
-from theory.clock import homes_in, stages_in
+from theory.clock import stage_to_rank_in, stages_in
 
 
 def random_source(config, device):
@@ -135,14 +135,14 @@ def torch_pipeline(config, s, device, x, y, compiled):
     modules = {i: plain_model(config, device, compiled, parallel.DTYPES[s.dtype], pieces)
                for i, pieces in stages_in(s, config, dist.get_rank()).items()}
     group = dist.new_group()  # of its own, so that a peer that fails leaves no messages to the next one
-    stages = [PipelineStage(module, i, len(homes_in(s)), device, group=group) for i, module in modules.items()]
+    stages = [PipelineStage(module, i, len(stage_to_rank_in(s)), device, group=group) for i, module in modules.items()]
     runner = getattr(schedules, "Schedule" + name)(
         stages[0] if name in ("GPipe", "1F1B") else stages, len(x),
         loss_fn=lambda logits, targets: token_loss(logits.float(), targets))
     params = [p for module in modules.values() for p in module.parameters()]
     optimizer = torch.optim.AdamW(params, **ADAMW)
     given = [torch.cat(x)] if 0 in modules else []
-    wanted = {"target": torch.cat(y), "losses": []} if len(homes_in(s)) - 1 in modules else {}
+    wanted = {"target": torch.cat(y), "losses": []} if len(stage_to_rank_in(s)) - 1 in modules else {}
 
     def step():
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ import torch
 import parallel
 from lessons.measure import say, Table, write_json
 from safe.flags import BadInput, check_parts, dashed, Settings
-from theory.clock import homes_in
+from theory.clock import stage_to_rank_in
 from theory.memory import ROOM, needed_bytes
 from theory.speed import describe_machine, mfu, mfu_note, predict, ring_hides
 
@@ -30,7 +30,7 @@ def is_taken(s, config, gpus, node):
     except BadInput:
         return False
     most = config.n_layer + 2
-    return s.pp <= most and len(homes_in(s)) <= most
+    return s.pp <= most and len(stage_to_rank_in(s)) <= most
 
 
 def axes_of(config, gpus, batch_size, dtype, machine):

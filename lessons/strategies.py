@@ -19,7 +19,7 @@ import parallel
 from fast import attention, gloo, linear, nccl, norm, recorded, run
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
-from fast.pipeline import PatientPipeline
+from fast.pipeline import PatientStep
 from further import context, experts
 from further.schedules import SCHEDULES
 from lessons import peers
@@ -225,7 +225,7 @@ def pieces():
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
         "fetching": [(parallel.Units, "prefetch", lambda self, unit: None)],             # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
-        "patience": [(PatientPipeline, "receive", PatientPipeline.post)],
+        "patience": [(PatientStep, "receive", PatientStep.post)],
         "ring": plain_rows(context),                                                # the reference's
         "grouped": plain_rows(kernels, "grouped_linear"),                           # a product for each group
         "hiding": plain_rows(experts, "visit"),                                     # all rows travel, then all compute

@@ -174,7 +174,7 @@ def check_schedule(s, config):
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
         raise BadInput(f"--schedule {s.schedule}: {problem}; give --micro-batches "
                        f"{multiple(s.micro_batches, s.pp)}") from None
-    a_rank = len(parallel.homes_of(lists)) // s.pp
+    a_rank = len(parallel.ranks_of_stages(lists)) // s.pp
     reject(s.pp == 1 and s.virtual_stages > 1 or s.virtual_stages not in (1, a_rank), f"--virtual-stages "
            f"{s.virtual_stages} is for --schedule interleaved and --pp 2 or more: leave it out")
     check_stages(s, config, a_rank)

@@ -30,7 +30,7 @@ def timed(pipeline):
     the stream, so the CPU need not wait for the GPU.
     """
     cuda = pipeline.device.type == "cuda"
-    do, wait_for, spans = pipeline.do, pipeline.wait_for, []
+    do, wait_for, spans = pipeline.step.do, pipeline.step.wait_for, []
 
     def now():
         if not cuda:
@@ -39,20 +39,20 @@ def timed(pipeline):
         event.record()
         return event
 
-    def timed_do(action):
+    def timed_do(step, action):
         spans.append([action, now(), None])
-        do(action)
+        do(step, action)
         spans[-1][2] = now()
 
-    def timed_wait(result):
-        value = wait_for(result)
+    def timed_wait(step, result):
+        value = wait_for(step, result)
         spans[-1][1] = now()  # until now the rank was idle
         return value
 
     if cuda:
         torch.cuda.synchronize()
     origin, zero = time.time(), now()
-    with patch.multiple(pipeline, do=timed_do, wait_for=timed_wait):
+    with patch.multiple(pipeline.step, do=timed_do, wait_for=timed_wait):
         yield spans
     if cuda:
         torch.cuda.synchronize()
@@ -88,16 +88,16 @@ def measured(trainer):
     """Inside, note how many bytes the activations take after each forward: without micro-batches, the gradients of
     earlier ones, and buffers of collectives. Then note what share of the tokens this rank's experts got."""
     births, net = BirthLog(), trainer.net
-    forward = net.pipeline.forward
+    forward = net.pipeline.step.forward
 
-    def note(action):
-        forward(action)
+    def note(step, action):
+        forward(step, action)
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
-        others = storages([*net.pipeline.x, *net.pipeline.y, net.pipeline.dloss, *kept_tensors(net)["gradients"],
+        others = storages([*step.x, *step.y, step.dloss, *kept_tensors(net)["gradients"],
                            *trainer.buffers_of_collectives()])
         trainer.activations = max(trainer.activations, births.alive(others))
 
-    with births, patch.object(net.pipeline, "forward", note):
+    with births, patch.object(net.pipeline.step, "forward", note):
         yield
     loads, ranks = trainer.loads, trainer.s.ep
     if ranks > 1 and loads is not None:
@@ -209,7 +209,7 @@ def profiled(trainer):
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
     averagers = dict.fromkeys(trainer.net.averagers.values())
     ranges = [*trainer.profiled_collectives(),
-              (trainer.net.pipeline, "do", lambda action: f"{action} stage {action.stage}"),
+              (trainer.net.pipeline.step, "do", lambda step, action: f"{action} stage {action.stage}"),
               *[(sync, "finish_grad_sync", lambda: "finish_grad_sync") for sync in averagers]]
     with contextlib.ExitStack() as stack, torch.profiler.profile(  # of the CPU, and of CUDA where it is available
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:

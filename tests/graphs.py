@@ -175,7 +175,8 @@ def test_recordings_of_another_shape_go_before_its_first_step(zero):
             optimizer.step()
         gc.collect()
         assert recorded and not any(graph() for graph in recorded)
-        assert all(close(*pair) for pair in losses) and losses[-1][0] < losses[-2][0] and not net.pipeline.graphs.closing
+        assert all(close(*pair) for pair in losses) and losses[-1][0] < losses[-2][0]
+        assert not net.pipeline.graphs.closing
 
 
 @on_cpus  # on GPUs some of it ends the capture with an error

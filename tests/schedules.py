@@ -20,9 +20,11 @@ import parallel
 import theory.clock
 import train
 from tests.layouts import SMALL, small_gpt, tokens_of
-from tests.pool import close, on_ranks, table
+from fast.linear import WeightGradients
+from fast.pipeline import CollectingMicroBatch
+from tests.pool import close, is_plain, on_ranks, table
 from further.schedules import (
-    dualpipe_v, interleaved, SCHEDULES, v_half, v_min, WeightGradients, zb_v, zero_bubble_h1)
+    dualpipe_v, HalvedMicroBatch, interleaved, SCHEDULES, v_half, v_min, zb_v, zero_bubble_h1)
 from theory.clock import simulate
 
 
@@ -132,7 +134,7 @@ def test_schedules_in_a_v_idle_and_hold_what_their_papers_say(make, idle, less, 
     grows with m where I takes longer than F."""
     for p, fillings in itertools.product(range(2, 9), (2, 4)):
         lists = make(p, fillings * p)
-        assert parallel.homes_of(lists) == {stage: min(stage, 2 * p - 1 - stage) for stage in range(2 * p)}
+        assert parallel.ranks_of_stages(lists) == {stage: min(stage, 2 * p - 1 - stage) for stage in range(2 * p)}
         timeline = simulate(lists)
         assert idle(p) - less <= max(timeline.idle) <= idle(p) and max(timeline.peak) == held(p)
         assert make == v_min or min(timeline.peak) == held(p)
@@ -186,11 +188,17 @@ def test_broken_schedules_are_rejected(make, change, says):
 @pytest.mark.parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs what is sent goes when it has ended
 @on_ranks(2)
 def test_a_pipeline_keeps_its_latest_two_outputs_that_are_sent():
-    net, kept = small_gpt(pp=2, schedule="gpipe"), []
-    do, pipeline = net.pipeline.do, net.pipeline
-    with unittest.mock.patch.object(pipeline, "do", lambda action: (do(action), kept.append(len(pipeline.sending)))):
+    net, kept, steps = small_gpt(pp=2, schedule="gpipe"), [], set()
+    do = net.pipeline.step.do
+
+    def watched(step, action):
+        do(step, action)
+        kept.append(len(step.sending))
+        steps.add(step)
+
+    with unittest.mock.patch.object(net.pipeline.step, "do", watched):
         net.forward_backward(*(t.split(1) for t in tokens_of(0)))
-    assert max(kept) == 2 and not pipeline.sending
+    assert max(kept) == 2 and not any(step.sending for step in steps)
 
 
 @pytest.mark.parametrize("virtual_stages, tied", [(1, False), (2, True)])
@@ -217,30 +225,41 @@ def test_layers_are_split_by_cost():
     assert [len(cut) for cut in split(model.PRESETS["gpt2-xl"], 4)] == [13, 13, 13, 11]
 
 
-def test_layers_behind_frozen_ones_have_their_gradients():
-    """Nothing before the first layer needs a gradient, so a detached weight would have no backward there."""
-    net, grads, (x, y) = model.GPT(SMALL).double(), [], tokens_of(0)
-    for name, param in net.named_parameters():
-        param.requires_grad = "attn" in name or "mlp" in name
-    for prepare in (lambda net: None), WeightGradients:
-        prepare(net)
-        net.zero_grad()
-        F.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()
-        grads.append([param.grad for param in net.parameters() if param.requires_grad])
-    assert all(close(split, want, 1e-12) for want, split in zip(*grads, strict=True))
+def halves_of(net):
+    """A micro-batch of this program whose backward comes in halves."""
+    if is_plain():
+        return HalvedMicroBatch(net, None)
+    return CollectingMicroBatch(net, None, WeightGradients(net))
 
 
-def test_weight_gradients_wait_for_w():
-    """I computes the input's gradient, and a norm's, but no Linear's."""
-    block, x = model.GPT(SMALL, pieces=range(1, 2)).double(), torch.ones(2, 5, SMALL.n_embd, dtype=torch.float64)
-    passage = parallel.Passage(block, None, WeightGradients(block))
-    assert passage.backward("I", torch.ones_like(passage.forward(x))).shape == x.shape
-    names = {name for name, _ in block.named_parameters()}
-    waiting = {name for name, p in block.named_parameters() if p.grad is None}
-    assert waiting == {name for name in names if "ln_" not in name} != names
-    passage.backward("W")
-    assert all(p.grad is not None for p in block.parameters())
-    passage.forward(x)
+@pytest.mark.parametrize("pool", ["cpu", "plain"], indirect=True)
+@pytest.mark.parametrize("first, frozen", [(1, ()), (0, ("wte", "wpe", "ln_"))])
+@on_ranks(1)
+def test_weight_gradients_wait_for_w(first, frozen):
+    """I computes no Linear's, and in the reference none. Both halves together are B, behind frozen layers, too."""
+    found, device = [], torch.get_default_device()
+    for make in (lambda net: parallel.MicroBatch(net, None)), halves_of:
+        net = model.GPT(SMALL, pieces=range(first, 2)).double().to(device)
+        params = {name: param for name, param in net.named_parameters()
+                  if param.requires_grad_(not any(word in name for word in frozen)).requires_grad}
+        micro_batch = make(net)
+        y = micro_batch.forward(torch.ones(2, 5, SMALL.n_embd).double() if first else tokens_of(0)[0].to(device))
+        kinds = "B" if make != halves_of else "IW"
+        for kind in kinds:
+            dx = micro_batch.backward(kind, None if kind == "W" else torch.ones_like(y))
+            early = {name for name, param in params.items() if param.grad is not None}
+            if kind == "I" and first:  # of frozen tokens, the first layer's product is autograd's
+                assert early == {name for name in params if "ln_" in name and not is_plain()}
+                assert dx.shape == y.shape
+        found.append([micro_batch.x.grad if kinds == "B" else None] + [param.grad for param in params.values()])
+    assert all(close(halves, whole, 1e-12) for whole, halves in zip(*(grads[1:] for grads in found), strict=True))
+
+
+@on_ranks(1)
+def test_a_failed_i_puts_nothing_off():
+    block = model.GPT(SMALL, pieces=range(1, 2)).double()
+    micro_batch = halves_of(block)
+    micro_batch.forward(torch.ones(2, 5, SMALL.n_embd).double())
     with pytest.raises(RuntimeError):
-        passage.backward("I", torch.ones(1, 1, dtype=torch.float64))  # of another shape
-    assert passage.weight_gradients.later is None  # so that the next B computes its own
+        micro_batch.backward("I", torch.ones(1, 1, dtype=torch.float64))  # of another shape
+    assert micro_batch.weight_gradients.later is None  # so that the next B computes its own

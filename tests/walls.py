@@ -255,7 +255,6 @@ ENTERED = {  # a layout, and the rows that it enters
                                "kernels.attend_backward",
     "dp=2 ep=2 experts=4": "further.experts.Experts further.experts.visit further.experts.through_experts "
                            "kernels.grouped_linear",
-    "pp=2 micro_batches=2 schedule=zb-h1": "kernels.bias_gradient",
     "dp=1 choice=triton dtype=float32 batch=1 tokens=4 seq_len=4 n_layer=1 n_head=2":
         "kernels.LayerNorm kernels.flash_attention",
 }

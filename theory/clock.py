@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import parallel
 from further.schedules import SCHEDULES
-from parallel import homes_of, in_order, needs, result_of
+from parallel import in_order, needs, ranks_of_stages, result_of
 
 
 # ---------------------------------------------------------------------------- pipeline: stages that take equally long
@@ -45,18 +45,18 @@ def lists_of(schedule, p, m, v):
 
 @functools.cache
 def placed(schedule, p, v):
-    return homes_of(lists_of(schedule, p, 2 * p, v))
+    return ranks_of_stages(lists_of(schedule, p, 2 * p, v))
 
 
-def homes_in(s):
+def stage_to_rank_in(s):
     """Where stages live in layout s, {stage: rank}."""
     return placed(s.schedule, s.pp, s.virtual_stages)
 
 
 def stages_in(s, config, rank):
     """{stage: its pieces} of a pipeline rank in layout s."""
-    cuts = split_pieces(config, len(homes_in(s)))
-    return {stage: cuts[stage] for stage in parallel.stages_on(rank, homes_in(s))}
+    cuts = split_pieces(config, len(stage_to_rank_in(s)))
+    return {stage: cuts[stage] for stage in parallel.stages_on(rank, stage_to_rank_in(s))}
 
 
 # ------------------------------------------------------------------------------------------------- schedules on a clock
@@ -79,7 +79,7 @@ def most_held(actions, sizes=None):
 
 def held_at_once(lists):
     """The most activations that each rank holds at once, in micro-batches of all its stages."""
-    stages = len(homes_of(lists)) // len(lists)
+    stages = len(ranks_of_stages(lists)) // len(lists)
     return [most_held(actions) / stages for actions in lists]
 
 
@@ -89,15 +89,15 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0):
     A cost is the time that a micro-batch takes on all v stages of a rank, so one stage takes 1/v of it. An activation
     is held from the end of its F to the end of its B or W.
     """
-    homes = homes_of(lists)
-    v = len(homes) // len(lists)
+    stage_to_rank = ranks_of_stages(lists)
+    v = len(stage_to_rank) // len(lists)
     cost = {"F": forward / v, "I": input_gradient / v, "W": weight_gradient / v}
     cost["B"] = cost["I"] + cost["W"]
     spans = [[] for _ in lists]
     clock = [0.0] * len(lists)  # each rank's
     end = {}                    # of each result
     for r, action in in_order(lists):
-        start = max([clock[r], *(end[result] for result in needs(action, homes))])
+        start = max([clock[r], *(end[result] for result in needs(action, stage_to_rank))])
         end[result_of(action)] = clock[r] = start + cost[action.kind]
         spans[r].append((action, start, clock[r]))
     length = max(clock)

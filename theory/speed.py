@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 import parallel
-from theory.clock import bubble, homes_in, lists_of, simulate, stages_in
+from theory.clock import bubble, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements
 from theory.traffic import HALVES, contents, in_two_levels, messages, sent, shards_of, tokens_of, widths
 
@@ -276,7 +276,7 @@ def predict(config, s, machine):
     cp = context_seconds(config, s, machine, blocks, spent)
     waits = (tp + cp + ep) / m / 2  # a micro-batch's, in forward, and as long in backward
     costs = f + waits, i + waits, w
-    idle = bubble(s.schedule, s.pp, len(homes_in(s)) // s.pp, *costs) if m >= s.pp else None
+    idle = bubble(s.schedule, s.pp, len(stage_to_rank_in(s)) // s.pp, *costs) if m >= s.pp else None
     if idle is None:
         idle = max(simulate(lists_of(s.schedule, s.pp, m, s.virtual_stages), *costs).idle)
     # Ranks wait for transfers where the pipeline fills and drains, once a stage, and at the end for a tied embedding's

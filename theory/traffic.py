@@ -7,7 +7,7 @@ p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters
 from typing import NamedTuple
 
 import parallel
-from theory.clock import homes_in
+from theory.clock import stage_to_rank_in
 
 
 def sent(op, elements, width, n, rank, small=0, switched=False):
@@ -174,14 +174,14 @@ def messages_of_context(config, s, stages):
 
 def messages_of_pipeline(config, s, stages, tp_rank):
     """Messages of a pipeline. F sends to the next stage, B to the one before, if they live elsewhere."""
-    (narrow, wide), homes = widths(s), homes_in(s)
+    (narrow, wide), stage_to_rank = widths(s), stage_to_rank_in(s)
     *_, first, last = contents(config, stages.values())
-    rank = homes[min(stages)]
-    neighbours = sum(homes.get(i + side, rank) != rank for i in stages for side in (1, -1))
+    rank = stage_to_rank[min(stages)]
+    neighbours = sum(stage_to_rank.get(i + side, rank) != rank for i in stages for side in (1, -1))
     passed = tokens_of(config, s) * config.n_embd // (s.tp if s.sp else 1)
     yield Message("activations", "isend", "pp", [passed], narrow, s.micro_batches * neighbours)
     yield Message("loss", "all_reduce", "pp", [1], wide)
-    if config.tied and (first or last) and homes[0] != homes[len(homes) - 1]:
+    if config.tied and (first or last) and stage_to_rank[0] != stage_to_rank[len(stage_to_rank) - 1]:
         vocabulary = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
         kept = -(-vocabulary * config.n_embd // (shards_of(s) if s.zero else 1))
         yield Message("tied embedding", "all_reduce", "ends", [kept], wide, first + last)
