@@ -44,10 +44,10 @@ def started():
     given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     rank, world = given["RANK"] or "0", given["WORLD_SIZE"] or "1"
     whole = all(given.values()) and rank.isdigit() and world.isdigit() and int(rank) < int(world)
-    reject(not whole and (rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no "
-           "MASTER_ADDR and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
     if not whole:
         forget_launcher()
+    reject(not whole and (rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no "
+           "MASTER_ADDR and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
     return int(world)
 
 
