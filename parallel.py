@@ -17,7 +17,7 @@ nodes.
 laptop.
 
 `group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any nn.Module, the other sections on the
-GPT of model.py. What sections, and files of further/, must tell each other of a parameter stands in its `Place`.
+GPT of model.py. What sections, and files of further/, must tell each other of a parameter stands in its `Placement`.
 
 Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
 as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the chapters of the same names.
@@ -83,46 +83,47 @@ def group_or_world(group):
 
 
 @dataclass(frozen=True)
-class Place:
-    """What sections, and files of further/, tell each other of a parameter: `param.place`. The whole of it by default.
+class Placement:
+    """Which ranks hold, or still must add up, what of a parameter: `param.placement`. The default is a whole one, the
+    same on all ranks that average its gradient. Sections, and files of further/, tell it each other.
 
-    Parameters of a bucket have equal places. (How each was cut does not count.)
+    Parameters of a bucket have equal placements. (How each was cut does not count.)
     """
-    cut_over: tuple = ()    # the groups whose ranks hold other parts of the model: other columns, shards, or layers
-    add_over: tuple = ()    # those that must still add its gradient up: a tied embedding's two stages, the ranks that
-                            # saw T/N tokens each
-    twins: int = 1          # parameters of this rank that are one: the ends of a tied embedding, if both live here
-    same_expert: object = None  # an expert's: the group that keeps the same one, and averages its gradient
-    losses: int = 1         # an expert's gradient is of the sum of so many ranks' losses, so it is divided by them
-    decays: bool = None     # whether it has weight decay; None: as its shape says
+    sharded_over: tuple = ()  # groups whose ranks hold other parts of the model: other columns, shards, or layers
+    partial_over: tuple = ()  # groups whose ranks have terms of its gradient, which is their sum: the two stages of a
+                              # tied embedding, the ranks that saw T/N tokens each
+    twins: int = 1            # parameters of this rank that are one: the ends of a tied embedding, if both live here
+    average_over: object = None  # of an expert: the group that keeps the same one, and averages its gradient,
+    divide_by: int = 1           # which is of the sum of so many ranks' losses, so it is divided by them
+    decays: bool = None       # whether it has weight decay; None: as its shape says
     cuts: tuple = field(default=(), compare=False)  # the `Cut`s that took this rank's part of the whole tensor
 
 
-UNCUT = Place()  # made once, because every step asks for the place of every parameter
+WHOLE = Placement()  # made once, because every step asks for the placement of every parameter
 
 
-def place_of(param):
-    return getattr(param, "place", UNCUT)
+def placement_of(param):
+    return getattr(param, "placement", WHOLE)
 
 
-class Placed(nn.Parameter):
-    """A parameter with a place of its own. A deep copy of it, as for an average of weights, has the same place."""
+class PlacedParameter(nn.Parameter):
+    """A parameter with a placement of its own. A deep copy of it, as for an average of weights, has the same."""
 
     def __deepcopy__(self, memo):
         copy = super().__deepcopy__(memo)
-        copy.place = self.place
+        copy.placement = self.placement
         return copy
 
 
-def put(param, **changes):
-    """Change fields of a parameter's place."""
-    param.__class__ = Placed
-    param.place = replace(place_of(param), **changes)
+def set_placement(param, **changes):
+    """Change fields of a parameter's placement."""
+    param.__class__ = PlacedParameter
+    param.placement = replace(placement_of(param), **changes)
 
 
 def is_matrix(param):
     """Whether a parameter has weight decay, and FSDP shards it. Biases and norms have none, and stay whole."""
-    decays = place_of(param).decays
+    decays = placement_of(param).decays
     return param.dim() >= 2 if decays is None else decays
 
 
@@ -164,8 +165,8 @@ class Bucket:
     shard = None  # a FlatBucket (ZeRO, below) has one
 
     def __init__(self, params, group, device=None):
-        self.place = place_of(params[0])
-        self.group = self.place.same_expert or group_or_world(group)
+        self.placement = placement_of(params[0])
+        self.group = self.placement.average_over or group_or_world(group)
         self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
         self.total, self.total_dtype = None, self.dtype  # gradients side by side, and what they add up in
         self.params = params
@@ -203,8 +204,8 @@ class Bucket:
         for param in self.params:
             self.collect(param)
         total, self.total = self.total, None
-        if self.place.losses > 1:
-            total /= self.place.losses
+        if self.placement.divide_by > 1:
+            total /= self.placement.divide_by
         return total
 
 
@@ -218,7 +219,7 @@ def all_reduce_bucket(bucket):
     return handle, message, message
 
 
-def hand_out(bucket, average):
+def split_into_grads(bucket, average):
     """Make each parameter's .grad its part of the average. Frozen ones have none, so an optimizer leaves them alone."""
     for param in bucket.params:
         if param.requires_grad:
@@ -227,12 +228,12 @@ def hand_out(bucket, average):
 
 def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=Bucket, **options):
     """Parameters in buckets of about `megabytes`, in the order in which they fill up from the last layer back, because
-    backward computes the last gradients first. Those of a bucket have one dtype, device and place, and one same(param):
+    backward computes the last gradients first. Those of a bucket have one dtype, device, placement and same(param):
     ZeRO's parameter group, or FSDP's unit."""
     limit = (megabytes or 25) * 2**20  # 25 is PyTorch's own choice, too
     filling, full = {}, []
     for param in reversed(params):
-        key = param.dtype, param.device, place_of(param), same(param)
+        key = param.dtype, param.device, placement_of(param), same(param)
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
             full.append(filling.pop(key))
         filling[key] = [*filling.pop(key, []), param]  # now last in the dict, because it is complete last
@@ -256,9 +257,9 @@ class Reducer:
         self.under_way = deque()  # (bucket, handle, input, output): the tensors must live until handle.wait()
         self.syncing = True       # whether this backward sends
         self.hooked = set()       # the parameters whose gradients it is told of
-        self.restart()
+        self.begin_step()
 
-    def restart(self):
+    def begin_step(self):
         self.next = 0  # the bucket that leaves next
         self.missing = {bucket: set(bucket.params) for bucket in self.buckets}  # gradients that are still to come
         new = [p for p in self.bucket_of if p.requires_grad and p not in self.hooked]
@@ -280,22 +281,22 @@ class Reducer:
         if bucket.total_dtype != bucket.dtype:
             bucket.collect(param)
         if self.syncing:
-            self.one_less(bucket, param)
+            self.mark_ready(bucket, param)
 
-    def one_less(self, bucket, param):
+    def mark_ready(self, bucket, param):
         """A bucket waits for one gradient less, and may leave."""
         if param not in self.missing[bucket]:
             raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync(); "
                                "to drop a step, call zero_grad() of the model, or of the ShardedOptimizer")
         self.missing[bucket].discard(param)
         while self.next < len(self.buckets) and self.complete(self.buckets[self.next]):
-            self.leave(self.buckets[self.next])
+            self.start(self.buckets[self.next])
             self.next += 1
 
     def complete(self, bucket):
         return not any(p.requires_grad for p in self.missing[bucket])
 
-    def leave(self, bucket):
+    def start(self, bucket):
         if bucket.trained():
             self.under_way.append((bucket, *self.send(bucket)))
 
@@ -312,12 +313,12 @@ class Reducer:
     def finish(self):
         """Send what has not left, and wait for all averages. Call it after the step's last backward, on every rank."""
         for bucket in self.unsent():
-            self.leave(bucket)
+            self.start(bucket)
         while self.under_way:
             self.receive()
-        self.restart()
+        self.begin_step()
 
-    def forget(self):
+    def reset(self):
         """Drop the gradients of an unfinished step, for example after its backward raised on all ranks. (If it raised
         on some, they have sent other buckets than the rest, and the group is of no more use.) Call it on all ranks."""
         while self.under_way:
@@ -326,7 +327,7 @@ class Reducer:
             bucket.total = None
             for param in bucket.params:
                 param.grad = None
-        self.restart()
+        self.begin_step()
 
 
 def call_when_computed(params, method):
@@ -369,10 +370,10 @@ class DDP(nn.Module):
         self.module, self.group = module, group_or_world(group)
         refuse_unlike([*module.parameters(), *module.buffers()], self.group)
         for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), group=place_of(tensor).same_expert or self.group, group_src=0)
+            dist.broadcast(tensor.detach(), group=placement_of(tensor).average_over or self.group, group_src=0)
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.buckets = make_buckets([*module.parameters()], bucket_mb, self.group, lambda p: p.requires_grad)
-        self.reducer = Reducer(self.buckets, all_reduce_bucket, hand_out)
+        self.reducer = Reducer(self.buckets, all_reduce_bucket, split_into_grads)
         self.reducers = [self.reducer]  # FSDP has two
         self.changing = [*module.buffers()] if broadcast_buffers else []
 
@@ -388,7 +389,7 @@ class DDP(nn.Module):
 
     def zero_grad(self, set_to_none=True):
         """As any module's; it also drops an unfinished step. Then call it on all ranks."""
-        self.reducer.forget()
+        self.reducer.reset()
         super().zero_grad(set_to_none)
 
     def __deepcopy__(self, memo):
@@ -442,14 +443,14 @@ class FlatBucket(Bucket):
             self.dtype = compute_dtype
         self.weights = values.to(self.dtype)
         for p in params:
-            lie_in(p, self.view(self.weights, p))
+            point_into(p, self.view(self.weights, p))
         mine = self.weights[self.own]  # a view: to step the shard is to change the weights
         if self.dtype != master_dtype(self.dtype):
             mine = values[self.own].to(torch.float32, copy=True)  # `cast_masters` writes it into the weights
         self.shard = nn.Parameter(mine, params[0].requires_grad)
         self.total_dtype = self.shard.dtype  # so gradients of 16-bit weights add up in float32
-        cut_over = self.place.cut_over + ((self.group,) if sharded else ())
-        self.shard.place = replace(self.place, cut_over=cut_over, cuts=(), decays=all(map(is_matrix, params)))
+        over = self.placement.sharded_over + ((self.group,) if sharded else ())
+        self.shard.placement = replace(self.placement, sharded_over=over, cuts=(), decays=all(map(is_matrix, params)))
         self.note_weights()
 
     def note_weights(self):
@@ -469,14 +470,14 @@ class FlatBucket(Bucket):
                 raise ValueError(f"a parameter is now {tuple(p.shape)} {p.dtype} on {p.device}, and was "
                                  f"{tuple(view.shape)} {view.dtype} on {view.device}: change a module before its "
                                  "optimizer is made")
-            lie_in(p, view.copy_(p))
+            point_into(p, view.copy_(p))
             there, here = overlap(self, p, self.own)
             new, master = view.reshape(-1)[there], self.shard[here]
             master.copy_(torch.where(new == master.to(new.dtype), master, new))
         self.note_weights()
 
 
-def lie_in(param, view):
+def point_into(param, view):
     """Let a parameter's numbers lie in this memory. It stays the same object, so nobody has to be told."""
     if not param.is_meta:
         param.data = view
@@ -605,7 +606,7 @@ class ShardedOptimizer:
         for param in bucket.params:
             _, here = overlap(bucket, param, bucket.own)
             part = parts[param] = nn.Parameter(bucket.shard.detach()[here], param.requires_grad)
-            part.place = bucket.shard.place
+            part.placement = bucket.shard.placement
             if state:
                 self.inner.state[part] = {key: (value[here] if value.shape == bucket.shard.shape else value).clone()
                                           for key, value in state.items()}
@@ -624,7 +625,7 @@ class ShardedOptimizer:
 
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
-        self.reducer.forget()
+        self.reducer.reset()
         self.inner.zero_grad(set_to_none)
         if self.parts and set_to_none:
             for shard in self.shards:
@@ -701,13 +702,13 @@ class EveryBackward(Reducer):
         if bucket in self.missing:
             self.missing[bucket] = set(bucket.params)
 
-    def one_less(self, bucket, param):
+    def mark_ready(self, bucket, param):
         self.missing[bucket].discard(param)
         if self.complete(bucket):
-            self.leave(bucket)
+            self.start(bucket)
 
-    def leave(self, bucket):
-        super().leave(bucket)
+    def start(self, bucket):
+        super().start(bucket)
         self.missing[bucket] = set(bucket.params)  # for the next backward
         # Full gradients cost the memory of these two, and of the next one. (On GPUs of more, where Python runs far
         # ahead, because freed memory is used again only when its stream is done with it.)
@@ -794,7 +795,7 @@ class Units:
         a unit's forward begins                  before_forward       end its gather (or make it), begin the next one's
         it has ended                             after_forward        free it
         the gradient of its output is there      before_backward      end its gather, begin the previous one's
-        its last weight gradient is there        EveryBackward.leave  free_and_scatter
+        its last weight gradient is there        EveryBackward.start  free_and_scatter
 
     Three units a, b, c; a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
 
@@ -938,7 +939,7 @@ class FSDP(nn.Module):
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
         for reducer in self.reducers:
-            reducer.forget()
+            reducer.reset()
         super().zero_grad(set_to_none)
 
     def finish_grad_sync(self):
@@ -992,7 +993,7 @@ class FSDP(nn.Module):
 #     cut: each rank has a part                  cut, likewise
 #
 # f stands where a replicated X has a partial gradient, and adds that up. g adds up a partial Y. A parameter that is
-# replicated, and whose gradient is partial, must have it added up before the step: its place says so (`add_over`).
+# replicated, and whose gradient is partial, must have it added up before the step: its place says so (`partial_over`).
 #
 # X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
 # columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. Until backward
@@ -1111,8 +1112,8 @@ def local_parameter(param, cut):
     if param is None:
         return None
     local = nn.Parameter(cut.part(param.detach()).contiguous(), param.requires_grad)
-    local.place = before = place_of(param)
-    put(local, cuts=before.cuts + (cut,), cut_over=before.cut_over + (cut.group,))
+    local.placement = before = placement_of(param)
+    set_placement(local, cuts=before.cuts + (cut,), sharded_over=before.sharded_over + (cut.group,))
     return local
 
 
@@ -1610,23 +1611,24 @@ class Pipeline:
 
 # ----------------------------------------------------------------------------------------------------------------- norm
 
-def copies(place, groups):
+def copies(placement, groups):
     """How often the same gradient counts if all ranks of the groups add up its squares: ranks x equal x twins / parts.
 
-    parts: in how many parts of the model `cut_over` leaves the parameter; each stage has a part of its own. equal: how
-    many of them have the same gradient, because it was added up over their ranks, as a tied embedding's two stages do.
+    parts: in how many parts of the model `sharded_over` leaves the parameter; each stage has a part of its own. equal:
+    how many of them have the same gradient, because it was added up over their ranks, as a tied embedding's two stages
+    do.
     8 ranks, dp 2, tp 2, pp 2, ZeRO-1: the shard of a norm's weight is cut over dp and pp, so 8 / 4 = 2 ranks hold the
     same. The shard of a tied embedding is cut over all three, so one rank holds each part, but parts are equal in twos:
     8 / 8 x 2 = 2. Of twins one rank holds two.
 
     Sequence parallelism adds a norm's gradient up over tp, too. But these ranks hold one part, not several, so only an
-    `add_over` inside of `cut_over` counts.
+    `partial_over` inside of `sharded_over` counts.
     """
     size = dist.get_world_size
     ranks = math.prod(map(size, groups))
-    parts = math.prod(map(size, place.cut_over))
-    equal = math.prod(size(group) for group in place.add_over if inside(group, place.cut_over))
-    return ranks * equal * place.twins // parts
+    parts = math.prod(map(size, placement.sharded_over))
+    equal = math.prod(size(group) for group in placement.partial_over if inside(group, placement.sharded_over))
+    return ranks * equal * placement.twins // parts
 
 
 def inside(group, groups):
@@ -1653,14 +1655,14 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
     parameters = list(dict.fromkeys([parameters] if isinstance(parameters, torch.Tensor) else parameters))
     device = parameters[0].device if parameters else None
     parameters = [p for p in parameters if p.grad is not None]
-    over = {group for p in parameters for group in place_of(p).cut_over if dist.get_world_size(group) > 1}
+    over = {group for p in parameters for group in placement_of(p).sharded_over if dist.get_world_size(group) > 1}
     if not all(inside(group, groups) for group in over):
         raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`")
     if scale != 1 and parameters:
         torch._foreach_mul_([p.grad for p in parameters], 1 / scale)
     grads = defaultdict(list)
     for p in parameters:
-        grads[copies(place_of(p), groups)].append(p.grad)
+        grads[copies(placement_of(p), groups)].append(p.grad)
     square = torch.zeros((), dtype=torch.float64, device=device)
     for n, some in grads.items():
         square += torch.nn.utils.get_total_norm(some).double().square() / n
@@ -1682,7 +1684,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
 
 def cut_like(param, whole):
     """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
-    for cut in place_of(param).cuts:
+    for cut in placement_of(param).cuts:
         whole = cut.part(whole)
     return whole
 

@@ -255,7 +255,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
         # 5. What averages gradients hooks parameters, so it comes after the steps that replace them:
         #    DDP                 here: ZeRO 0
         #    ShardedOptimizer    in `ParallelGPT`, for all stages: ZeRO 1 and 2, and 0 in 16 bits
-        #    FSDP                in step 4: ZeRO 3, because it shards weights as they come; parameters stay (`lie_in`)
+        #    FSDP                in step 4: ZeRO 3, because it shards weights as they come; parameters stay the same
         if layout.zero == 0 and not layout.shards_optimizer:
             model = parallel.DDP(model, groups.replicas, broadcast_buffers=False)  # routers' biases stay alike
         stages[stage] = model
@@ -327,17 +327,17 @@ def mark_stage(model, stages, groups):
     if stages == 1:
         return
     for name, param in model.named_parameters():
-        before = parallel.place_of(param)
-        parallel.put(param, cut_over=before.cut_over + (groups.pp,))
+        before = parallel.placement_of(param)
+        parallel.set_placement(param, sharded_over=before.sharded_over + (groups.pp,))
         if model.config.tied and name in ("wte.weight", "lm_head.weight"):
-            ends = dict(add_over=before.add_over + (groups.ends,)) if groups.ends else dict(twins=2)
-            parallel.put(param, **ends)
+            ends = dict(partial_over=before.partial_over + (groups.ends,)) if groups.ends else dict(twins=2)
+            parallel.set_placement(param, **ends)
 
 
 @torch.no_grad()
 def add_up_twins(params):
     """The two ends of a tied embedding, where one rank has both: no message."""
-    twins = [param for param in params if parallel.place_of(param).twins > 1]
+    twins = [param for param in params if parallel.placement_of(param).twins > 1]
     total = sum(param.grad for param in twins)
     for param in twins:
         param.grad.copy_(total)
@@ -444,10 +444,10 @@ class ParallelGPT:
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over each parameter's `add_over`, in a message each: they are few, and by now small shards. (A tied
+        """Over each parameter's `partial_over`, in a message each: they are few, and by now small shards. (A tied
         embedding has a place, and so a bucket, of its own, so the shards of its ends match.)"""
         for param in self.params:
-            for group in parallel.place_of(param).add_over:
+            for group in parallel.placement_of(param).partial_over:
                 dist.all_reduce(param.grad, group=group)
 
     @torch.no_grad()
@@ -519,7 +519,7 @@ class ParallelGPT:
                 # Cut like the tensor, its numbers say what of it is here.
                 numbers = torch.arange(math.prod(shape), device=self.device).view(shape)
                 places, values = parallel.cut_like(own[name], numbers).reshape(-1)[there], held.reshape(-1)[here]
-                groups = [group for group in parallel.place_of(stepped).cut_over if group != self.groups.pp]
+                groups = [group for group in parallel.placement_of(stepped).sharded_over if group != self.groups.pp]
         groups = [*groups, self.groups.pp]  # a rank of another stage knows pp alone
         return parallel.put_together(shape, places, values.to(dtype), groups)
 

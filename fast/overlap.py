@@ -40,8 +40,8 @@ def collect_all(bucket):
 class FastReducer(Reducer):
     """A Reducer that moves gradients a bucket at a time. Until then they stay in .grad: the memory of a bucket."""
 
-    def restart(self):
-        super().restart()
+    def begin_step(self):
+        super().begin_step()
         self.computing = {bucket: set(bucket.params) for bucket in self.buckets}  # what this backward still computes
 
     def computed(self, param):
@@ -50,7 +50,7 @@ class FastReducer(Reducer):
         if not self.computing[bucket]:
             self.collect_rest([bucket])
         if self.syncing:
-            self.one_less(bucket, param)
+            self.mark_ready(bucket, param)
 
     def collect_rest(self, buckets):
         """Move what .grad has, where it must not add up there: in 16 bits, or beside what CUDA graphs add up."""
@@ -67,9 +67,9 @@ class FastReducer(Reducer):
         finally:
             self.collect_rest(self.buckets)  # of which a backward may not have used all parameters
 
-    def leave(self, bucket):
+    def start(self, bucket):
         collect_all(bucket)
-        super().leave(bucket)
+        super().start(bucket)
 
     @property
     def finished(self):
@@ -80,16 +80,16 @@ class FastEveryBackward(FastReducer, EveryBackward):
     """The shard's .grad is set when the first reduce-scatter into it starts; its numbers arrive later. RuntimeError if
     somebody drops .grad before `finish`."""
 
-    def restart(self):
-        super().restart()
+    def begin_step(self):
+        super().begin_step()
         self.promised = {}  # bucket -> the shard's .grad, into which gradients of this step are on their way
 
     def expect(self, bucket):
         super().expect(bucket)
         self.collect_rest([bucket] if bucket in self.missing else [])
 
-    def leave(self, bucket):
-        super().leave(bucket)
+    def start(self, bucket):
+        super().start(bucket)
         self.keeps_promise(bucket)
         if bucket.shard.grad is None:
             bucket.shard.grad = self.under_way[-1][-1]

@@ -17,7 +17,7 @@ import collectives as dist
 import kernels
 from further.sequence import Conjugate
 from model import ACTIVATIONS
-from parallel import Cut, groups_of, local_parameter, put
+from parallel import Cut, groups_of, local_parameter, set_placement
 
 
 # -------------------------------------------------------------------------------------------------- mixture of experts
@@ -102,7 +102,7 @@ class StackedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
         self.bias = nn.Parameter(torch.empty(experts, n_out))
-        put(self.bias, decays=False)  # it is E vectors, so weight decay leaves it alone
+        set_placement(self.bias, decays=False)  # it is E vectors, so weight decay leaves it alone
 
     def forward(self, rows, counts):
         return kernels.grouped_linear(rows, self.weight, self.bias, counts)
@@ -208,7 +208,7 @@ def expert_plan(f, g):
 #
 # The same expert lies on dp/N x cp ranks, its copies. The batch's loss is the mean of all ranks' losses, and a copy
 # gets the tokens of N ranks, so it has the gradient of a sum of N of them. The gradient of the batch's loss is
-# therefore the average over the copies, divided by N (`Place.losses`).
+# therefore the average over the copies, divided by N (`Placement.divide_by`).
 # Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
 
 def split_experts(mesh, n):
@@ -259,5 +259,5 @@ def expert_parallel(module, group, same_experts):
     for experts in [part for part in module.modules() if isinstance(part, Experts)]:
         for layer in (experts.c_fc, experts.c_proj):
             for param in cut_in_place(layer, Cut(group, 0)).parameters():
-                put(param, same_expert=same_experts, losses=dist.get_world_size(group))
+                set_placement(param, average_over=same_experts, divide_by=dist.get_world_size(group))
         experts.mlps = partial(visit, experts.mlps, group)

@@ -28,7 +28,7 @@ def average_between(reducers, group):
     """
     handles = []
     for bucket in itertools.chain(*(reducer.buckets for reducer in reducers)):
-        if bucket.shard.grad is not None and not bucket.place.same_expert:
+        if bucket.shard.grad is not None and not bucket.placement.average_over:
             handles.append(dist.all_reduce(bucket.shard.grad, dist.ReduceOp.AVG, group, async_op=True))
     for handle in handles:
         handle.wait()

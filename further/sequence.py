@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 import collectives as dist
-from parallel import place_of, put, tensor_parallel
+from parallel import placement_of, set_placement, tensor_parallel
 
 
 # ------------------------------------------------------------------------------ sequence parallel: f and g over tokens
@@ -21,7 +21,7 @@ from parallel import place_of, put, tensor_parallel
 #
 # That sends as many bytes as before, and each rank keeps an Nth of what lies outside of the products. A's layer keeps
 # the T tokens that f has gathered, because dA = X^T dY needs them. A parameter that sees T/N tokens alone (of a norm, a
-# bias added after g, positions) has a part of its gradient: the group must add the parts up, which its place says.
+# bias added after g, positions) has a part of its gradient: the group must add the parts up, which its placement says.
 # Korthikanti et al., "Reducing Activation Recomputation" (2022), who call this pair g and g with a bar, and gather X
 # again in backward, to keep T/N tokens of it, too. CS336 lecture 7, sequence parallelism.
 
@@ -69,8 +69,8 @@ def sequence_parallel(module, group, plan):
     `gathered` for f and `scattered` for g. N must divide T."""
     tensor_parallel(module, group, plan)
     for param in module.parameters():
-        before = place_of(param)
+        before = placement_of(param)
         if all(cut.group != group for cut in before.cuts):
-            put(param, add_over=before.add_over + (group,))
+            set_placement(param, partial_over=before.partial_over + (group,))
     positions = module.positions  # context parallelism may have cut the sequence before
     module.positions = lambda every: positions(every).chunk(dist.get_world_size(group))[dist.get_rank(group)]

@@ -75,7 +75,7 @@ def torch_compiled(config, s, device, x, y, compiled):
 
 def world_mesh(device):
     """PyTorch's mesh of all ranks. It has the world's group, which stays, because DTensor's caches (of torch 2.11 at
-    least) take equal meshes for the same, and would use the group of an earlier one that `forget` has destroyed."""
+    least) take equal meshes for the same, and would use the group of an earlier one that `reset` has destroyed."""
     return DeviceMesh.from_group(torch_dist.group.WORLD, device.type)
 
 

@@ -167,8 +167,8 @@ def zigzag(rank):
 
 
 def expert(rank):
-    """An expert's scale: say in the parameter's place who averages its gradient, and of how many ranks' losses that is
-    the sum. `replace` copies a place with some fields changed."""
+    """An expert's scale: say in the parameter's placement who averages its gradient, and of how many ranks' losses it
+    is the sum. `set_placement` changes some fields of it."""
     from further.experts import expert_parallel, split_experts
     from model import GPT, GPTConfig
     from parallel import DDP, make_mesh
@@ -193,7 +193,7 @@ class Puzzle(NamedTuple):
 
 PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(ring, 3, "collectives.py", "ring_reduce_scatter", "mine"),
-    Puzzle(hook, 2, "parallel.py", "Reducer.one_less", "discard"),
+    Puzzle(hook, 2, "parallel.py", "Reducer.mark_ready", "discard"),
     Puzzle(zero1, 3, "parallel.py", "FlatBucket.__init__", "width"),
     Puzzle(zero3, 2, "parallel.py", "Units.after_forward", "flats_of", 1),
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
@@ -203,7 +203,7 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(softmax, 1, "kernels.py", "attention_forward_kernel", "m_new"),
     Puzzle(norm, 1, "kernels.py", "_layer_norm_backward", "xhat"),
     Puzzle(zigzag, 3, "further/context.py", "seen", "if"),
-    Puzzle(expert, 2, "further/experts.py", "expert_parallel", "put"))}
+    Puzzle(expert, 2, "further/experts.py", "expert_parallel", "set_placement"))}
 
 
 # ---------------------------------------------------------------------------------------------------------------- holes

@@ -607,7 +607,7 @@ def test_a_deep_copy_has_weights_and_places_of_its_own(layout):
     x, one = tokens_of(0, tokens=8)[0].to(net.device), net.module(min(net.stages))
     two = copy.deepcopy(one)
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
-        assert parallel.place_of(p) == parallel.place_of(q) and parallel.place_of(p).cuts is parallel.place_of(q).cuts
+        assert parallel.placement_of(p) == parallel.placement_of(q) and parallel.placement_of(p).cuts is parallel.placement_of(q).cuts
     if layout.get("tp"):
         before = one(x)
         for p in one.parameters():

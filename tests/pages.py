@@ -65,7 +65,7 @@ def test_each_link_has_a_target_and_nothing_is_loaded(site):
 
 SHOWN = {  # a page, and what stands in it: names lead to their definitions, the index is the reading path
     "parallel.html": (
-        '.<a href="collectives.html#all_reduce">all_reduce</a>', 'self.<a href="parallel.html#Reducer.leave">',
+        '.<a href="collectives.html#all_reduce">all_reduce</a>', 'self.<a href="parallel.html#Reducer.start">',
         '<dfn id="Reducer.computed">computed</dfn>'),
     "train.html": ('<a href="model.html#GPT">GPT</a>(config, seed=', '.<a href="parallel.html#FSDP">FSDP</a>(model, '),
     "index.html": (

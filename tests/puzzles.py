@@ -28,7 +28,7 @@ MISTAKES = {
     "norm": (" - tl.sum(g, 0) / width", "", "dx of two rows: got [["),
     "zigzag": ("slice(half), False", "slice(half, None), False",
                "keys of rank 0: got [0, 1, 2, 3] x [2, 3], should have got [0, 1, 2, 3] x [0, 1]"),
-    "expert": (", losses=dist.get_world_size(group)", "", "got [[1.486, 1.486]], should have got [[0.743, 0.743]]"),
+    "expert": (", divide_by=dist.get_world_size(group)", "", "got [[1.486, 1.486]], should have got [[0.743, 0.743]]"),
 }
 
 
