@@ -276,12 +276,14 @@ def make_groups(mesh, layout, stage_to_rank, tied):
     ep, same_experts  of `split_experts`, or None
     ends              the two ranks that keep a `tied` embedding, of the first and the last stage, else None
     """
+    from further.nodes import two_levels
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
+    two_levels(None, [range(mesh.size())])
     groups.replicas, groups.between, groups.ends = groups.dp, None, None
     replicas, make = parallel.ranks_of_replicas(mesh), torch.distributed.new_subgroups_by_enumeration
     if layout.cp > 1:
         groups.replicas, _ = make(replicas.tolist())
-    dist.over_nodes(groups.replicas, replicas.tolist())  # they send most, so they cross nodes in two levels
+    two_levels(groups.replicas, replicas.tolist())  # they send most
     groups.within = groups.replicas
     if layout.zero and layout.zero_within not in (None, layout.dp * layout.cp):
         groups.within, groups.between = parallel.groups_of(replicas.unflatten(1, (-1, layout.zero_within)))

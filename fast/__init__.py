@@ -15,6 +15,7 @@ import safe
 from fast import attention, context, experts, grouped, linear, links, norm, overlap, pipeline, sequence, zero
 from further import context as further_context
 from further import experts as further_experts
+from further import nodes as further_nodes
 from further import sequence as further_sequence
 from theory.clock import split_pieces
 
@@ -38,6 +39,7 @@ SWAPS = [  # (module, name there, what takes its place)
     (parallel, "ColumnParallelLinear", sequence.RegatheringColumns),
     (parallel, "even_pieces", split_pieces),
     (parallel, "Pipeline", pipeline.PatientPipeline),
+    (further_nodes, "TwoLevels", links.fast_levels),
     (further_sequence, "gather_tokens", sequence.gather_in_place),
     (further_sequence, "scatter_tokens", sequence.scatter_in_place),
     (further_context, "RingAttention", context.TunedRing),

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ReduceOp
 
 import collectives as dist
-from collectives import Handle, Link, Traffic
+from collectives import Handle, ring_all_gather
 from fast.rings import DoublingLink, recursive_doubling
 from safe.launch import waits
 
@@ -194,7 +194,7 @@ def make_mailboxes(link):
     # The link's own messages keep their order among its operations, whatever thread runs them. The library's
     # collectives would not.
     offers = [torch.tensor(row, device="cpu") for _ in range(link.size)]
-    Link.all_gather(link, offers)
+    ring_all_gather(link, offers)
     opened = torch.zeros(1, dtype=torch.int32, device="cpu")
     if boxes:
         with contextlib.suppress(OSError, ValueError):
@@ -223,22 +223,27 @@ class GlooLink(DoublingLink):
             self.room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self.room[:nbytes].view(like.dtype)
 
-    def post(self, sends=(), receives=()):
+    def exchange(self, sends=(), receives=()):
         if not self.mailboxes:
-            return super().post(sends, receives)
+            super().exchange(sends, receives)
+            return
+        with self.named():
+            for message in self.post(sends, receives):
+                message.wait()
+
+    def post(self, sends=(), receives=()):
         handles = [self.mailboxes.receive(t, peer, self.name) for t, peer in receives if t.numel()]
         for t, peer in sends:
             if t.numel():
-                self.count(t, peer)
+                self.log.count(t)
                 handles.append(self.mailboxes.send(t, peer, self.name))
         return handles
 
     def prepare(self):
         if self.mailboxes is None:
-            before = self.name, self.log
-            self.name, self.log = "mailboxes", Traffic()  # what follows is not counted, whatever operation is the first
+            name, self.name = self.name, "first operation"  # whichever that is; its log, without calls, is not shown
             self.mailboxes = make_mailboxes(self) or False
-            self.name, self.log = before
+            self.name = name
 
     def close(self):
         super().close()
@@ -248,5 +253,5 @@ class GlooLink(DoublingLink):
 
 def scratches():
     """The buffers that gloo groups keep for messages: for receives, and Mailboxes's slots."""
-    links = [link for links in dist._links.values() for link in links.values() if isinstance(link, GlooLink)]
+    links = [link for links in dist.links.values() for link in links.values() if isinstance(link, GlooLink)]
     return [t for link in links for t in (link.room, *(link.mailboxes.memory if link.mailboxes else ()))]

@@ -25,14 +25,18 @@ class TwoLevelNcclLink(WatchedLevels, NcclLink):
         return super().levels()
 
 
+def fast_levels(group, levels):
+    """As further/nodes.py's TwoLevels."""
+    return (TwoLevelNcclLink if torch_dist.get_backend(group) == "nccl" else TwoLevelGlooLink)(group, levels)
+
+
 def fast_link(group, comm):
     """As collectives.make_link: "ours" is answered here, the others are safe/'s."""
     if comm != "ours":
         return watched_link(group, comm)
-    on_gpus = torch_dist.get_backend(group) == "nccl"
-    if group in dist._levels:
-        return TwoLevelNcclLink(group) if on_gpus else TwoLevelGlooLink(group)
-    if not on_gpus:
+    if group in dist.registered:
+        return dist.registered[group](group)
+    if torch_dist.get_backend(group) != "nccl":
         return GlooLink(group)
     nodes = set(map(node_of, torch_dist.get_process_group_ranks(group)))
     return NodeLink(group) if len(nodes) == 1 else NcclLink(group)

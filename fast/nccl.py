@@ -10,7 +10,7 @@ import torch
 
 import collectives as dist
 import kernels
-from collectives import _blocks, link_of, tensors_in
+from collectives import blocks, link_of, tensors_in
 from fast import recorded, rings, windows
 from fast.exchange import COMBINED, window_bytes
 from fast.recorded import Replays
@@ -38,22 +38,28 @@ class NcclLink(DoublingLink):
         super().__init__(group)
         self.replays = Replays()
 
-    def run(self, name, operation, arguments, async_op):
-        self.aside, tensors = async_op, tensors_in(arguments.values())
-        if name in REPLAYED and self.size > 1 and 0 < max(t.nbytes for t in tensors) <= recorded.REPLAY_BYTES:
-            memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
-            how = [value for value in arguments.values() if not isinstance(value, (torch.Tensor, list))]  # op, src, ...
-            key, body = (name, self.aside, *how, *memory), functools.partial(operation, self)
-            operation = lambda link: link.replays.run(key, body)  # noqa: E731
-        return super().run(name, operation, arguments, async_op)
+    def run(self, name, async_op, algorithm, *arguments):
+        self.aside = async_op
+        return super().run(name, async_op, algorithm, *arguments)
 
-    def on_a_stream(self, body, arguments):
+    def perform(self, algorithm, *arguments):
+        if self.name not in REPLAYED or self.size == 1:
+            return super().perform(algorithm, *arguments)
+        tensors = tensors_in(arguments)
+        if not 0 < max(t.nbytes for t in tensors) <= recorded.REPLAY_BYTES:
+            return super().perform(algorithm, *arguments)
+        memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+        how = [value for value in arguments if not isinstance(value, (torch.Tensor, list))]  # op, src, ...
+        key, body = (self.name, self.aside, *how, *memory), functools.partial(algorithm, self, *arguments)
+        super().perform(lambda link, *given: link.replays.run(key, body))
+
+    def on_a_stream(self, operation, tensors):
         # Of high priority, because its barriers would else wait for the end of a kernel that fills the GPU.
         self.stream = self.stream or torch.cuda.Stream(priority=-1)
         if not torch.cuda.is_current_stream_capturing():
-            return super().on_a_stream(body, arguments)
-        handle = super().on_a_stream(body, {})  # a recording could not reuse the tensors' memory after record_stream
-        handle.keeps = arguments
+            return super().on_a_stream(operation, tensors)
+        handle = super().on_a_stream(operation, [])  # a recording could not reuse tensors after record_stream
+        handle.keeps = tensors
         return handle
 
     def close(self):
@@ -70,6 +76,12 @@ class Direct:
     Large chunks go through windows: they are summed where others wrote them, and gathered from their owners' windows.
     If the caller waits, one kernel does all-reduces, all-to-alls, and the two operations of NTHS.
     """
+
+    def perform(self, algorithm, *arguments):
+        if self.name not in NTHS:
+            return super().perform(algorithm, *arguments)
+        super().perform(lambda link, *given: link.exchange_nths(*NTHS[link.name](*given)) or algorithm(link, *given),
+                        *arguments)
 
     @property
     def doubling_bytes(self):
@@ -113,10 +125,11 @@ class Direct:
     def _note_sent(self, written, *outgoing):
         """Count what a kernel has sent to each other rank, and that it wrote to a tensor. outgoing: lists (N)."""
         torch.autograd.graph.increment_version(written)
+        log = self.log
         for tensors in outgoing:
             for r in range(self.size):
                 if r != self.rank:
-                    self.log.count(tensors[r])
+                    log.count(tensors[r])
 
     def window_for_copies(self, chunks):
         """The window through which copies do an operation on N chunks, or None if messages are faster."""
@@ -141,9 +154,10 @@ class Direct:
         else:
             self._swap([chunks[self.rank]] * self.size, chunks)
 
-    def exchange_nths(self, operation, whole, own, op):
+    def exchange_nths(self, whole, own, op=None):
         """Gather `own` (B, ...) into `whole` (N, B, ...) or, with an op, reduce-scatter `whole` into `own`, without
-        copies within a GPU. operation: does it with such copies, where neither kernel nor window can."""
+        copies within a GPU. Returns False, and does nothing, if neither kernel nor window can."""
+        whole, own = whole.detach(), own.detach()
         gaps = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape
         row, flat = (own[0].numel(), whole.transpose(0, 1)) if gaps else (0, whole)
         nbytes = row * whole.itemsize
@@ -166,7 +180,8 @@ class Direct:
                 for parts, result in zip(zip(*window.scatter(many)), few):
                     _sum_rows([part.view(-1) for part in parts], [result.view(-1)], op)
         else:
-            operation(self)
+            return False
+        return True
 
     def shift(self, outgoing, incoming):
         """Send a flat tensor to the right rank and receive the left rank's. Between GPUs copy engines do it, because
@@ -220,7 +235,9 @@ def takes_rows(nbytes, group, waits=True):
     return bool(window and window.sums.takes_rows(nbytes)) or nbytes >= ROW_BYTES
 
 
-NTHS = {"all_gather_into_tensor": ("output_tensor", "input_tensor"), "reduce_scatter_tensor": ("input", "output")}
+NTHS = {  # operations between a tensor and its Nths: (whole, own, op) of their arguments
+    "all_gather_into_tensor": lambda output, input: (output, input),
+    "reduce_scatter_tensor": lambda output, input, op: (input, output, op)}
 
 
 class NodeLink(Direct, NcclLink):
@@ -230,14 +247,10 @@ class NodeLink(Direct, NcclLink):
         super().__init__(group)
         self._windows, self._waited_all_to_all = {}, (window_bytes(self.size), False)
 
-    def run(self, name, operation, arguments, async_op):
-        if name == "all_to_all_single" and not async_op and self._all_to_all_at_once(**arguments):
+    def run(self, name, async_op, algorithm, *arguments):
+        if name == "all_to_all_single" and not async_op and self._all_to_all_at_once(*arguments):
             return None
-        if name in NTHS:
-            whole, own = (arguments[key] for key in NTHS[name])
-            operation = functools.partial(Direct.exchange_nths, operation=operation, whole=whole, own=own,
-                                          op=arguments.get("op"))
-        return super().run(name, operation, arguments, async_op)
+        return super().run(name, async_op, algorithm, *arguments)
 
     def window_for_copies(self, chunks):
         # It copies at least its own part.
@@ -263,14 +276,14 @@ class NodeLink(Direct, NcclLink):
                 and input.dtype == output.dtype and kernels.on_triton(window.floats)):
             return False
         progress("all_to_all_single")
-        self.log = dist._traffic["all_to_all_single"]
+        self.name = "all_to_all_single"
         self.log.calls += 1
         places = []
         for tensor, sizes in (input, input_split_sizes), (output, output_split_sizes):
             at, width = tensor.data_ptr(), tensor.itemsize
-            places.append(blocks := [])
-            for elements in _blocks(tensor, sizes, self.size):
-                blocks.append((at, elements * width))
+            places.append(place := [])
+            for elements in blocks(tensor, sizes, self.size):
+                place.append((at, elements * width))
                 at += elements * width
         window.all_to_all(*places)
         torch.autograd.graph.increment_version(output)

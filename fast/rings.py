@@ -3,7 +3,9 @@
 Few rounds take the place of the ring for small all-reduces: 0.8 ms for 256 KiB among four processes, in a ring 2.1.
 """
 
-from collectives import _average, COMBINE
+import torch
+
+from collectives import average, COMBINE, unflatten
 from safe.messages import Watched
 
 
@@ -35,13 +37,29 @@ def recursive_doubling(link, flat, op):
         link.exchange([(flat, link.rank ^ distance)], [(theirs, link.rank ^ distance)])
         COMBINE[op](flat, theirs, out=flat)
         distance *= 2
-    _average(op, flat, link.size)
+    average(op, flat, link.size)
     if link.rank + core < link.size:
         link.exchange(sends=[(flat, link.rank + core)])
 
 
+def summing_ring(link, chunks, op, sums=None):
+    """As ring_reduce_scatter, with one receive buffer. sums: room for a chunk, which takes the partial sums; left out,
+    chunks are overwritten by those that pass through this rank."""
+    right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
+    received = link.scratch(chunks[0], max(map(len, chunks)))
+    outgoing = chunks[left]
+    for s in range(link.size - 1):
+        mine = chunks[(link.rank - 2 - s) % link.size]
+        incoming = received[:len(mine)]
+        link.exchange([(outgoing, right)], [(incoming, left)])
+        outgoing = mine if sums is None else sums[:len(mine)]
+        COMBINE[op](incoming, mine, out=outgoing)
+    average(op, outgoing, link.size)
+    return outgoing
+
+
 class DoublingLink(Watched):
-    """A Watched link that all-reduces tensors of up to `doubling_bytes` whole."""
+    """A Watched link that all-reduces tensors of up to `doubling_bytes` whole, and others in place."""
 
     @property
     def doubling_bytes(self):
@@ -51,5 +69,20 @@ class DoublingLink(Watched):
     def all_reduce(self, flat, op):
         if flat.nbytes <= self.doubling_bytes:
             recursive_doubling(self, flat, op)
+            return
+        chunks = flat.tensor_split(self.size)
+        summing_ring(self, chunks, op)
+        self.all_gather(chunks)
+
+    def reduce_scatter(self, chunks, result, op):
+        # The sums grow in `result` where they can: room of their own, and a copy, would take 25 MiB a third longer.
+        width, inputs = max(map(len, chunks)), {chunk.untyped_storage().data_ptr() for chunk in chunks}
+        if len(result) == width and result.untyped_storage().data_ptr() not in inputs:  # later steps still read these
+            sums = result
         else:
-            super().all_reduce(flat, op)
+            sums = torch.empty(width, dtype=result.dtype, device=result.device)
+        unflatten(summing_ring(self, chunks, op, sums), result)
+
+    def scratch(self, like, count):
+        """Room for `count` elements of `like`'s dtype and device, not initialised."""
+        return torch.empty(count, dtype=like.dtype, device=like.device)

@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 from torch.distributed import get_world_size, ReduceOp
 
 import kernels
-from collectives import COMBINE, _average, _unflatten, processes_of_a_node
+from collectives import average, COMBINE, processes_of_a_node, unflatten
 from fast import exchange
 from fast.exchange import all_to_all_bytes, AllReduce, AllToAll
 from safe.launch import waits
@@ -95,7 +95,7 @@ class Window:
     def gather(self, parts, own):
         """Copy `own` of rank r to parts[r], for every r."""
         self.open(own.view(-1))
-        _unflatten(own, parts[self.rank])
+        unflatten(own, parts[self.rank])
         self.fetch(parts)
 
     def all_reduce(self, parts, op):
@@ -208,6 +208,6 @@ def _sum_rows(rows, results, op):
         return
     first = rows[0].float() if rows[0].dtype in kernels.DTYPES else rows[0]
     total = functools.reduce(COMBINE[op], rows[1:], first)
-    _average(op, total, len(rows))
+    average(op, total, len(rows))
     for result in results:
         result.copy_(total)

@@ -1,10 +1,12 @@
 """Two levels: how do groups on several nodes use all network cards, not one?
 
-collectives.py makes a `TwoLevels` for a group that `two_levels` has split, so no caller changes.
+`two_levels` registers `TwoLevels` as a group's link, so no caller of a collective changes. L: ranks of the group on
+each node.
 
     torchrun --nnodes 2 ... train.py --plain --dp 8        on each of two nodes with four processes
 """
 
+import functools
 import itertools
 from collections import defaultdict
 
@@ -13,7 +15,7 @@ import torch.distributed as torch_dist
 from torch.distributed import ReduceOp
 
 import collectives as dist
-from collectives import _average, Link, link_of, node_of, rows_and_columns
+from collectives import average, Link, link_of, node_of
 
 
 # Hybrid sharding: the n ranks of a node shard among themselves (`Layout.zero_within`), so ZeRO's gathers and
@@ -49,14 +51,15 @@ class TwoLevels(Link):
     Elements sent by each rank in an all-reduce: 2(L-1)/L x K inside, 2(M-1)/M x K/L between. The halves send half.
     """
 
-    def __init__(self, group):
+    def __init__(self, group, levels):
+        """levels: two groups of this rank, its node and the ranks of its number in all nodes."""
         super().__init__(group)
-        self.inside, self.between = map(link_of, dist._levels[group])  # my node; the ranks of my number in all nodes
+        self.inside, self.between = map(link_of, levels)
 
     def levels(self):
         """Both links, which work for the operation that is under way."""
         for link in self.inside, self.between:
-            link.name, link.log = self.name, self.log
+            link.name = self.name
         return self.inside, self.between
 
     def of_each_node(self, chunks):
@@ -68,7 +71,7 @@ class TwoLevels(Link):
         mine = chunks[inside.rank]
         inside.reduce_scatter(chunks, mine, add)
         between.all_reduce(mine, add)
-        _average(op, mine, self.size)
+        average(op, mine, self.size)
         inside.all_gather(chunks)
 
     def reduce_scatter(self, chunks, result, op):
@@ -77,7 +80,7 @@ class TwoLevels(Link):
         for node, own in enumerate(self.of_each_node(chunks)):
             inside.reduce_scatter(own, sums[node], add)
         between.reduce_scatter(sums, result, add)
-        _average(op, result, self.size)
+        average(op, result, self.size)
 
     def all_gather(self, chunks):
         inside, between = self.levels()
@@ -93,7 +96,7 @@ def two_levels(group, groups):
     ranks of the world, before the group is used, because every rank must take part in making every sub-group.
     """
     group = group or torch_dist.group.WORLD
-    if group in dist._levels:  # a mesh of one axis takes the world's group: already done
+    if group in dist.registered:  # a mesh of one axis takes the world's group: already done
         return
     for ranks in groups:
         nodes = defaultdict(list)
@@ -101,5 +104,5 @@ def two_levels(group, groups):
             nodes[node_of(rank)].append(rank)
         counts = {len(node) for node in nodes.values()}
         if len(nodes) > 1 and len(counts) == 1 and counts != {1}:
-            if mine := rows_and_columns([*nodes.values()]):
-                dist._levels[group] = mine
+            if levels := dist.rows_and_columns([*nodes.values()]):
+                dist.registered[group] = functools.partial(TwoLevels, levels=levels)

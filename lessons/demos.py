@@ -38,10 +38,13 @@ def ring_states():
     r starts from 1 << r, so a sum has a bit for each rank whose data is in it. Call on all ranks."""
     size, states = dist.get_world_size(), []
     t = torch.full((size,), 1 << dist.get_rank())
+    has = t.clone()
 
     class Looking(dist.Link):
         def exchange(self, sends=(), receives=()):
-            states.append(t.tolist())
+            if len(states) < size - 1:  # what a reduce-scatter's step sends is a partial sum, which t does not have
+                has[(self.rank - 1 - len(states)) % size] |= sends[0][0].item()
+            states.append(has.bitwise_or_(t).tolist())
             super().exchange(sends, receives)
 
     Looking(torch_dist.group.WORLD).all_reduce(t, dist.ReduceOp.SUM)

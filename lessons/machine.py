@@ -15,7 +15,6 @@ import kernels
 import parallel
 from fast.nccl import Direct
 from fast.norm import FusedBlock
-from further.nodes import TwoLevels
 from lessons.measure import interleaved, readable
 from model import GPTConfig
 from safe.flags import reject
@@ -34,7 +33,7 @@ from theory.traffic import HALVES, in_two_levels, sent
 def sent_in(link, op, elements, width, waited=True):
     """Bytes that this rank sends in one collective of a link's group, which may work in two levels. waited: whether the
     caller waits for its all-reduces. Call on all ranks."""
-    if isinstance(link, TwoLevels) and op in ("all_reduce", *HALVES):
+    if hasattr(link, "inside") and op in ("all_reduce", *HALVES):
         return sum(times * sent_in(link.inside if near else link.between, part, count, width, waited)
                    for times, part, count, near in in_two_levels(op, elements, link.inside.size, link.between.size,
                                                                  link.inside.rank))

@@ -42,9 +42,8 @@ SECONDS = 30  # until a check gives up
 # ------------------------------------------------------------------------------------------------------------- examples
 
 def ring(rank):
-    """A step of the ring: send a chunk to the right, receive one from the left into `received`, and combine that with
-    this rank's own chunk of the same number. The result leaves in the next step. It goes into `sums`, if there is
-    room, else over the own chunk. Chunks may be shorter than that room: then it is the first elements of it."""
+    """A step of the ring: send `partial` to the right, receive the left rank's partial sum, and combine that with this
+    rank's own chunk of the same number, which stays as it is. The result is the `partial` of the next step."""
     import collectives as dist
     whole, part = (rank + 1) * torch.arange(1.0, 7), torch.empty(2)
     dist.reduce_scatter_tensor(part, whole)

@@ -7,7 +7,7 @@ import re
 import time
 
 import collectives as dist
-from collectives import _blocks, Link, make_link, tensors_in
+from collectives import arguments_of, blocks, Link, make_link, tensors_in
 from further.nodes import TwoLevels
 
 
@@ -40,45 +40,49 @@ class Watched(Link):
     """A Link that reports progress, refuses wrong arguments, and says which operation lost its peer."""
     aside = False  # whether the operation under way runs beside the caller (async_op)
 
-    def run(self, name, operation, arguments, async_op):
+    def run(self, name, async_op, algorithm, *arguments):
         progress(name)
         self.check(name, arguments)
-        performed = functools.partial(self.perform, name, operation, arguments)
-        result = super().run(name, performed, arguments, async_op)  # which `Library` does without `perform`
+        # `Library` calls the library in place of what it is given here.
+        result = super().run(name, async_op, lambda link, *given: link.perform(algorithm, *given), *arguments)
         if not async_op:
             progress(f"after {name}")
         return result
 
-    def perform(self, name, operation, arguments, link):
-        """operation(link), on whatever thread it runs."""
-        progress(name)
+    def perform(self, algorithm, *arguments):
+        """The operation under way, on whatever thread it runs."""
+        progress(self.name)
         self.prepare()
-        operation(link)
-        progress(f"after {name}")  # where the caller does not wait, nobody else says so
+        algorithm(self, *arguments)
+        progress(f"after {self.name}")  # where the caller does not wait, nobody else says so
 
     def prepare(self):
         """Called on all ranks before each operation, when its arguments have been checked."""
 
     def check(self, name, arguments):
         """ValueError for wrong arguments, before anything is sent."""
-        for argument, value in arguments.items():
+        for i, value in enumerate(arguments):
             for t in tensors_in([value]):
                 if t.device.type != self.device:
                     raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "
-                                     f"but {argument} is on {t.device}")
+                                     f"but {arguments_of(name)[i]} is on {t.device}")
             if isinstance(value, list) and len(value) not in (0, self.size):
-                raise ValueError(f"{name}: {argument} must hold {self.size}, one for each rank, not {len(value)}")
-        if len({t.dtype for t in tensors_in(arguments.values())}) > 1:
+                raise ValueError(f"{name}: {arguments_of(name)[i]} must hold {self.size}, one for each rank, "
+                                 f"not {len(value)}")
+        if len({t.dtype for t in tensors_in(arguments)}) > 1:
             raise ValueError(f"{name}: all tensors must have one dtype")
         if name == "all_to_all_single":
-            room, own = (_blocks(arguments[t], arguments[f"{t}_split_sizes"], self.size)[self.rank]
-                         for t in ("output", "input"))
+            room, own = (blocks(*tensor_and_sizes, self.size)[self.rank]
+                         for tensor_and_sizes in zip(arguments[:2], arguments[2:]))
             if room != own:  # copy_ would broadcast one element to many, without an error
                 raise ValueError(f"{name}: rank {self.rank} sends itself {own} elements, and has room for {room}")
 
     def exchange(self, sends=(), receives=()):
-        with lost_peer_named(f"{self.name} in a group of {self.size}"):
+        with self.named():
             super().exchange(sends, receives)
+
+    def named(self):
+        return lost_peer_named(f"{self.name} in a group of {self.size}")
 
     def close(self):
         super().close()
@@ -89,7 +93,7 @@ class Watched(Link):
 def watched_link(group, comm):
     """As collectives.make_link, of links that report and name."""
     if comm == "ours":
-        return WatchedLevels(group) if group in dist._levels else Watched(group)
+        return dist.registered.get(group, Watched)(group)
     if comm not in dist.LINKS:
         return make_link(group, comm)  # which says what there is
     plain = dist.LINKS[comm]

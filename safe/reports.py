@@ -197,9 +197,9 @@ def named(owner, method, name):
     return patch.object(owner, method, ranged)
 
 
-def collective_name(link, name, operation, arguments, serving):
+def collective_name(link, algorithm, *arguments):
     """From Watched.perform's arguments, e.g. "all_reduce 4,096 bytes": the size of the largest tensor."""
-    return f"{name} {max((t.nbytes for t in dist.tensors_in(arguments.values())), default=0):,} bytes"
+    return f"{link.name} {max((t.nbytes for t in dist.tensors_in(arguments)), default=0):,} bytes"
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import time
+import traceback
 import unittest.mock
 from typing import NamedTuple
 
@@ -234,6 +235,20 @@ def test_blocks_may_be_uneven(way):
             check("all_to_all_single", torch.cat(incoming), joined, rows[:, rank].tolist(), rows[rank].tolist())
             check("all_gather", [block(r, 0) for r in range(size)], block(rank, 0))
             check("reduce_scatter", size * block(0, rank) + sum(range(size)), [block(0, r) + rank for r in range(size)])
+
+
+@on_ranks(4)
+def test_from_a_call_to_its_messages_lead_seven_functions():
+    start, stacks = torch_dist.batch_isend_irecv, []
+
+    def look(messages):
+        stacks.append([frame.name for frame in traceback.extract_stack() if frame.filename == dist.__file__])
+        return start(messages)
+
+    with served_by(dist.Link), unittest.mock.patch.object(torch_dist, "batch_isend_irecv", look):
+        for name in COLLECTIVES:
+            left_by(dist, name, Case((4,)))
+    assert {stack[0] for stack in stacks} == {*COLLECTIVES} and max(map(len, stacks)) == 7
 
 
 @pytest.mark.parametrize("size", [2, 4])

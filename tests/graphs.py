@@ -86,31 +86,31 @@ def graphs_on_tape():
     if torch.get_default_device().type == "cuda":
         yield
         return
-    start, wait = dist._call, GuardedOptimizer.wait_for_weights
+    start, wait = dist.run, GuardedOptimizer.wait_for_weights
 
     def waits(optimizer, buckets):
         wait(optimizer, buckets)
         if Tape.recording:
             Tape.recording.steps.append(lambda: wait(optimizer, buckets))
 
-    def taped(name, operation, group, async_op, **arguments):
+    def taped(group, async_op, *call):
         if Tape.recording is None:
-            return start(name, operation, group, async_op, **arguments)
+            return start(group, async_op, *call)
 
         def again():
             before = dist.traffic()
-            start(name, operation, group, False, **arguments)
+            start(group, False, *call)
             count_traffic(traffic_since(before), -1)  # a graph's are counted by who replays it
-        for t in tensors_in(arguments):
+        for t in tensors_in(call):
             Tape.recording.writes(t)
         with _disable_current_modes():
-            start(name, operation, group, False, **arguments)
+            start(group, False, *call)
         Tape.recording.steps.append(again)
         return dist.Handle() if async_op else None
 
     with (unittest.mock.patch.object(torch.cuda, "graph_pool_handle", object),
           unittest.mock.patch.object(fast.recorded, "RecordedGraph", Tape),
-          unittest.mock.patch.object(dist, "_call", taped),
+          unittest.mock.patch.object(dist, "run", taped),
           unittest.mock.patch.object(GuardedOptimizer, "wait_for_weights", waits)):
         yield
 

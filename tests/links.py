@@ -22,7 +22,6 @@ import fast.windows
 import further.nodes
 import kernels
 from lessons.measure import patched
-from tests.pool import is_plain
 
 
 class DirectGlooLink(fast.nccl.Direct, fast.gloo.GlooLink):
@@ -72,13 +71,9 @@ class WindowGlooLink(DirectGlooLink):
         super().__init__(group)
         self.replays, self.windows = fast.recorded.Replays(), {}
 
-    def run(self, name, operation, arguments, async_op):
+    def run(self, name, async_op, algorithm, *arguments):
         self.aside = async_op
-        if name in fast.nccl.NTHS:
-            whole, own = (arguments[key] for key in fast.nccl.NTHS[name])
-            operation = functools.partial(fast.nccl.Direct.exchange_nths, operation=operation, whole=whole, own=own,
-                                          op=arguments.get("op"))
-        super().run(name, operation, arguments, False)
+        super().run(name, False, algorithm, *arguments)
         return dist.Handle() if async_op else None
 
     def window(self, nbytes):
@@ -92,7 +87,7 @@ class WindowGlooLink(DirectGlooLink):
 def served_by(kind):
     """A new link, which knows nothing of earlier calls, carries the world's messages; then the old one again."""
     dist.link_of(None)  # one to come back to
-    link = dist._links[torch_dist.group.WORLD]["in use"] = kind(torch_dist.group.WORLD)
+    link = dist.links[torch_dist.group.WORLD]["in use"] = kind(torch_dist.group.WORLD)
     try:
         yield link
     finally:
@@ -104,16 +99,17 @@ def served_by(kind):
 def nodes_of(count):
     """As if torchrun had started nodes of so many ranks: the world works in two levels, even if one has no use for it.
     """
-    size, kinds = dist.get_world_size(), {"gloo": fast.links.TwoLevelGlooLink, "nccl": fast.links.TwoLevelNcclLink}
+    size = dist.get_world_size()
     dist.use(None, "ours")  # a link to come back to, made before there are nodes
     with unittest.mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(count)):
         grid = [range(first, first + count) for first in range(0, size, count)]
-        dist._levels[torch_dist.group.WORLD] = levels = dist.rows_and_columns(grid)
+        levels = dist.rows_and_columns(grid)
+        dist.registered[torch_dist.group.WORLD] = make = functools.partial(further.nodes.TwoLevels, levels=levels)
         try:
-            with served_by(further.nodes.TwoLevels if is_plain() else kinds[torch_dist.get_backend()]):
+            with served_by(make):
                 yield
         finally:
-            del dist._levels[torch_dist.group.WORLD]
+            del dist.registered[torch_dist.group.WORLD]
             for group in levels:
                 dist.destroy_process_group(group)
 

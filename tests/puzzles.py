@@ -79,7 +79,7 @@ def test_a_check_is_green_or_red_and_never_waits_for_ever(tmp_path):
 
     write(PUZZLES["g"], tmp_path / "g", solution(PUZZLES["g"]))
     assert said_of("g", 0) == "green\n"
-    silent = solution(PUZZLES["ring"]).replace("[(outgoing, right)]", "[(outgoing, right)] if link.rank else []")
+    silent = solution(PUZZLES["ring"]).replace("[(partial, right)]", "[(partial, right)] if link.rank else []")
     write(PUZZLES["ring"], tmp_path / "ring", silent)
     assert "rank 1: no result within 2 s; does it wait" in said_of("ring", 1, before=hurry)
 

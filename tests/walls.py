@@ -249,6 +249,7 @@ ENTERED = {  # a layout, and the rows that it enters
                       "parallel.Pipeline parallel.make_buckets parallel.Reducer",
     "dp=2 micro_batches=2 zero=1": "parallel.ShardedOptimizer",
     "dp=2 micro_batches=2 zero=3": "parallel.EveryBackward parallel.FSDP",
+    "dp=4 node=2": "further.nodes.TwoLevels",
     "tp=2": "parallel.ColumnParallelLinear",
     "tp=2 sp=1": "further.sequence.gather_tokens further.sequence.scatter_tokens",
     "cp=2 tokens=8 seq_len=8": "further.context.RingAttention further.context.going_round kernels.attend "

@@ -41,7 +41,7 @@ def test_windows_are_used():
         for name in NTHS:
             left_by(dist, name, Case((5, 8, 32), layout="rows", whole=(size, 5, 8, 32)))
         link, numbers = dist.link_of(None), torch.arange(3000, dtype=torch.float64)
-        link.log = dist.Traffic()
+        link.name = "shift"
         link.shift(numbers + rank, left := torch.zeros_like(numbers))  # in several turns
         assert left.equal(numbers + (rank - 1) % size) and link.log.bytes == numbers.nbytes
     assert all(mock.called for mock in calls.values()), calls
@@ -97,7 +97,8 @@ def test_how_an_all_reduce_between_gpus_goes(elements, async_op, ways, monkeypat
     """From SUM_FROM bytes it is one kernel if the caller waits; smaller ones, and those beside the caller, are
     messages; from WINDOW_FROM bytes, as long as one step does, copies; then halves."""
     goes, link = unittest.mock.Mock(), object.__new__(DirectGlooLink)
-    link.rank, link.size, link.aside, link.log, link.device = 0, 2, async_op, dist.Traffic(), "cpu"
+    link.rank, link.size, link.aside, link.name, link.device = 0, 2, async_op, "this", "cpu"
+    dist.reset_traffic()
     link.reduce_scatter, link.all_gather = goes.reduce_scatter, goes.all_gather
     link.window = lambda nbytes: types.SimpleNamespace(all_reduce=goes.copies, sums=types.SimpleNamespace(
         all_reduce=goes.kernel))
