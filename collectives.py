@@ -25,6 +25,7 @@ sends the messages. further/nodes.py has a link for groups on several nodes, fas
 Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parallel programming crash course".
 """
 
+import atexit
 import functools
 import inspect
 import itertools
@@ -529,6 +530,7 @@ class Worker:
         # A daemon thread, because a process that fails must be able to exit while a receive is still blocked.
         self.thread = threading.Thread(target=self.work, daemon=True)
         self.thread.start()
+        atexit.register(self.close)
 
     def start(self, function):
         done = Future()
@@ -545,6 +547,7 @@ class Worker:
             job = done = function = None  # else they would keep this operation's tensors until the next one
 
     def close(self):
+        atexit.unregister(self.close)
         self.jobs.put(None)
         self.thread.join(2)  # a thread that is inside C++ when Python exits would abort the process
 

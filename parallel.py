@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, increment_version, register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge, increment_version, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -170,6 +170,7 @@ class Bucket:
         self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
         self.total, self.total_dtype = None, self.dtype  # gradients side by side, and what they add up in
         self.params = params
+        self.shape = {p: p.shape for p in params}
         self.start_of, self.numel = {}, 0
         for p in params:
             self.start_of[p] = self.numel  # where in the message it begins
@@ -180,7 +181,7 @@ class Bucket:
 
     def view(self, flat, param):
         """A parameter's part of a flat vector, in the parameter's shape."""
-        return flat[self.start_of[param]:][:param.numel()].view(param.shape)
+        return flat[self.start_of[param]:][:self.shape[param].numel()].view(self.shape[param])
 
     @torch.no_grad()
     def collect(self, param):
@@ -407,7 +408,8 @@ class DDP(nn.Module):
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
 # Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters, and those of tied weights. (A
-# unit is what it gathers at a time; the last one it gathers once.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# unit is what it gathers at a time; the last one it gathers once, and an embedding.) Rajbhandari et al., "ZeRO" (2020).
+# CS336 lecture 7.
 
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
 # the shards. Gradients add up in float32, too.
@@ -723,37 +725,78 @@ class EveryBackward(Reducer):
 class FlatParameter(FlatBucket):
     """The FlatBucket of one unit of FSDP, of which this rank keeps the shard alone. (The name is PyTorch's.)
 
-    Layers compute with views of `weights`. `free` shrinks its storage to 0 bytes, `begin_gather` refills it. The views
-    stay the same objects, so what autograd saved in forward is right again in backward.
+    A gather fills `weights`, memory of its own. Only when it has ended do the parameters become views of that. So who
+    can read a parameter reads its values. `free` makes the parameters `Absent` and drops the memory, which lives on
+    while anybody has a view of it.
     """
 
     def __init__(self, params, group, **options):
         super().__init__(params, group, **options)
-        self.shard.data = self.shard.data.clone()  # as a view it would be freed with `weights`
+        self.shard.data = self.shard.data.clone()  # as a view it would keep all of `weights`
+        self.kind = {p: type(p) for p in params}
+        self.nothing = torch.full((), math.nan).to(self.weights)
         self.handle = None  # of a gather under way
+        self.is_whole = True
         self.free()
 
+    @torch.inference_mode(False)  # or training could not use what an evaluation has gathered
     @torch.no_grad()
     def begin_gather(self):
         """Begin to make the parameters whole, in the compute dtype: an all-gather, (N-1)/N x K elements sent."""
-        if self.has_memory:
-            return
-        self.has_memory = True
-        self.weights.untyped_storage().resize_(self.numel * self.dtype.itemsize)
-        # Autograd refuses a saved tensor that was written since, by its version counter. This write leaves parameters'
-        # counters alone (param.data = view gave them their own), and brings back the same values.
-        self.weights[self.own] = self.shard  # the cast from the master's dtype
-        self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
+        if self.weights is None:
+            self.weights = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            self.weights[self.own] = self.shard  # the cast from the master's dtype
+            self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
 
     def end_gather(self):
         handle, self.handle = self.handle, None  # first, so that a gather that failed is not waited for again
         if handle:
             handle.wait()
 
-    def free(self):
-        self.end_gather()  # or one under way would write into freed memory
-        self.has_memory = False
-        self.weights.untyped_storage().resize_(0)
+    def make_whole(self):
+        self.begin_gather()
+        self.end_gather()
+        self.is_whole = True
+        for p in self.params:
+            p.__class__ = self.kind[p]
+            p.data = self.view(self.weights, p)
+
+    def free(self, keep=False):
+        """keep: the memory, for the next use."""
+        self.end_gather()
+        if not keep:
+            self.weights = None
+        if self.is_whole:
+            self.is_whole = False
+            for p in self.params:
+                p.data = self.nothing.expand(self.shape[p])
+                p.__class__ = absent(self.kind[p])
+
+
+class Absent:
+    """What a parameter is while its unit is not whole: who uses its values in Python has the unit gathered first. To
+    what does not ask, as a kernel in C++, it is NaN."""
+    WITHOUT_VALUES = {"grad", "requires_grad", "requires_grad_", "is_leaf", "shape", "size", "dim", "ndim", "numel",
+                      "nbytes", "dtype", "device", "is_meta", "is_floating_point", "is_complex", "layout", "_version",
+                      "untyped_storage",
+                      "_backward_hooks", "register_hook", "_post_accumulate_grad_hooks",
+                      "register_post_accumulate_grad_hook"}
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        attribute = getattr(function, "__self__", None)  # if the function gets or sets one
+        if getattr(attribute, "__name__", function.__name__) not in Absent.WITHOUT_VALUES:
+            for param in tree_leaves((args, kwargs)):
+                if isinstance(param, Absent):
+                    param.lend()
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs or {})
+
+
+@functools.cache
+def absent(kind):
+    """The Absent class of a class of parameters."""
+    return type(f"Absent{kind.__name__}", (Absent, kind), {})
 
 
 def free_and_scatter(flat):
@@ -788,13 +831,13 @@ def fsdp_units(module):
     return units
 
 
-class Units:
+class Prefetcher:
     """Keeps the matrices of each unit whole while it computes, and gathers the next one meanwhile.
 
         when                                     who hears of it      what it does
         a unit's forward begins                  before_forward       end its gather (or make it), begin the next one's
         it has ended                             after_forward        free it
-        the gradient of its output is there      before_backward      end its gather, begin the previous one's
+        backward needs one of its weights        need                 end its gather, begin the previous one's
         its last weight gradient is there        EveryBackward.start  free_and_scatter
 
     Three units a, b, c; a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
@@ -805,9 +848,12 @@ class Units:
                                                                    gather a
         freed             a            b                       c               b               a
 
-    The last unit stays whole in between, because backward begins with it; so does a tied parameter, from its first use
-    on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units with
+    The last unit's memory is kept in between, because backward begins with it; so is a tied parameter's, from its first
+    use on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units with
     matrices; a model that uses units in another order gathers some too early, and some only when they are needed.
+
+    Backward needs a weight when autograd asks for what forward has saved of it (`unpack`), or when Python reads it,
+    because a `checkpoint` computes again (`lend`).
 
     flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
     """
@@ -820,54 +866,111 @@ class Units:
         sharded = [unit for unit, flats in flats_of.items() if flats]
         self.next = dict(zip(sharded, sharded[1:]))
         self.previous = dict(zip(sharded[1:], sharded))
+        self.unit_of = {flat: unit for unit in sharded for flat in flats_of[unit]}  # of several the last
         last = flats_of[sharded[-1]] if sharded else []
-        self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # whole until backward
-        self.in_backward = False
+        self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # until backward
+        self.in_forward = False
+        self.lent = []     # what forward has read outside of its unit
+        self.whole_at = {}  # address of the memory -> the flat that forward has found whole there
         for unit in flats_of:
-            unit.register_forward_pre_hook(self.before_forward)
+            unit.register_forward_pre_hook(self.before_forward, prepend=True)
             unit.register_forward_hook(self.after_forward)
-
-    # A forward inside of backward: a caller's own `checkpoint` around a unit runs it again. (`parallelize` puts its own
-    # inside of units.) Backward has gathered the unit then, and will free it.
+        for flat in self.flats:
+            for p in flat.params:
+                p.lend = partial(self.lend, flat)
 
     def before_forward(self, unit, inputs):
-        self.make_whole(unit)
-        if not self.in_backward:
+        self.take_back(except_for=self.flats_of[unit])
+        for flat in self.flats_of[unit]:
+            self.need(flat)
+        if self.in_forward:
             self.prefetch(self.next.get(unit))
 
     def after_forward(self, unit, inputs, output):
-        """Free the unit. The gradient of its output will arrive just before its backward runs, so that is where
-        `before_backward` is hooked."""
-        if self.in_backward:
+        if self.in_forward:  # else a caller's own `checkpoint` runs the unit again, in backward, which will free it
+            for flat in self.flats_of[unit]:
+                flat.free(keep=flat in self.kept)
+
+    def need(self, flat):
+        """Make a flat whole. Outside of forward its backward begins."""
+        if flat.is_whole:
             return
-        for flat in self.flats_of[unit]:
-            if flat not in self.kept:
-                flat.free()
-        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-        if tensors:  # any: by the first of several outputs
-            register_multi_grad_hook(tensors, partial(self.before_backward, unit), mode="any")
-
-    def before_backward(self, unit, grad):
-        self.in_backward = True
-        self.make_whole(unit)
-        for flat in self.flats_of[unit]:
+        flat.make_whole()
+        if self.in_forward:
+            self.whole_at[flat.weights.data_ptr()] = flat
+        else:
             self.expect(flat)
-        self.prefetch(self.previous.get(unit))
-
-    def make_whole(self, unit):
-        for flat in self.flats_of[unit]:
-            flat.begin_gather()
-            flat.end_gather()
+            self.prefetch(self.previous.get(self.unit_of[flat]))
 
     def prefetch(self, unit):
-        """Begin to gather a unit; `make_whole` will wait for it."""
+        """Begin to gather a unit; `need` will wait for it."""
         for flat in self.flats_of.get(unit, ()):
             flat.begin_gather()
+
+    def lend(self, flat):
+        """A parameter is read outside of its unit's forward: in a method of another name, in another unit."""
+        self.need(flat)
+        if self.in_forward:
+            self.lent.append(flat)
+
+    def take_back(self, except_for=()):
+        for flat in self.lent:
+            if flat not in except_for:
+                flat.free()
+        self.lent = []
+
+    @contextmanager
+    def forward(self):
+        """Goes around the model's forward. Of weights autograd saves what they are, not the memory."""
+        self.free()  # because the optimizer may have stepped the shards
+        self.in_forward, self.whole_at = True, {}
+        # A caller's own hooks, such as those of `checkpoint` around the model, go on saving the other tensors.
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (with_version, of_version)
+        try:
+            with saved_tensors_hooks(partial(self.pack, pack), partial(self.unpack, unpack)):
+                yield
+        finally:
+            self.take_back()
+            self.in_forward = False
+            if not torch.is_grad_enabled():
+                self.free()
+
+    def pack(self, pack, tensor):
+        if tensor.layout == torch.strided:
+            memory = tensor.untyped_storage().data_ptr()
+            flat = self.whole_at.get(memory)
+            if flat and flat.is_whole and flat.weights.data_ptr() == memory and flat.dtype == tensor.dtype:
+                return flat, flat.shard._version, (tensor.size(), tensor.stride(), tensor.storage_offset())
+        return None, None, pack(tensor)
+
+    def unpack(self, unpack, saved):
+        flat, version, kept = saved
+        if flat is None:
+            return unpack(kept)
+        same_version(flat.shard, version)
+        self.need(flat)
+        return flat.weights.as_strided(*kept)
 
     def free(self):
         for flat in self.flats:
             flat.free()
-        self.in_backward = False
+
+
+# What autograd does with a tensor that it saves for backward: it refuses one that was written since.
+
+def with_version(tensor):
+    return tensor.detach(), tensor._version
+
+
+def of_version(saved):
+    same_version(*saved)
+    return saved[0]
+
+
+def same_version(tensor, version):
+    if tensor._version != version:
+        raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "
+                           f"operation: {tuple(tensor.shape)}, at version {tensor._version}, expected {version}")
 
 
 class FSDP(nn.Module):
@@ -882,9 +985,8 @@ class FSDP(nn.Module):
     Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too.
     Vectors (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must use
     the same parameters in each backward. A unit with one that gets no gradient, because it is frozen or unused, stays
-    whole to the end of the step. A unit's parameters must be used by its own forward alone. Outside of it they have no
-    memory, and reading them would crash the process. (PyTorch's FSDP shards vectors, too, and under no_sync keeps whole
-    gradients and sends none.)
+    whole to the end of the step. Who reads a parameter outside of its unit's forward has the unit gathered, so all
+    ranks must. (PyTorch's FSDP shards vectors, too, and under no_sync keeps whole gradients and sends none.)
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients have `master_dtype` of it.
     Shards are vectors: for weight decay ask `is_matrix`, not their shape. A module on the meta device is never whole
@@ -923,18 +1025,15 @@ class FSDP(nn.Module):
         self.no_sync = of_vectors.no_sync  # vectors' gradients add up; matrices' leave in every backward
         flats_of = {unit: list(dict.fromkeys(self.bucket_of[p] for p in params if is_matrix(p)))
                     for unit, params in units}
-        self.units = Units(flats_of, of_matrices.expect)
+        self.prefetcher = Prefetcher(flats_of, of_matrices.expect)
 
     def forward(self, *args, **kwargs):
-        self.units.free()  # because the optimizer may have stepped the shards
         cast_masters(self.vectors)
         if self.compute_dtype:
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, (args, kwargs))
-        output = self.module(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            self.units.free()
-        return output
+        with self.prefetcher.forward():
+            return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none=True):
         """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
@@ -946,7 +1045,7 @@ class FSDP(nn.Module):
         """Send the gradients that have not left, such as vectors'; free what backward did not."""
         for reducer in self.reducers:
             reducer.finish()
-        self.units.free()
+        self.prefetcher.free()
 
     def named_parameters(self, *args, **kwargs):
         """What an optimizer steps: this rank's shards, of vectors all. (parameters() asks here; self.module's own are

@@ -253,32 +253,31 @@ def demo_fsdp():
     """ZeRO-3 at work: which unit rank 0 gathers, waits for, frees and scatters while which unit computes."""
     net = parallel.FSDP(GPT(GPTConfig(n_layer=2, n_embd=32, tied=False), seed=0))
     name_of = {unit: name for name, unit in net.module.named_modules()}
-    unit_of = {flat: name_of[unit] for unit, flats in net.units.flats_of.items() for flat in flats}
+    unit_of = {flat: name_of[unit] for unit, flats in net.prefetcher.flats_of.items() for flat in flats}
 
     def told(where, name, what, happens):
         """Print what the function does with a FlatParameter, when it happens."""
         plain = getattr(where, name)
 
-        def tells(flat):
-            if happens(flat):
+        def tells(flat, **how):
+            if happens(flat, **how):
                 say(f"    {what} {unit_of[flat]}")
-            return plain(flat)
+            return plain(flat, **how)
         return where, name, tells
 
-    def backward(units, unit, grad, plain=parallel.Units.before_backward):
-        say(f"backward of {name_of[unit]}")
-        plain(units, unit, grad)
+    def has_memory(flat):
+        return flat.weights is not None
 
     say("wte and lm_head are two matrices here (tied=False). In `plain` they are one, which stays whole from its\n"
         "first use to the end of backward. What is computed from \"gather\" to \"wait for\" hides the gather.\n"
         "A scatter stands where it starts.\n")
-    for unit in net.units.flats_of:
+    for unit in net.prefetcher.flats_of:
         unit.register_forward_pre_hook(lambda unit, inputs: say(f"forward of {name_of[unit]}"), prepend=True)
-    with patched([told(parallel.FlatParameter, "begin_gather", "gather", lambda flat: not flat.has_memory),
+        unit.register_full_backward_pre_hook(lambda unit, grad: say(f"backward of {name_of[unit]}"))
+    with patched([told(parallel.FlatParameter, "begin_gather", "gather", lambda flat: not has_memory(flat)),
                   told(parallel.FlatParameter, "end_gather", "wait for", lambda flat: flat.handle),
-                  told(parallel.FlatParameter, "free", "free", lambda flat: flat.has_memory),
-                  told(parallel, "reduce_scatter_bucket", "scatter", lambda flat: True),
-                  (parallel.Units, "before_backward", backward)]):
+                  told(parallel.FlatParameter, "free", "free", lambda flat, keep=False: has_memory(flat) and not keep),
+                  told(parallel, "reduce_scatter_bucket", "scatter", lambda flat: True)]):
         net(torch.arange(32).view(2, 16)).sum().backward()
         net.finish_grad_sync()
 

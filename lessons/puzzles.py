@@ -83,12 +83,11 @@ def zero1(rank):
 
 def zero3(rank):
     """When a unit is freed in forward: it has just computed. `self.flats_of[unit]` are its
-    parameters. What is in `self.kept` is not freed."""
+    parameters. What is in `self.kept` keeps its memory."""
     from parallel import FSDP
     net, whole = FSDP(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))), []
-    for layer in net.module:  # a unit each; the storage of one that is not whole has no bytes
-        layer.register_forward_hook(lambda *_: whole.append(sum(p.untyped_storage().nbytes() > 0
-                                                                for p in net.module.parameters())))
+    for layer in net.module:  # a unit each
+        layer.register_forward_hook(lambda *_: whole.append(sum(flat.weights is not None for flat in net.flats)))
     net(torch.ones(1, 2))
     yield "whole units after each of 4 layers, the next one among them", str(whole)
 
@@ -194,7 +193,7 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(ring, 3, "collectives.py", "ring_reduce_scatter", "mine"),
     Puzzle(hook, 2, "parallel.py", "Reducer.mark_ready", "discard"),
     Puzzle(zero1, 3, "parallel.py", "FlatBucket.__init__", "width"),
-    Puzzle(zero3, 2, "parallel.py", "Units.after_forward", "flats_of", 1),
+    Puzzle(zero3, 2, "parallel.py", "Prefetcher.after_forward", "flats_of", 1),
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),
     Puzzle(order, 3, "parallel.py", "one_f_one_b", "return"),

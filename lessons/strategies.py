@@ -95,11 +95,15 @@ def predicted_traffic(trainer, routes):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
     stages = stages_in(s, trainer.config, pp_rank)
-    kept = [flat for model in net.stages.values() if isinstance(model, parallel.FSDP) for flat in model.units.kept]
+    # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights. (That of positions
+    # is gathered ahead all the same.)
+    wrapped = [model for model in net.stages.values() if isinstance(model, parallel.FSDP)]
+    once = {flat for model in wrapped for flat in model.prefetcher.kept}
+    once |= {model.bucket_of[model.module.wte.weight] for model in wrapped if hasattr(model.module, "wte")}
     total, buckets, of_experts = Counter(), [], []
     for reducer in net.reducers:
         for bucket in reducer.buckets:
-            gathers = 0 if not isinstance(bucket, parallel.FlatParameter) else 1 if bucket in kept else 2
+            gathers = 0 if not isinstance(bucket, parallel.FlatParameter) else 1 if bucket in once else 2
             cut_by_ep = bucket.group == net.groups.same_experts
             (of_experts if cut_by_ep else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
@@ -223,7 +227,7 @@ def pieces():
         "replay": [(recorded, "REPLAY_BYTES", 0)],                                  # collectives launched one by one
         "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
-        "fetching": [(parallel.Units, "prefetch", lambda self, unit: None)],             # no unit ahead
+        "fetching": [(parallel.Prefetcher, "prefetch", lambda self, unit: None)],             # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
         "patience": [(PatientStep, "receive", PatientStep.post)],
         "ring": plain_rows(context),                                                # the reference's

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives as dist
 import kernels
 from further.bpe import Tokenizer
+from parallel import FlatParameter
 from safe.data import about_left_out
 from safe.flags import gpus_here
 from theory import speed
@@ -93,7 +94,9 @@ def measured(trainer):
     def note(step, action):
         forward(step, action)
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
-        others = storages([*step.x, *step.y, step.dloss, *kept_tensors(net)["gradients"],
+        gathered = [bucket.weights for reducer in net.reducers for bucket in reducer.buckets
+                    if isinstance(bucket, FlatParameter) and bucket.weights is not None]
+        others = storages([*step.x, *step.y, step.dloss, *kept_tensors(net)["gradients"], *gathered,
                            *trainer.buffers_of_collectives()])
         trainer.activations = max(trainer.activations, births.alive(others))
 

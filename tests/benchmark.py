@@ -181,7 +181,7 @@ def times_without_a_piece():
     """{strategy: {piece: a step's time without it, over one with all}}; a sleep stands in the place of "fetching"."""
     a = asked("strategies --quick --device cpu --gpus 2 --batch-size 2 --seq-len 16 --n-layer 2 --n-head 4 --n-embd 48 "
               "--repeats 1 --only zero1 zero3 --without addition fetching")
-    slow = strategies.pieces() | {"fetching": [(parallel.Units, "prefetch", lambda self, unit: time.sleep(0.03))]}
+    slow = strategies.pieces() | {"fetching": [(parallel.Prefetcher, "prefetch", lambda self, unit: time.sleep(0.03))]}
     with patch.object(strategies, "pieces", lambda: slow):
         return {row["strategy"]: row for row in strategies.without(a, torch.device("cpu")).rows}
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import itertools
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 import fast.adamw
@@ -48,6 +50,44 @@ class Odd(nn.Module):
         return (self.right if right else self.left)(self.listed[0] * h + self.listed[1]) * self.scale
 
 
+@dataclasses.dataclass
+class Hidden:
+    state: torch.Tensor
+    rows: torch.Tensor
+
+
+class Crooked(nn.Module):
+    """A unit that is used past its forward: a hook reads its weight, a caller calls another method, and takes a tensor
+    that its forward has set aside. It hides its output, and a view of a weight, where a search of lists finds none."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.table = nn.Linear(5, 5), nn.Parameter(torch.randn(6, 5))
+        self.register_forward_pre_hook(lambda unit, inputs: setattr(unit, "size", unit.layer.weight.square().mean()))
+
+    def forward(self, x):
+        self.aside = self.size * torch.tanh(self.layer(x))
+        return Hidden(self.layer(x), self.table[:len(x)])
+
+    def other(self, x):
+        return self.layer(torch.tanh(x @ self.table.T @ self.table))
+
+
+class Crookeds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.units = nn.ModuleList(Crooked() for _ in range(4))
+
+    def forward(self, x):
+        y = x
+        for unit in self.units:
+            hidden = unit(y)
+            y = hidden.state.unsqueeze(1).squeeze(1)
+            y += hidden.rows  # writes into a view of the unit's output
+        return self.units[1].other(y) + sum(checkpoint(unit, y, use_reentrant=False).state + unit.aside
+                                            for unit in self.units)
+
+
 def module_and_inputs(kind, seed):
     """A module nobody here wrote, and its inputs: one for each of 2 micro-batches and each rank."""
     torch.manual_seed(seed)
@@ -56,6 +96,8 @@ def module_and_inputs(kind, seed):
     if kind == "encoder":
         layer = nn.TransformerEncoderLayer(12, 3, 20, dropout=0, batch_first=True)
         net, shape, more = nn.TransformerEncoder(layer, 2, nn.LayerNorm(12)), (2, 5, 12), lambda i, rank: []
+    if kind == "crooked":
+        net, more = Crookeds(), lambda i, rank: []
     x = torch.from_numpy(np.random.default_rng(3).normal(size=(2, size, *shape))).to(device)
     return net.double().to(device), [[(x[i, rank], *more(i, rank)) for rank in range(size)] for i in range(2)]
 
@@ -83,7 +125,7 @@ def stepped_by(optimizer):
 
 @on_both
 @pytest.mark.parametrize("kind, way", [*itertools.product(["odd", "encoder"], ["naive", "ddp", 0, 1, 2, 3]),
-                                       ("branches", "naive"), ("branches", "ddp")])
+                                       ("branches", "naive"), ("branches", "ddp"), ("crooked", 3)])
 @on_ranks(3)
 def test_data_parallel_and_zero_on_modules_nobody_here_wrote(kind, way):
     """Three steps of SGD with momentum over two micro-batches, clipped, against one process, with a forward between

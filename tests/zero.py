@@ -172,14 +172,10 @@ class Forks(nn.Module):
 
 
 def when_it_computes(unit, look):
-    """Call look() before the unit's forward and before its backward, after FSDP's own hooks."""
-    def in_backward(unit, inputs, outputs):
-        y = tensors_in(outputs)[0]
-        if y.requires_grad:
-            y.register_hook(lambda grad: look())
-
+    """Call look() before the unit's forward, after FSDP's own hook, and when backward has its first matrix's gradient,
+    which comes last."""
     unit.register_forward_pre_hook(lambda unit, inputs: look())
-    unit.register_forward_hook(in_backward)
+    next(p for p in unit.parameters() if p.dim() > 1).register_hook(lambda grad: look())
 
 
 @on_ranks(2)
@@ -192,7 +188,7 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     model = parallel.FSDP(net)
 
     def whole():
-        return [i for i, fork in enumerate(forks) if fork.always.weight.untyped_storage().size()]
+        return [i for i, fork in enumerate(forks) if model.bucket_of[fork.always.weight].weights is not None]
 
     for fork in forks:
         when_it_computes(fork, lambda: seen.append(whole()))
@@ -215,7 +211,6 @@ def test_frozen_whole_numbers_stay_what_they_are():
         setattr(net, name, nn.Parameter(values, requires_grad=False))
     model = parallel.FSDP(net, compute_dtype=torch.bfloat16)
     whole = model.full_state_dict()
-    model.units.make_whole(net)
     assert all(values.equal(whole[name]) and values.equal(getattr(net, name)) for name, values in kept.items())
 
 
@@ -256,7 +251,7 @@ def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
         for some in one, model:
             some(torch.ones(2, 4, dtype=torch.float64), both).square().sum().backward()
     if way == 3:
-        assert not any(flat.weights.untyped_storage().size() for flat in model.buckets)
+        assert all(flat.weights is None for flat in model.flats)
     sync.finish_grad_sync()
     with pytest.raises(ValueError, match="not in `groups`"):
         parallel.clip_grad_norm_(stepped_by(optimizer), 1.0)
