@@ -22,7 +22,7 @@ import torch.distributed.run
 
 import collectives as dist
 import parallel
-from tests.pool import GPUS, HERE, close
+from tests.pool import close, GPUS, HERE, on_cpus
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, slow, start, TRAIN, trained)
 from safe.checkpoints import checkpoints, NUMBERS, open_checkpoint
@@ -47,7 +47,7 @@ def test_every_flag_that_decides_the_losses_is_known():
 
 
 SAME = [  # processes, flags, and flags of the second run alone
-    (1, "", ""), (2, "--dtype bf16", ""), (2, "--zero 1 --dtype bf16", ""), (4, "--tp 2 --zero 2 --dtype fp16", ""),
+    (2, "--dtype bf16", ""), (2, "--zero 1 --dtype bf16", ""), (4, "--tp 2 --zero 2 --dtype fp16", ""),
     (2, "--zero 3 --dtype bf16", ""), (4, "--pp 2 --tp 2 --micro-batches 2 --schedule zb-h1", ""),
     (2, "--tp 2 --vocab-size 259", ""),
     (2, "--ep 2 --experts 4 --n-layer 2 --dtype fp64", "--eval-every 1 --recompute block")]
@@ -154,11 +154,12 @@ def dies(nth, after):
         setattr(os, name, functools.partial(deadly, getattr(os, name)))
 
 
-def test_killed_at_each_point_of_a_write(start, tmp_path):
+@on_cpus
+def test_killed_at_each_point_of_a_write(start, trained, tmp_path):
     """The same run, killed again and again, each time a little later in the writing of its first or second
     checkpoint."""
     flags, out = "--steps 16 --save-every 2 --keep 1 --out OUT/", tmp_path / "run"
-    start(flags + "whole").said()
+    trained(1, flags + "whole")
     half, last = 0, 0
     # 5 is the log, 15 the checkpoint's name, 17 the older one's, which then goes.
     for nth in (1, 6, 8, 11, 13, 15, 16, 17, 18, 20, 21, 22):
@@ -175,8 +176,8 @@ def test_killed_at_each_point_of_a_write(start, tmp_path):
     assert end_of(out) == end_of(tmp_path / "whole") and not [*out.glob(".step*")]
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=slow)])
-def test_killed_runs_lose_nothing(start, tmp_path, kills):
+@slow
+def test_killed_runs_lose_nothing(start, tmp_path, kills=100):
     """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the
     same command ends with the loss, and the files, of the run that nobody killed."""
     flags, out = "--steps 30 --save-every 1 --timeout 120 --dp 2 --zero 1 --out OUT/", tmp_path / "run"
@@ -234,9 +235,10 @@ def test_killed_or_stalled_rank_is_named_by_the_others(start):
     assert len(re.findall(row.format(1), stalled.printed())) == 3, stalled.printed()
 
 
-def test_sigterm_saves_and_the_run_goes_on(start, tmp_path):
+@on_cpus
+def test_sigterm_saves_and_the_run_goes_on(start, trained, tmp_path):
     flags, out = "--steps 100 --save-every 0 --dp 2 --out OUT/", tmp_path / "run"
-    start(flags + "whole", 2).said()
+    trained(2, flags + "whole")
     ranks = start(flags + "run", 2)
     ranks.wait_for("step  20/100")
     ranks.kill(1, signal.SIGTERM)  # one of them is enough
@@ -298,16 +300,17 @@ def test_nothing_is_saved_of_a_step_whose_nan_is_seen_late(pool, trained, tmp_pa
     assert not list((tmp_path / "late").glob("step-*"))
 
 
-def test_full_disk_costs_the_checkpoint_and_nothing_else(start, tmp_path):
+@on_cpus
+def test_full_disk_costs_the_checkpoint_and_nothing_else(start, trained, tmp_path):
     out, flags = tmp_path / "run", "--save-every 2 --dp 2 --out OUT/run --steps "
     # Room for the weights, not for the optimizer.
     full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (40_000, 40_000))
-    start(flags + "2", 2).said()
+    trained(2, flags + "2")
     old = end_of(out)
     said = start(flags + "4 --resume", 2, before=full).said([1, 0])
     assert re.search(r"step 4/4  not saved in .*: File too large; older checkpoints there are complete", said), said
     assert end_of(out)[2:] == old[2:] and log_of(out)[-1]["not_saved"] and not any(out.glob(".step*"))
-    start(flags + "4 --resume", 2).said()
+    trained(2, flags + "4 --resume")
     assert end_of(out)[0] == 4
 
 

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import io
 import operator
 import os
 import pathlib
@@ -214,16 +213,13 @@ def test_what_is_pasted_into_a_shell_runs_there(shell):
 
 
 def test_commands_of_the_lecture_run(text, tmp_path):
-    """As typed, but with a tiny model: with the same batch, losses are the same. One demo on ranks: what each of them
-    prints has tests of its own."""
+    """As typed, but with a tiny model: with the same batch, losses are the same. Demos have tests of their own."""
     lines = dict.fromkeys(line for row in levels()[0] for line in commands(row[3]))
     losses, log = [], tmp_path / "log"
     for program, words, processes in map(program_of, lines):
         if program == "train.py":
             said = ran([*words, *TRAIN, "--data", text, "--steps", "2"], processes, log)
             losses.append(re.findall(r"loss (\S+)", said))
-        elif words[0] == "data":
-            ran(words, 1, log, program="lessons", launcher="fork")
     assert len(lines) == 11 and len(losses) == 3 and losses[0] == losses[1] == losses[2] != []
 
 
@@ -259,20 +255,6 @@ def test_readme_shows_the_groups_of_a_mesh(monkeypatch):
         letter = {rank: "abcdefgh"[i] for i, group in enumerate(sorted(ranks.tolist())) for rank in group}
         row = " +".join(letter[rank] for rank in range(16))
         assert re.search(f"(?m)^{name}  +{row} ", PAGES["docs/words.md"]), name
-
-
-def debugged(words):
-    """What pdb prints of where it has stopped."""
-    sys.stdin = io.StringIO("w\nq\n")
-    return output_of(functools.partial(runpy.run_module, "pdb", run_name="__main__"), *words)
-
-
-def test_readme_debugger_stops_in_what_was_read():
-    line = next(line for line in commands(PAGES["docs/reading.md"]) if "-m pdb" in line)
-    printed = in_new_process(debugged, [*shlex.split(line)[3:], *TRAIN])
-    for name in ("train.py", "parallel.py"):
-        assert re.search(rf"(?m)^  {re.escape(os.path.join(HERE, name))}\(\d+\)", printed), printed
-    assert printed.index("step()") < printed.index("forward_backward()") < printed.rindex("cross_entropy()")
 
 
 def library_code():

@@ -345,7 +345,8 @@ def test_bad_input_is_one_line_and_exit_code_2(main, row, files, refusal, monkey
         monkeypatch.setattr(safe.run, "lock", lambda *_: None)
         monkeypatch.setattr(safe.data, "standard_library", lambda: [files["ASCII"]])
         monkeypatch.setenv("WORLD_SIZE", (re.findall(r"torchrun --nproc_per_node (\d+)", said) or [""])[0])
-        heed(lambda words: refusal(main, words), words, said)
+        text = re.sub("give (more )?text", f"give --data {files['TEXT']}", said)
+        heed(lambda words: refusal(main, words), words, text)
 
 
 def heed(refusal, words, said, hops=3):
@@ -429,23 +430,17 @@ DAMAGED = [  # a file of a checkpoint, what becomes of its bytes (None: it goes)
     (MANIFEST, None, "manifest.json: No such file"), (MANIFEST, cut, "manifest.json: "),
     (MANIFEST, edited(b"skipped", b"skjpped"), "manifest.json: it does not match its own checksum"),
     (WEIGHTS, cut, "model.safetensors: it has"), (WEIGHTS, flipped, "model.safetensors: its checksum"),
-    (MOMENTS, None, "optimizer.safetensors: No such file"),
-    (MOMENTS, flipped, "optimizer.safetensors: its checksum"),
-    (CONFIG, flipped, "config.json: its checksum")]
+    (MOMENTS, None, "optimizer.safetensors: No such file")]
 FORGED = [  # the manifest is made to match, so only the contents can tell
     (MANIFEST, edited(b'"format": 1', b'"format": 2'), "its format is 2"),
     (MOMENTS, PICKLED, "optimizer.safetensors: not a whole .safetensors file"),
     (WEIGHTS, PICKLED, "model.safetensors: not a whole .safetensors file"),
-    (WEIGHTS, b"\xff" * 100, "model.safetensors: not a whole .safetensors file"),
     (WEIGHTS, b"", "cannot mmap an empty file"), (WEIGHTS, cut, "it is cut short or damaged"),
     (WEIGHTS, edited(b"experts.1.c_fc.weight", b"experts.9.c_fc.weight"),
      "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
     (WEIGHTS, edited(b"[64, 16]", b"[16, 64]"),
      "h.0.mlp.experts.0.c_proj.weight is (16, 64), config.json makes it (64, 16)"),
-    (CONFIG, cut, "config.json: "),
-    (CONFIG, edited(b'"n_positions": 16', b'"n_positions": 12'),
-     "wpe.weight is (16, 16), config.json makes it (12, 16)"),
-    (CONFIG, edited(b'"n_layer": 1', b'"n_layer": 3'), "has no h.2.")]
+    (CONFIG, cut, "config.json: ")]
 
 
 @pytest.mark.parametrize("forged, file, change, says", [(False, *row) for row in DAMAGED]
