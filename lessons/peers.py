@@ -146,7 +146,12 @@ def torch_pipeline(config, s, device, x, y, compiled):
 
     def step():
         optimizer.zero_grad()
-        runner.step(*given, **wanted)
+        try:
+            runner.step(*given, **wanted)
+        except Exception:  # no other rank must go on waiting for this one
+            cuda = device.type == "cuda"
+            (torch_dist.distributed_c10d._abort_process_group if cuda else dist.destroy_process_group)(group)
+            raise
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
     return step, name

@@ -6,6 +6,7 @@ import functools
 import gc
 import math
 import statistics
+import time
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -313,14 +314,17 @@ def build_peer(name, compiled, config, s, device, batches):
 
 
 def tried(build):
-    """(what build() returns, None), or (None, why it failed, in one line): on all ranks alike."""
-    made, why = None, ""
+    """(what build() returns, None), or (None, why the first rank failed, in one line): on all ranks alike."""
+    made, failed = None, None
     try:
         made = build()
     except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    every = list(filter(None, of_all_ranks(why)))
-    return (None, every[0]) if every else (made, None)
+        while error.__cause__:
+            error = error.__cause__
+        failed = time.time(), " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    gc.collect()  # a failed peer's connections close
+    first = min(filter(None, of_all_ranks(failed)), default=None)
+    return (None, first[1]) if first else (made, None)
 
 
 def memory_and_traffic(trainer):
