@@ -134,8 +134,9 @@ def repeat(p, m, down, up, pause=0):
 
 
 def squeeze(lists, most):
-    """Each rank's F and I, in the order given, each as early as it can, if all take equally long; and their W. A W runs
-    where its rank would idle, or where it holds `most` activations (each of one stage) and an F comes next."""
+    """Each rank runs its F and I in the order given, each as early as it can if every action takes equally long. W are
+    put between them: where the rank would idle, or where an F comes next and the rank already holds `most` activations
+    (each of one stage)."""
     stage_to_rank = ranks_of_stages(lists)
     left = [deque(actions) for actions in lists]
     weights = [deque() for _ in lists]  # each W whose I has run
