@@ -379,8 +379,9 @@ def count_sent(name, tensor, group, dst, group_dst):
 
 
 def start_one(op, tensor, peer, group, tag, group_peer):
-    """Start one message, on GPUs as a batch: NCCL would take another communicator for it, made for its two ranks."""
-    if not tensor.is_cuda or group is torch_dist.GroupMember.NON_GROUP_MEMBER:
+    """Start one message. Where the group has its NCCL communicator from the start, as after `initialize`, it goes as a
+    batch, because PyTorch warns of each new pair of ranks that send to each other without one."""
+    if getattr(group or torch_dist.group.WORLD, "bound_device_id", None) is None:
         return op(tensor, peer, group, tag, group_peer)
     handle, = torch_dist.batch_isend_irecv([torch_dist.P2POp(op, tensor, peer, group, tag, group_peer)])
     return handle
@@ -420,7 +421,7 @@ def batch_isend_irecv(p2p_op_list):
 # --------------------------------------------------------------------------------------------- a group seen as messages
 
 DEVICE = {"gloo": "cpu", "nccl": "cuda"}  # the tensors that each backend sends
-TAG = 1 << 30  # tags of collectives' messages begin here, so that no `recv` of the caller's takes one
+TAG = 1 << 30  # messages of collectives have tags from here on, so a `recv` of the caller's never takes one
 
 
 class Handle:
@@ -554,8 +555,13 @@ class Worker:
 
 def tensors_in(values):
     """The tensors among some values, and in lists among them."""
-    return [t for value in values for t in (value if isinstance(value, (list, tuple)) else [value])
-            if isinstance(t, torch.Tensor)]
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- traffic log
@@ -646,8 +652,8 @@ def arguments_of(name):
 class Library(Link):
     """torch.distributed's own collectives in place of ours. They are not counted.
 
-    Ours take all tensors whose elements fit. Of the library's, those below want contiguous ones, and the first two of
-    these want sizes along dimension 0 that fit. So these get contiguous tensors, flat ones where shapes may differ.
+    Our collectives take tensors of any shape with the right number of elements. Three of the library's want contiguous
+    tensors, and two of these want shapes that fit, too. `run` gives them copies that do, and copies the output back.
     """
     outputs = {"all_gather_into_tensor": "output_tensor", "reduce_scatter_tensor": "output",
                "all_to_all_single": "output"}

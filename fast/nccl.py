@@ -38,10 +38,6 @@ class NcclLink(DoublingLink):
         super().__init__(group)
         self.replays = Replays()
 
-    def run(self, name, async_op, algorithm, *arguments):
-        self.aside = async_op
-        return super().run(name, async_op, algorithm, *arguments)
-
     def perform(self, algorithm, *arguments):
         if self.name not in REPLAYED or self.size == 1:
             return super().perform(algorithm, *arguments)

@@ -108,19 +108,20 @@ class Replays:
         if torch.cuda.is_current_stream_capturing():  # the caller records a larger graph, which takes this in
             body()
             return
-        graph = self.graphs.get(key)
+        graph = self.graphs.get(key)  # a key's hash costs half a microsecond
         if graph and graph.memory is not None and graph.memory != memory_given_back():  # a slow call, so it comes last
+            graph = None
             del self.graphs[key]
-        if self.calls.get(key) == 2:
+        if not graph and self.calls.get(key) == 2:
             del self.calls[key]
             # Graphs of a stream run one after the other, and a graph's memory is free again at its end, so they share a
             # pool. It is taken from a graph that still exists, because a pool whose last graph is gone takes no other.
             pool = next((graph.pool for other, graph in self.graphs.items() if other[1] == key[1]), None)
             self.copies = False
-            self.graphs[key] = RecordedGraph(body, pool)
-            self.graphs[key].memory = memory_given_back() if self.copies else None
-        if key in self.graphs:
-            self.graphs[key].replay()
+            graph = self.graphs[key] = RecordedGraph(body, pool)
+            graph.memory = memory_given_back() if self.copies else None
+        if graph:
+            graph.replay()
             return
         body()
         if len(self.calls) + len(self.graphs) >= REPLAYS and key not in self.calls:

@@ -1,7 +1,7 @@
 """Two levels: how do groups on several nodes use all network cards, not one?
 
-`two_levels` registers `TwoLevels` as a group's link, so no caller of a collective changes. L: ranks of the group on
-each node.
+`two_levels` registers `TwoLevels` as a group's link, so no caller of a collective changes. M: nodes. n: ranks of the
+group on each node.
 
     torchrun --nnodes 2 ... train.py --plain --dp 8        on each of two nodes with four processes
 """
@@ -19,14 +19,14 @@ from collectives import average, Link, link_of, node_of
 
 
 # Hybrid sharding: the n ranks of a node shard among themselves (`Layout.zero_within`), so ZeRO's gathers and
-# reduce-scatters stay inside the node. Its table holds with n for N. Once a step, however many micro-batches it has,
-# the nodes average the gradient of each shard: an all-reduce of K/n elements.
+# reduce-scatters stay inside the node. What parallel.py says of N ranks under ZeRO then holds of n. Once a step,
+# however many micro-batches it has, the nodes average the gradient of each shard: an all-reduce of K/n elements.
 
 @torch.no_grad()
 def average_between(reducers, group):
     """Average the gradients of shards over the ranks that have the same shard. Call it after finish_grad_sync.
 
-    (The ranks that keep an expert average its gradient all at once, so it is left out.)
+    It leaves experts out, because all ranks that keep an expert have averaged its gradient at once.
     """
     handles = []
     for bucket in itertools.chain(*(reducer.buckets for reducer in reducers)):
@@ -39,16 +39,16 @@ def average_between(reducers, group):
 # Two levels, for groups that are not sharded by node:
 
 class TwoLevels(Link):
-    """A group on M nodes with L ranks on each; rank r is number r mod L of node r // L.
+    """A group on M nodes with n ranks on each; rank r is number r mod n of node r // n.
 
-    In one ring all that leaves a node goes through one rank's network card (so NCCL lays several rings). Here all L
-    ranks send an Lth each:
+    In one ring all that leaves a node goes through one rank's network card (so NCCL lays several rings). Here all n
+    ranks of a node send 1/n of it each:
 
-        all-reduce       reduce-scatter inside the node | all-reduce of my Lth between the nodes | all-gather inside
+        all-reduce       reduce-scatter inside the node | all-reduce of my chunk between the nodes | all-gather inside
         reduce-scatter   inside, once for the chunks of each node | between
         all-gather       between | inside, once for the chunks of each node
 
-    Elements sent by each rank in an all-reduce: 2(L-1)/L x K inside, 2(M-1)/M x K/L between. The halves send half.
+    Elements sent by each rank in an all-reduce: 2(n-1)/n x K inside, 2(M-1)/M x K/n between. The halves send half.
     """
 
     def __init__(self, group, levels):

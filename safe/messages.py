@@ -43,17 +43,22 @@ class Watched(Link):
     def run(self, name, async_op, algorithm, *arguments):
         progress(name)
         self.check(name, arguments)
+        self.aside = async_op
+        perform = self.perform if self.last.is_completed() and not async_op else self.perform_aside
         # `Library` calls the library in place of what it is given here.
-        result = super().run(name, async_op, lambda link, *given: link.perform(algorithm, *given), *arguments)
+        result = super().run(name, async_op, lambda link, *given: perform(algorithm, *given), *arguments)
         if not async_op:
             progress(f"after {name}")
         return result
 
     def perform(self, algorithm, *arguments):
         """The operation under way, on whatever thread it runs."""
-        progress(self.name)
         self.prepare()
         algorithm(self, *arguments)
+
+    def perform_aside(self, algorithm, *arguments):
+        progress(self.name)
+        self.perform(algorithm, *arguments)
         progress(f"after {self.name}")  # where the caller does not wait, nobody else says so
 
     def prepare(self):
@@ -61,15 +66,17 @@ class Watched(Link):
 
     def check(self, name, arguments):
         """ValueError for wrong arguments, before anything is sent."""
+        dtypes = set()
         for i, value in enumerate(arguments):
-            for t in tensors_in([value]):
+            for t in tensors_in(value if isinstance(value, list) else (value,)):
+                dtypes.add(t.dtype)
                 if t.device.type != self.device:
                     raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "
                                      f"but {arguments_of(name)[i]} is on {t.device}")
             if isinstance(value, list) and len(value) not in (0, self.size):
                 raise ValueError(f"{name}: {arguments_of(name)[i]} must hold {self.size}, one for each rank, "
                                  f"not {len(value)}")
-        if len({t.dtype for t in tensors_in(arguments)}) > 1:
+        if len(dtypes) > 1:
             raise ValueError(f"{name}: all tensors must have one dtype")
         if name == "all_to_all_single":
             room, own = (blocks(*tensor_and_sizes, self.size)[self.rank]

@@ -349,7 +349,7 @@ def test_bytes_sent_are_the_formulas(ways, elements):
 @pytest.mark.parametrize("size,node", [(4, 2), (8, 2), (8, 4)])
 @on_ranks()
 def test_between_nodes_every_rank_sends_its_share(node):
-    """M nodes of L ranks: an all-reduce sends 2(L-1)/L x K inside, 2(M-1)/M x K/L between; its halves half of each. One
+    """M nodes of n ranks: an all-reduce sends 2(n-1)/n x K inside, 2(M-1)/M x K/n between; its halves half of each. One
     ring over all nodes leaves the sending between them to one rank of each, the last."""
     size = dist.get_world_size()
     k = 4 * (elements := 400 * size * size)

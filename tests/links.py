@@ -72,9 +72,13 @@ class WindowGlooLink(DirectGlooLink):
         self.replays, self.windows = fast.recorded.Replays(), {}
 
     def run(self, name, async_op, algorithm, *arguments):
-        self.aside = async_op
+        self.beside = async_op
         super().run(name, False, algorithm, *arguments)
         return dist.Handle() if async_op else None
+
+    def perform(self, algorithm, *arguments):
+        self.aside = self.beside
+        super().perform(algorithm, *arguments)
 
     def window(self, nbytes):
         key = nbytes, self.aside
