@@ -141,73 +141,44 @@ def average_gradients(module, group=None):
             dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)
 
 
-def refuse_unlike(tensors, group):
-    """ValueError on all ranks of the group unless each has as many parameters and buffers, of the same shapes and
-    dtypes, with the same requires_grad: else gradients of different parameters would be added up."""
-    kinds = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-    mine = [len(kinds), sum(t.numel() for t in tensors), zlib.crc32(repr(kinds).encode())]
-    mine = torch.tensor(mine, device=dist.link_of(group).device)
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(ranks, mine, group)
-    for rank, (count, elements, kind) in enumerate(torch.stack(ranks).tolist()):
-        if kind != ranks[0][2]:
-            raise ValueError(f"rank {rank} of the group has another model than rank 0: {count} parameters and buffers "
-                             f"of {elements} elements, not {ranks[0][0]} of {ranks[0][1]}, or in other shapes, dtypes "
-                             "or requires_grad")
-
-
 class Bucket:
-    """Parameters whose gradients travel together: one collective serves all of them.
+    """Parameters whose gradients travel together: one collective serves all of them. group: the N ranks that average
+    them.
+
+        params     W (2, 3)             b (2)   V (2, 2)
+        message    0  1  2  3  4  5     6  7    8  9 10 11       `view(message, W)` is the first six, as (2, 3)
 
     Gradients of several micro-batches add up in .grad; when the bucket leaves, `take_message` lays them side by side.
-    group: the N ranks that average them.
     """
-    shard = None  # a FlatBucket (ZeRO, below) has one
 
-    def __init__(self, params, group, device=None):
-        self.placement = placement_of(params[0])
-        self.group = self.placement.average_over or group_or_world(group)
-        self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
-        self.total, self.total_dtype = None, self.dtype  # gradients side by side, and what they add up in
+    def __init__(self, params, group):
         self.params = params
-        self.shape = {p: p.shape for p in params}
-        self.start_of, self.numel = {}, 0
+        self.placement = placement_of(params[0])
+        self.group = self.placement.average_over or group  # few ranks keep the same expert (further/experts.py)
+        self.first, self.numel = {}, 0
         for p in params:
-            self.start_of[p] = self.numel  # where in the message it begins
+            self.first[p] = self.numel  # where in the message it begins
             self.numel += p.numel()
-
-    def zeros(self, dtype):
-        return torch.zeros(self.numel, dtype=dtype, device=self.device)
 
     def view(self, flat, param):
         """A parameter's part of a flat vector, in the parameter's shape."""
-        return flat[self.start_of[param]:][:self.shape[param].numel()].view(self.shape[param])
+        return flat[self.first[param]:][:param.numel()].view(param.shape)
 
     @torch.no_grad()
-    def collect(self, param):
-        """Add .grad to its part of the total, and drop it. `take_message` does this once, with what micro-batches have
-        added up in .grad. In 16 bits they must not add up there, so `Reducer.computed` does it in each backward."""
-        if self.total is None:
-            self.total = self.zeros(self.total_dtype)
-        if param.grad is not None and param.requires_grad:
-            self.view(self.total, param).add_(param.grad)
-            param.grad = None
-
-    def trained(self):
-        """Whether it has gradients to send: parameters may be frozen, or unfrozen, between steps."""
-        return any(p.requires_grad for p in self.params)
-
-    def holds_gradients(self):
-        return self.total is not None or any(p.grad is not None for p in self.params)
-
     def take_message(self):
-        """The total, as it is sent; the bucket forgets it, and every .grad. A parameter without one counts as zero."""
+        """The gradients side by side, as they are sent; every .grad is dropped. A parameter without one counts as
+        zero."""
+        message = self.begin_message()
         for param in self.params:
-            self.collect(param)
-        total, self.total = self.total, None
+            if param.grad is not None and param.requires_grad:
+                self.view(message, param).add_(param.grad)
+                param.grad = None
         if self.placement.divide_by > 1:
-            total /= self.placement.divide_by
-        return total
+            message /= self.placement.divide_by
+        return message
+
+    def begin_message(self):
+        return torch.zeros(self.numel, dtype=self.params[0].dtype, device=self.params[0].device)
 
 
 def all_reduce_bucket(bucket):
@@ -227,18 +198,18 @@ def split_into_grads(bucket, average):
             param.grad = bucket.view(average, param)
 
 
-def make_buckets(params, megabytes, group, same=lambda param: (), bucket_class=Bucket, **options):
-    """Parameters in buckets of about `megabytes`, in the order in which they fill up from the last layer back, because
-    backward computes the last gradients first. Those of a bucket have one dtype, device, placement and same(param):
-    ZeRO's parameter group, or FSDP's unit."""
-    limit = (megabytes or 25) * 2**20  # 25 is PyTorch's own choice, too
+def make_buckets(params, megabytes=None, same=lambda param: None):
+    """Lists of parameters, each of about `megabytes` (25, as PyTorch's), in the order in which they fill up from the
+    last layer back, because backward computes the last gradients first. Those of a list have one dtype, device,
+    placement, requires_grad, and one same(param)."""
+    limit = (megabytes or 25) * 2**20
     filling, full = {}, []
     for param in reversed(params):
-        key = param.dtype, param.device, placement_of(param), same(param)
+        key = param.dtype, param.device, placement_of(param), param.requires_grad, same(param)
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
             full.append(filling.pop(key))
         filling[key] = [*filling.pop(key, []), param]  # now last in the dict, because it is complete last
-    return [bucket_class(some, group, **options) for some in [*full, *filling.values()]]
+    return [*full, *filling.values()]
 
 
 class Reducer:
@@ -247,7 +218,11 @@ class Reducer:
 
     All ranks must start the same collectives in the same order, or one bucket would be added to another. So buckets
     leave in the order of the list. A parameter that gets no gradient therefore holds up its bucket, and those after it
-    in the list, until `finish`.
+    in the list, until `finish`. Three buckets, the last layer's first:
+
+        backward computes      gradients of 0     gradients of 1     gradients of 2
+        the network                               all-reduce of 0    all-reduce of 1    all-reduce of 2
+                                                                                        `finish` waits
 
     send(bucket): starts a collective; returns (handle, its input, its output). store(bucket, output): once it is done.
     """
@@ -257,15 +232,12 @@ class Reducer:
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
         self.under_way = deque()  # (bucket, handle, input, output): the tensors must live until handle.wait()
         self.syncing = True       # whether this backward sends
-        self.hooked = set()       # the parameters whose gradients it is told of
         self.begin_step()
+        call_when_computed(self.bucket_of, self.computed)
 
     def begin_step(self):
         self.next = 0  # the bucket that leaves next
         self.missing = {bucket: set(bucket.params) for bucket in self.buckets}  # gradients that are still to come
-        new = [p for p in self.bucket_of if p.requires_grad and p not in self.hooked]
-        self.hooked.update(new)
-        call_when_computed(new, self.computed)
 
     @contextmanager
     def no_sync(self):
@@ -278,11 +250,8 @@ class Reducer:
 
     def computed(self, param):
         """Autograd calls this when it has added all of a backward's gradient to param.grad."""
-        bucket = self.bucket_of[param]
-        if bucket.total_dtype != bucket.dtype:
-            bucket.collect(param)
         if self.syncing:
-            self.mark_ready(bucket, param)
+            self.mark_ready(self.bucket_of[param], param)
 
     def mark_ready(self, bucket, param):
         """A bucket waits for one gradient less, and may leave."""
@@ -295,10 +264,11 @@ class Reducer:
             self.next += 1
 
     def complete(self, bucket):
+        """Whether all gradients are there. Frozen parameters have none."""
         return not any(p.requires_grad for p in self.missing[bucket])
 
     def start(self, bucket):
-        if bucket.trained():
+        if any(p.requires_grad for p in bucket.params):
             self.under_way.append((bucket, *self.send(bucket)))
 
     @torch.no_grad()
@@ -324,33 +294,9 @@ class Reducer:
         on some, they have sent other buckets than the rest, and the group is of no more use.) Call it on all ranks."""
         while self.under_way:
             self.under_way.popleft()[1].wait()
-        for bucket in self.buckets:
-            bucket.total = None
-            for param in bucket.params:
-                param.grad = None
+        for param in self.bucket_of:
+            param.grad = None
         self.begin_step()
-
-
-def call_when_computed(params, method):
-    """Let autograd call method(param) when a backward has added all it has to param.grad."""
-    method = weakref.WeakMethod(method)  # or parameters and buckets would keep each other alive
-
-    def call(param):
-        if alive := method():
-            alive(param)
-
-    for param in params:
-        param.register_post_accumulate_grad_hook(call)
-
-
-def broadcast_in_one(buffers, group):
-    """The first rank's buffers to all ranks, in one message of bytes."""
-    if not buffers:
-        return
-    message = torch.cat([buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers])
-    dist.broadcast(message, group=group, group_src=0)
-    for buffer, part in zip(buffers, message.split([buffer.nbytes for buffer in buffers])):
-        buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # .data: no backward uses these numbers
 
 
 class DDP(nn.Module):
@@ -373,7 +319,7 @@ class DDP(nn.Module):
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), group=placement_of(tensor).average_over or self.group, group_src=0)
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.buckets = make_buckets([*module.parameters()], bucket_mb, self.group, lambda p: p.requires_grad)
+        self.buckets = [Bucket(params, self.group) for params in make_buckets([*module.parameters()], bucket_mb)]
         self.reducer = Reducer(self.buckets, all_reduce_bucket, split_into_grads)
         self.reducers = [self.reducer]  # FSDP has two
         self.changing = [*module.buffers()] if broadcast_buffers else []
@@ -395,6 +341,49 @@ class DDP(nn.Module):
 
     def __deepcopy__(self, memo):
         raise RuntimeError("a DDP is not copied: copy its module, copy.deepcopy(model.module)")
+
+
+# What DDP has used: a check, a message of buffers, autograd's hook.
+
+def refuse_unlike(tensors, group):
+    """ValueError on all ranks of the group unless each has as many parameters and buffers, of the same shapes and
+    dtypes, with the same requires_grad: else gradients of different parameters would be added up."""
+    kinds = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+    mine = [len(kinds), sum(t.numel() for t in tensors), zlib.crc32(repr(kinds).encode())]
+    mine = torch.tensor(mine, device=dist.link_of(group).device)
+    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ranks, mine, group)
+    for rank, (count, elements, kind) in enumerate(torch.stack(ranks).tolist()):
+        if kind != ranks[0][2]:
+            raise ValueError(f"rank {rank} of the group has another model than rank 0: {count} parameters and buffers "
+                             f"of {elements} elements, not {ranks[0][0]} of {ranks[0][1]}, or in other shapes, dtypes "
+                             "or requires_grad")
+
+
+def broadcast_in_one(buffers, group):
+    """The first rank's buffers to all ranks, in one message of bytes."""
+    if not buffers:
+        return
+    message = torch.cat([buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers])
+    dist.broadcast(message, group=group, group_src=0)
+    for buffer, part in zip(buffers, message.split([buffer.nbytes for buffer in buffers])):
+        buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # .data: no backward uses these numbers
+
+
+def call_when_computed(params, method):
+    """Let autograd call method(param) when a backward has added all it has to param.grad."""
+    method = weakref.WeakMethod(method)  # or parameters and buckets would keep each other alive
+
+    def call(param):
+        if alive := method():
+            alive(param)
+
+    for param in params:
+        is_trained = param.requires_grad
+        if param.is_floating_point() or param.is_complex():
+            param.requires_grad_(True)  # else it takes no hook, and it may be trained later
+            param.register_post_accumulate_grad_hook(call)
+            param.requires_grad_(is_trained)
 
 
 # ------------------------------------------------------------------------------------------------- ZeRO: sharded states
@@ -427,11 +416,19 @@ class FlatBucket(Bucket):
     to a multiple of N, so that one all-gather gathers them all. Their values are the first rank's.
 
     shard: the Parameter that an optimizer steps, weights[own]: this rank's Nth, or if not `sharded` all. Averages of
-    gradients end up in its .grad.
+    gradients end up in its .grad. Rank 1 of 2 with parameters of 6, 2 and 3 elements:
+
+        float32    weights   W W W W W W b b V V V 0      all float32; W, b and V are views
+                   shard                 ^^^^^^^^^^^      a view of weights[6:12], so a step changes the weights
+        bf16       weights   w w w w w w b b v v v 0      all bf16
+                   shard                 B B V V V 0      float32 of its own, the master; `cast_masters` writes it there
+
+    Gradients of 16-bit weights must not add up in 16 bits, so each backward's go into `total`, float32, at once.
     """
 
-    def __init__(self, params, group, sharded=True, compute_dtype=None, **options):
-        super().__init__(params, group, **options)
+    def __init__(self, params, group, sharded=True, compute_dtype=None, device=None):
+        super().__init__(params, group)
+        self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
         ranks, rank = (dist.get_world_size(self.group), dist.get_rank(self.group)) if sharded else (1, 0)
         width = -(-self.numel // ranks)  # of an Nth, rounded up
         self.numel = ranks * width  # padded, as the message is
@@ -450,10 +447,28 @@ class FlatBucket(Bucket):
         if self.dtype != master_dtype(self.dtype):
             mine = values[self.own].to(torch.float32, copy=True)  # `cast_masters` writes it into the weights
         self.shard = nn.Parameter(mine, params[0].requires_grad)
-        self.total_dtype = self.shard.dtype  # so gradients of 16-bit weights add up in float32
+        self.total, self.total_dtype = None, self.shard.dtype  # gradients side by side, and what they add up in
         over = self.placement.sharded_over + ((self.group,) if sharded else ())
         self.shard.placement = replace(self.placement, sharded_over=over, cuts=(), decays=all(map(is_matrix, params)))
         self.note_weights()
+
+    def zeros(self, dtype):
+        return torch.zeros(self.numel, dtype=dtype, device=self.device)
+
+    @torch.no_grad()
+    def collect(self, param):
+        """Move .grad into its part of the total."""
+        if self.total is None:
+            self.total = self.zeros(self.total_dtype)
+        self.view(self.total, param).add_(param.grad)
+        param.grad = None
+
+    def begin_message(self):
+        total, self.total = self.total, None
+        return self.zeros(self.total_dtype) if total is None else total
+
+    def holds_gradients(self):
+        return self.total is not None or any(p.grad is not None and p.requires_grad for p in self.params)
 
     def note_weights(self):
         """Note where each parameter lies, and its version, which grows whenever somebody writes into it."""
@@ -570,11 +585,8 @@ class ShardedOptimizer:
         self.group, self.stage = group_or_world(group), stage
         refuse_unlike([*group_of], self.group)
 
-        def same(p):
-            return p.requires_grad, group_of[p]
-
-        self.buckets = make_buckets([*group_of], bucket_mb, self.group, same, FlatBucket, sharded=stage > 0,
-                                    compute_dtype=compute_dtype)
+        self.buckets = [FlatBucket(some, self.group, stage > 0, compute_dtype)
+                        for some in make_buckets([*group_of], bucket_mb, group_of.get)]
         self.shards = [bucket.shard for bucket in self.buckets]
         self.parts = {}  # parameter -> the part of its shard that `inner` steps by itself
         self.agrees = grad_scaler and stage > 0
@@ -582,7 +594,7 @@ class ShardedOptimizer:
             g["params"] = [bucket.shard for bucket in self.buckets if group_of[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
-        self.reducer = (EveryBackward if stage == 2 else Reducer)(self.buckets, send[stage], add_to_shard)
+        self.reducer = (EveryBackward if stage == 2 else FlatReducer)(self.buckets, send[stage], add_to_shard)
 
     def no_sync(self):
         return self.reducer.no_sync()
@@ -688,7 +700,22 @@ class ShardedOptimizer:
                 dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
 
 
-class EveryBackward(Reducer):
+class FlatReducer(Reducer):
+    """A Reducer of FlatBuckets."""
+
+    def computed(self, param):
+        bucket = self.bucket_of[param]
+        if bucket.total_dtype != bucket.dtype:
+            bucket.collect(param)
+        super().computed(param)
+
+    def reset(self):
+        super().reset()
+        for bucket in self.buckets:
+            bucket.total = None
+
+
+class EveryBackward(FlatReducer):
     """ZeRO-2's and 3's Reducer: a bucket leaves in each backward, so whole gradients never add up.
 
     All ranks must use the same parameters in each. Then autograd completes buckets in the same order on all of them, so
@@ -719,7 +746,7 @@ class EveryBackward(Reducer):
 
     def unsent(self):
         """Those of which a backward has computed some gradients, not all."""
-        return [bucket for bucket in self.buckets if bucket.trained() and bucket.holds_gradients()]
+        return [bucket for bucket in self.buckets if bucket.holds_gradients()]
 
 
 class FlatParameter(FlatBucket):
@@ -730,10 +757,11 @@ class FlatParameter(FlatBucket):
     while anybody has a view of it.
     """
 
-    def __init__(self, params, group, **options):
-        super().__init__(params, group, **options)
+    def __init__(self, *options):
+        super().__init__(*options)
         self.shard.data = self.shard.data.clone()  # as a view it would keep all of `weights`
-        self.kind = {p: type(p) for p in params}
+        self.kind = {p: type(p) for p in self.params}
+        self.shape = {p: p.shape for p in self.params}
         self.nothing = torch.full((), math.nan).to(self.weights)
         self.handle = None  # of a gather under way
         self.is_whole = True
@@ -1007,20 +1035,21 @@ class FSDP(nn.Module):
             for p in params:
                 unit_of.setdefault(p, unit)  # a tied one is of the first
 
-        buckets_of = partial(make_buckets, megabytes=math.inf, group=group, compute_dtype=compute_dtype,
-                             device=device)  # inf: a bucket is a whole unit, however large
+        def flat_buckets(params, kind, sharded, same):  # inf: a bucket is a whole unit, however large
+            return [kind(some, self.group, sharded, compute_dtype, device)
+                    for some in make_buckets(params, math.inf, same)]
 
         def trained(buckets):
             return [bucket for bucket in buckets if bucket.shard.requires_grad]
 
         matrices = [p for p in module.parameters() if is_matrix(p)]
         vectors = [p for p in module.parameters() if not is_matrix(p)]
-        self.flats = buckets_of(matrices, same=lambda p: (p.requires_grad, unit_of[p]), bucket_class=FlatParameter)
-        self.vectors = buckets_of(vectors, same=lambda p: p.requires_grad, bucket_class=FlatBucket, sharded=False)
+        self.flats = flat_buckets(matrices, FlatParameter, True, unit_of.get)
+        self.vectors = flat_buckets(vectors, FlatBucket, False, lambda p: None)
         self.buckets = self.flats + self.vectors
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         of_matrices = EveryBackward(trained(self.flats), free_and_scatter, add_to_shard)
-        of_vectors = Reducer(trained(self.vectors), all_reduce_bucket, add_to_shard)
+        of_vectors = FlatReducer(trained(self.vectors), all_reduce_bucket, add_to_shard)
         self.reducers = [of_matrices, of_vectors]
         self.no_sync = of_vectors.no_sync  # vectors' gradients add up; matrices' leave in every backward
         flats_of = {unit: list(dict.fromkeys(self.bucket_of[p] for p in params if is_matrix(p)))
@@ -1791,7 +1820,7 @@ def cut_like(param, whole):
 def overlap(bucket, param, part):
     """What of a parameter lies in `part`, a slice of its bucket's vector: (where in the flat parameter, where in
     `part`)."""
-    start = bucket.start_of[param]
+    start = bucket.first[param]
     low = max(start, part.start)
     high = max(low, min(start + param.numel(), part.stop))
     return slice(low - start, high - start), slice(low - part.start, high - part.start)

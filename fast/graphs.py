@@ -13,7 +13,7 @@ import collectives as dist
 from fast.pipeline import CollectingMicroBatch, PatientPipeline, PatientStep
 from fast import recorded
 from fast.zero import GuardedOptimizer
-from parallel import EveryBackward, FSDP
+from parallel import EveryBackward, FlatBucket, FSDP
 from theory.clock import most_held
 
 
@@ -27,7 +27,7 @@ from theory.clock import most_held
 
 def stepped(bucket):
     """The parameters that an optimizer steps for a bucket: the bucket's own, or its shard."""
-    return bucket.params if bucket.shard is None else [bucket.shard]
+    return [bucket.shard] if isinstance(bucket, FlatBucket) else bucket.params
 
 
 class Totals:

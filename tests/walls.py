@@ -246,8 +246,8 @@ def kernels_alone():
 
 ENTERED = {  # a layout, and the rows that it enters
     "dp=2 n_layer=5": "collectives.make_link kernels.use kernels.linear model.Block parallel.even_pieces "
-                      "parallel.Pipeline parallel.make_buckets parallel.Reducer",
-    "dp=2 micro_batches=2 zero=1": "parallel.ShardedOptimizer",
+                      "parallel.Pipeline parallel.make_buckets parallel.Bucket parallel.Reducer",
+    "dp=2 micro_batches=2 zero=1": "parallel.ShardedOptimizer parallel.FlatReducer",
     "dp=2 micro_batches=2 zero=3": "parallel.EveryBackward parallel.FSDP",
     "dp=4 node=2": "further.nodes.TwoLevels",
     "tp=2": "parallel.ColumnParallelLinear",

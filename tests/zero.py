@@ -234,7 +234,7 @@ def test_optimizer_refuses_what_pytorch_refuses():
 def test_a_bucket_of_both_ends_of_a_model_leaves_last():
     """As of a root's own parameters; else none could leave before it."""
     params = [nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float64, None, torch.float64)]
-    assert [bucket.params for bucket in parallel.make_buckets(params, 1, None)] == [[params[1]], params[::-2]]
+    assert parallel.make_buckets(params, 1) == [[params[1]], params[::-2]]
 
 
 @on_both

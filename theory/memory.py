@@ -126,12 +126,12 @@ def routed_bytes(config, s, load, fused):
 def kept_tensors(net):
     """This rank's tensors that outlive a step, by kind: {"parameters", "gradients", "optimizer"}."""
     buckets = [bucket for reducer in net.reducers for bucket in reducer.buckets]
-    shards = [bucket.shard for bucket in buckets if bucket.shard is not None]
+    shards = [bucket.shard for bucket in buckets if hasattr(bucket, "shard")]
     module = [p for model in net.stages.values() for p in getattr(model, "module", model).parameters()]
     mixed = net.layout.dtype != master_dtype(net.layout.dtype)
     kinds = {
         "parameters": [module, [] if mixed else shards],
-        "gradients": [[p.grad for p in module + shards], [bucket.total for bucket in buckets],
+        "gradients": [[p.grad for p in module + shards], [getattr(bucket, "total", None) for bucket in buckets],
                       [list(reducer.under_way) for reducer in net.reducers]],
         "optimizer": [shards if mixed else [], list(net.optimizer.state.values())]}
     return {kind: [t for t in tensors_in(parts) if t.dim()] for kind, parts in kinds.items()}
