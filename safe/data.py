@@ -233,14 +233,14 @@ def read_bin(path):
     magic = int.from_bytes(raw[:2].tobytes(), "little")
     if magic in LLM_C:
         kind, start = LLM_C[magic], 1024
-    for half, whole in ("uint16", "uint32"), ("uint32", "int64"):
-        some = raw[:min(len(raw) // 4 * 4, 1 << 20)].view(half).reshape(-1, 2)
-        low, high = some.max(0, initial=0)
-        if kind == half and size % np.dtype(whole).itemsize == 0 and (high == 0 < low or high < 16 and low >= 4096):
-            kind = whole
+    a, b, c, d = raw[:min(len(raw) // 4 * 4, 1 << 20)].reshape(-1, 4).max(0, initial=0).tolist()
+    low, high = max(a, c), max(b, d)
+    if kind == "uint16" and (high == 0 < low or high < 16 and low >= 4096):
+        kind = "uint32" if c or d else "int64"
+    found = f"--data {path} holds {kind}{', and a header of llm.c' * (start > 0)}"
+    reject(kind != "uint16" and (start or high), f"{found}, for tokens above 65,535: give those of a smaller vocabulary")
     code = f"import numpy; numpy.fromfile({path!r}, {kind!r}, offset={start}).astype('uint16').tofile('tokens.bin')"
-    reject((kind, start) != ("uint16", 0), f"--data {path} holds {kind}{', and a header of llm.c' * (start > 0)}: give "
-           f'the tokens.bin that this makes, if no token is above 65,535: python -c "{code}"')
+    reject((kind, start) != ("uint16", 0), f'{found}: give the tokens.bin that this makes: python -c "{code}"')
     return raw
 
 
