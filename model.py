@@ -7,7 +7,7 @@ parameter's name, on nothing else.
     python -m lessons sizes    parameters, FLOPs and training bytes of every preset
 
 Letters: K parameters (N is for ranks), B sequences, T tokens each, C embedding width, H heads, D = C/H width of a head,
-V vocabulary, L layers, E experts, k of them a token.
+V vocabulary, L layers.
 Read with: CS336 lecture 1-3 for the model; Ultra-Scale Playbook "counting parameters and FLOPs" for the formulas.
 """
 
@@ -31,45 +31,40 @@ ACTIVATIONS = {"gelu": kernels.gelu, "elu": kernels.elu}
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """All sizes of a model, and what follows from them."""
-    vocab_size: int = 256
-    seq_len: int = 128
-    n_layer: int = 4
-    n_head: int = 4
-    n_embd: int = 128
-    inner: int = 0             # width of the MLP; 0 stands for 4C
+    """All sizes of a model, what follows from them, and the layers that it is made of. A subclass can make others."""
+    vocab_size: int = 256      # V
+    seq_len: int = 128         # T
+    n_layer: int = 4           # L
+    n_head: int = 4            # H
+    n_embd: int = 128          # C
+    inner: int = 0             # width of the MLP's hidden layer; 0: `hidden` is 4C
     activation: str = "gelu"   # "gelu" (the tanh form, GPT-2's) or "elu"
     tied: bool = True          # the head is the transposed embedding
     norm_eps: float = 1e-5
-    experts: int = 0           # MLPs a block has to choose from; 0: one, for all tokens
-    top_k: int = 2             # experts a token goes through
-    expert_every: int = 1      # of how many blocks the last has experts
-
-    def __post_init__(self):
-        object.__setattr__(self, "inner", self.inner or 4 * self.n_embd)  # the class is frozen
+    experts = 0                # no field: further/experts.py has a config with experts
 
     @property
-    def head_dim(self):
+    def hidden(self):
+        return self.inner or 4 * self.n_embd
+
+    @property
+    def head_dim(self):                                        # D
         return self.n_embd // self.n_head
 
-    def has_experts(self, block):
-        """Whether the block of this number, from 0, has experts: of each `expert_every` blocks the last."""
-        return self.experts > 0 and block % self.expert_every == self.expert_every - 1
+    def mlp_parameters(self):
+        return 2 * self.n_embd * self.hidden + self.n_embd + self.hidden
 
-    def parameters(self, experts=None):
-        """K, how many parameters; a tied head counts once. experts: how many of a block's to count; left out, all."""
+    def parameters(self):
+        """K, how many parameters; a tied head counts once."""
         c, v = self.n_embd, self.vocab_size
         attention = 4 * c * c + 4 * c                          # qkv and output projection, with biases
-        mlp = 2 * c * self.inner + c + self.inner
-        blocks = self.n_layer * (attention + 4 * c)            # two layer norms of 2C each
-        routed = sum(map(self.has_experts, range(self.n_layer)))
-        count = self.experts if experts is None else experts
-        blocks += (self.n_layer - routed) * mlp + routed * (count * mlp + self.experts * c)    # the router: E C
+        norms = 4 * c                                          # two of 2C each
+        blocks = self.n_layer * (attention + norms + self.mlp_parameters())
         return v * c * (1 if self.tied else 2) + self.seq_len * c + blocks + 2 * c
 
     def active_parameters(self):
-        """How many parameters one token meets: of E experts only k."""
-        return self.parameters(self.top_k)
+        """How many parameters one token meets."""
+        return self.parameters()
 
     @property
     def long_sequences(self):
@@ -79,14 +74,33 @@ class GPTConfig:
     def flops_per_token(self):
         """FLOPs to train on one token: 6 (K - T C) + 12 L C T. Backward takes twice what forward takes.
 
-        6 a parameter that is multiplied, of experts those the token goes through: position embeddings (T C) are only
-        added, an embedding that is no head as well is only read. 12 L C T is Q K^T and P V, in full though a causal
-        kernel skips half, as others count, too. PaLM (2022), appendix B. Up to T = 4C that is a quarter too much at
-        most. Longer sequences count the causal half, 6 L C T: with all of it a fast kernel's MFU would pass 100 %.
+        6 a parameter that is multiplied: position embeddings (T C) are only added, an embedding that is no head as
+        well is only read. 12 L C T is Q K^T and P V, in full though a causal kernel skips half, as others count, too.
+        PaLM (2022), appendix B. Up to T = 4C that is a quarter too much at most. Longer sequences count the causal
+        half, 6 L C T: with all of it a fast kernel's MFU would pass 100 %.
         """
         read = self.seq_len * self.n_embd + (0 if self.tied else self.vocab_size * self.n_embd)
         scores = (6 if self.long_sequences else 12) * self.n_layer * self.n_embd * self.seq_len
         return 6 * (self.active_parameters() - read) + scores
+
+    # The layers. They have no values yet: `initial_weight` gives them, by name.
+
+    def positions(self):
+        return embedding(self.seq_len, self.n_embd)
+
+    def norm(self):
+        return LayerNorm(self.n_embd, self.norm_eps)
+
+    def attention(self):
+        return Attention(self)
+
+    def mlp(self, block):
+        """block: its number, from 0."""
+        return MLP(self)
+
+    def stacked(self, name):
+        """What the parameters are called that are stacked in this one, and get values one by one; empty: it is one."""
+        return []
 
 
 PRESETS = {
@@ -115,6 +129,10 @@ class LayerNorm(nn.LayerNorm):
         return kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
 
+def embedding(rows, width):
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)  # nn.Embedding itself draws values
+
+
 class Attention(nn.Module):
     """Causal self-attention. The number of heads is read off the activations, so it runs a slice of them, too."""
 
@@ -128,22 +146,23 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)     # q, k, v: three thirds, each H heads of D
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x):                                                                     # (B, T, C)
+    def forward(self, x, cache=None):                                                         # (B, T, C)
         qkv = self.c_attn(x)                                                                  # (B, T, 3C)
         B, T, _ = qkv.shape
-        y = self.attention(qkv.view(B, T, 3, -1, self.head_dim))                              # (B, T, H, D)
+        attention = cache.attention if cache else self.attention
+        y = attention(qkv.view(B, T, 3, -1, self.head_dim))                                   # (B, T, H, D)
         return self.c_proj(y.reshape(B, T, -1))                                               # (B, T, C)
 
 
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = Linear(config.n_embd, config.inner)
-        self.c_proj = Linear(config.inner, config.n_embd)
+        self.c_fc = Linear(config.n_embd, config.hidden)
+        self.c_proj = Linear(config.hidden, config.n_embd)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x):                                                                     # (B, T, C)
-        return self.c_proj(self.activation(self.c_fc(x)))
+        return self.c_proj(self.activation(self.c_fc(x)))                                     # (B, T, C)
 
 
 class Block(nn.Module):
@@ -151,18 +170,14 @@ class Block(nn.Module):
 
     def __init__(self, config, number):
         super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, config.norm_eps)
-        self.attn = Attention(config)
-        self.ln_2 = LayerNorm(config.n_embd, config.norm_eps)
-        if config.has_experts(number):
-            from further.experts import MixtureOfExperts
-            self.mlp = MixtureOfExperts(config)
-        else:
-            self.mlp = MLP(config)
+        self.ln_1 = config.norm()
+        self.attn = config.attention()
+        self.ln_2 = config.norm()
+        self.mlp = config.mlp(number)
 
-    def forward(self, x):                                                                     # (B, T, C)
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, x, cache=None):                                                         # (B, T, C)
+        x = x + self.attn(self.ln_1(x), cache)
+        return x + self.mlp(self.ln_2(x))                                                     # (B, T, C)
 
 
 class GPT(nn.Module):
@@ -174,19 +189,24 @@ class GPT(nn.Module):
 
     def __init__(self, config, seed=0, pieces=None):
         super().__init__()
-        pieces = range(config.n_layer + 2) if pieces is None else pieces
-        self.config, first, last = config, 0 in pieces, config.n_layer + 1 in pieces
+        self.config = config
+        self.pieces = []  # what `forward` calls, one after the other
         with torch.device("meta"):
-            if first:  # from_pretrained, because nn.Embedding itself would draw values
-                self.wte, self.wpe = (nn.Embedding.from_pretrained(torch.empty(n, config.n_embd), freeze=False)
-                                      for n in (config.vocab_size, config.seq_len))
-            self.h = nn.ModuleDict({str(i - 1): Block(config, i - 1) for i in pieces if 1 <= i <= config.n_layer})
-            if last:
-                self.ln_f = LayerNorm(config.n_embd, config.norm_eps)
+            if pieces is None or 0 in pieces:
+                self.wte = embedding(config.vocab_size, config.n_embd)
+                self.wpe = config.positions()
+                self.pieces.append(self.embed)
+            self.h = nn.ModuleDict()
+            for i in range(config.n_layer):
+                if pieces is None or i + 1 in pieces:
+                    self.h[str(i)] = Block(config, i)
+                    self.pieces.append(self.h[str(i)])
+            if pieces is None or config.n_layer + 1 in pieces:
+                self.ln_f = config.norm()
                 self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
-            if first and last and config.tied:
-                self.lm_head.weight = self.wte.weight
-        self.pieces = [self.embed] * first + list(self.h.values()) + [self.head] * last
+                self.pieces.append(self.head)
+        if config.tied and hasattr(self, "wte") and hasattr(self, "lm_head"):
+            self.lm_head.weight = self.wte.weight
         if seed is not None:
             materialize(self, lambda name: initial_weight(config, name, seed))
 
@@ -244,19 +264,17 @@ class GPT(nn.Module):
         """Logits (B, V) of what follows tokens (B, T). The blocks' caches have seen the first `seen` of them."""
         x = self.wte(tokens[:, seen:]) + self.wpe.weight[seen:tokens.shape[1]]                # (B, T - seen, C)
         for block, cache in zip(self.h.values(), caches):
-            block.attn.attention = cache
-            x = block(x)
-            del block.attn.attention
+            x = block(x, cache)
         return self.head(x[:, -1:])[:, 0]
 
 
 class Cache:
-    """In place of a block's attention: keeps keys and values, so that a new token computes one row of scores."""
+    """Keeps a block's keys and values, so that a new token computes one row of scores."""
 
     def __init__(self, length):
         self.length, self.seen = length, 0
 
-    def __call__(self, qkv):                                           # (B, t, 3, H, D), of t new tokens
+    def attention(self, qkv):                                          # (B, t, 3, H, D), of t new tokens
         first, self.seen = self.seen, self.seen + qkv.shape[1]
         if first == 0:
             self.kv = qkv.new_empty(len(qkv), self.length, 2, *qkv.shape[3:])
@@ -271,10 +289,11 @@ class Cache:
 def initial_weight(config, name, seed):
     """GPT-2's initial value of one parameter, float32 on the CPU: the same for this seed and name in every layout.
 
-    Matrices from N(0, 0.02); those that add to the residual stream, 2L of them, from N(0, 0.02 / sqrt(2L)).
+    Matrices from N(0, 0.02). Those whose product is added to the residual stream, two a block, from
+    N(0, 0.02 / sqrt(2L)), because of 2L terms the variances add up: so the stream's does not grow with L.
     """
     name = "wte.weight" if config.tied and name == "lm_head.weight" else name
-    if each := names_of_experts(config, name):
+    if each := config.stacked(name):
         return torch.stack([initial_value(config, one, shapes(config)[name][1:], seed) for one in each])
     return initial_value(config, name, {**shapes(config), **buffers(config)}[name], seed)
 
@@ -287,13 +306,6 @@ def initial_value(config, name, shape, seed):
     return torch.empty(shape, device="cpu").normal_(0, std, generator=generator)
 
 
-def names_of_experts(config, name):
-    """What each expert's part of a stacked parameter is called in files and for its initial values:
-    ["h.0.mlp.experts.0.c_fc.weight", ...]. Empty for other parameters."""
-    numbered = name.replace(".experts.", ".experts.{}.")
-    return [numbered.format(e) for e in range(config.experts)] if numbered != name else []
-
-
 @functools.cache
 def shapes(config):
     """Name -> shape of every parameter of the whole model (one dict for all who ask: not to be changed)."""
@@ -302,7 +314,7 @@ def shapes(config):
 
 @functools.cache
 def buffers(config):
-    """Name -> shape of every buffer, what is kept and is no parameter: the routers' biases, float32."""
+    """Name -> shape of every buffer: what is kept and is no parameter, float32. A GPT-2 has none."""
     return {name: tuple(b.shape) for name, b in GPT(config, seed=None).named_buffers()}
 
 
@@ -323,7 +335,7 @@ def materialize(module, source, device="cpu", dtype=torch.float32, place=lambda 
 
 
 def materialize_buffers(module, source, device):
-    """Give every buffer its value. They are routers' biases, float32 whatever dtype layers have."""
+    """Give every buffer its value, float32 whatever dtype layers have."""
     for prefix, owner in module.named_modules():
         for leaf, old in list(owner.named_buffers(recurse=False)):
             owner.register_buffer(leaf, source(f"{prefix}.{leaf}").to(device, torch.float32, copy=True))

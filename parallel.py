@@ -1324,7 +1324,6 @@ def tensor_parallel(module, group, plan=None):
     return module
 
 
-
 # ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
 #
 # Each stage holds a slice of the layers; a batch passes through all stages in m micro-batches. A schedule is a list of

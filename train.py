@@ -36,7 +36,8 @@ from torch.utils.checkpoint import checkpoint
 import collectives as dist
 import kernels
 import parallel
-from model import ACTIVATIONS, GPT, PRESETS, buffers, initial_weight, materialize, materialize_buffers, shapes
+from model import (
+    ACTIVATIONS, GPT, GPTConfig, PRESETS, buffers, initial_weight, materialize, materialize_buffers, shapes)
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -126,9 +127,13 @@ def parse(parser, flags, arguments):
 
 
 def config_of(s):
-    """The preset's GPTConfig, with the sizes that were given. inner=0: the MLP is 4 times as wide as n_embd."""
+    """The preset's GPTConfig, with the sizes that were given."""
     given = {name: getattr(s, name) for name in (*SIZES, "activation") if getattr(s, name) is not None}
-    return dataclasses.replace(PRESETS[s.model], inner=0, **given)
+    if s.experts:
+        from further.experts import resized
+        return resized(PRESETS[s.model], **given)
+    sizes = {field.name for field in dataclasses.fields(GPTConfig)}
+    return dataclasses.replace(PRESETS[s.model], **{name: given[name] for name in given if name in sizes})
 
 
 def layout_of(s):
@@ -289,7 +294,7 @@ def make_groups(mesh, layout, stage_to_rank, tied):
         groups.within, groups.between = parallel.groups_of(replicas.unflatten(1, (-1, layout.zero_within)))
     groups.ep, groups.same_experts = None, None
     if layout.ep > 1:
-        from further.experts import split_experts
+        from further.expert_parallel import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
     ends = [stage_to_rank[0], stage_to_rank[len(stage_to_rank) - 1]]
     if tied and ends[0] != ends[1]:
@@ -304,7 +309,7 @@ def cut_layers(model, layout, groups):
         from further.context import context_parallel
         context_parallel(model, groups.cp, layout.cp_kind)
     if layout.ep > 1:
-        from further.experts import expert_parallel
+        from further.expert_parallel import expert_parallel
         expert_parallel(model, groups.ep, groups.same_experts)
     if layout.tp > 1 and layout.sp:
         from further.sequence import gathered, scattered, sequence_parallel
@@ -318,7 +323,7 @@ def tensor_plan(config, f, g):
     """How tensor parallelism cuts each layer of a GPT, with this f and g."""
     plan = parallel.gpt2_plan(f, g)
     if config.experts:
-        from further.experts import expert_plan
+        from further.expert_parallel import expert_plan
         plan |= expert_plan(f, g)
     return plan
 
@@ -783,9 +788,10 @@ class Run:
         if s.resume:
             self.saved = torch.load(newest(s.out if s.resume == "newest" else s.resume), map_location="cpu", mmap=True,
                                     weights_only=True)
-            there, tensors = config_of(argparse.Namespace(**self.saved["flags"])), self.saved["tensors"]
-            for name, size in dataclasses.asdict(there).items():
-                if size != getattr(self.config, name):
+            tensors = self.saved["tensors"]
+            there = {"experts": 0, **dataclasses.asdict(config_of(argparse.Namespace(**self.saved["flags"])))}
+            for name, size in there.items():
+                if size != getattr(self.config, name, None):
                     refuse(f"the model in --resume has other sizes: give --{name.replace('_', '-')} {size}")
             self.source = lambda name: tensors["wte.weight" if name == "lm_head.weight" else name]  # they are one
         if s.out:

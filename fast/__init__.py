@@ -14,6 +14,7 @@ import parallel
 import safe
 from fast import attention, context, experts, grouped, linear, links, norm, overlap, pipeline, sequence, zero
 from further import context as further_context
+from further import expert_parallel as further_expert_parallel
 from further import experts as further_experts
 from further import nodes as further_nodes
 from further import sequence as further_sequence
@@ -47,8 +48,8 @@ SWAPS = [  # (module, name there, what takes its place)
     (further_context, "RingAttention", context.TunedRing),
     (further_context, "going_round", context.going_round_ahead),
     (further_experts, "Experts", experts.FusedExperts),
-    (further_experts, "visit", experts.visit_under_own_rows),
-    (further_experts, "through_experts", experts.without_sorting),
+    (further_expert_parallel, "visit", experts.visit_under_own_rows),
+    (further_expert_parallel, "through_experts", experts.without_sorting),
 ]
 PLAIN = [(module, name, getattr(module, name)) for module, name, _ in safe.SWAPS + SWAPS]  # what the reference has
 

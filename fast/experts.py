@@ -13,7 +13,8 @@ import collectives as dist
 import kernels
 from fast import grouped
 from fast.nccl import NodeLink
-from further.experts import exchange_counts, Experts, through_experts, visit
+from further.expert_parallel import exchange_counts, through_experts, visit
+from further.experts import Experts
 from kernels import tl, triton
 
 

@@ -1,29 +1,26 @@
-"""Mixture of experts and expert parallelism: how does a model grow while each token costs the same?
+"""Mixture of experts: how does a model grow while each token costs the same?
 
-Each token meets k of E experts, so parameters grow with E and FLOPs with k. Ranks of dp share out the experts, and
-tokens travel to those that the router chose. model.py's Block takes its MixtureOfExperts from here where a config has
-experts; parallel.py calls `expert_parallel` where ranks share them out.
+Each token meets k of E experts, so parameters grow with E and FLOPs with k. A GPT of an `ExpertsConfig` has them.
+further/expert_parallel.py lets ranks share them out.
 
-    torchrun --nproc_per_node 2 train.py --plain --dp 2 --ep 2 --experts 4
+    python train.py --plain --experts 4
 """
 
-from functools import partial
+from dataclasses import asdict, dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import collectives as dist
 import kernels
-from further.sequence import Conjugate
-from model import ACTIVATIONS
-from parallel import Cut, groups_of, local_parameter, set_placement
+from model import ACTIVATIONS, GPTConfig
+from parallel import set_placement
 
 
 # -------------------------------------------------------------------------------------------------- mixture of experts
 #
-# In place of one MLP a block has E, and a router sends each token through k of them. Parameters
-# grow with E, FLOPs with k. A router left alone learns to use few experts. The usual remedies depend on how a batch is
+# In place of one MLP a block has E, and a router sends each token through k of them. Parameters grow with E, FLOPs with
+# k. A router left alone learns to use few experts. The usual remedies depend on how a batch is
 # cut into micro-batches and over ranks: an auxiliary loss is a product of two means over a part's tokens (unless all
 # ranks first add up their counts), and with a capacity each expert drops the tokens that a part has beyond it. Here no
 # token is dropped. Each expert has a bias, which is added to its scores when experts are chosen, and not when their
@@ -92,6 +89,43 @@ def balance(net, rate):
     return loads
 
 
+@dataclass(frozen=True)
+class ExpertsConfig(GPTConfig):
+    """Sizes of a GPT of which some blocks have experts."""
+    experts: int = 4           # E: MLPs that a block has to choose from
+    top_k: int = 2             # k: experts that a token goes through
+    expert_every: int = 1      # of how many blocks the last has experts
+
+    def has_experts(self, block):
+        """Whether the block of this number, from 0, has experts."""
+        return block % self.expert_every == self.expert_every - 1
+
+    def mlp(self, block):
+        return MixtureOfExperts(self) if self.has_experts(block) else super().mlp(block)
+
+    def parameters(self, experts=None):
+        """experts: how many of a block's to count; left out, all."""
+        mlps = (self.experts if experts is None else experts) * self.mlp_parameters()
+        router = self.experts * self.n_embd
+        routed = sum(map(self.has_experts, range(self.n_layer)))
+        return super().parameters() + routed * (mlps + router - self.mlp_parameters())
+
+    def active_parameters(self):
+        return self.parameters(self.top_k)
+
+    def stacked(self, name):
+        """["h.0.mlp.experts.0.c_fc.weight", ...] of "h.0.mlp.experts.c_fc.weight"."""
+        numbered = name.replace(".experts.", ".experts.{}.")
+        return [numbered.format(e) for e in range(self.experts)] if numbered != name else []
+
+
+def resized(config, **sizes):
+    """A config with some sizes changed: an ExpertsConfig if there are experts then, else a GPTConfig."""
+    given = asdict(config) | sizes
+    kind = ExpertsConfig if given.get("experts") else GPTConfig
+    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
+
+
 class StackedLinear(nn.Module):
     """A Linear of each expert, weight (E, out, in), bias (E, out): rows (n, in) -> (n, out).
 
@@ -117,8 +151,8 @@ class Experts(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.c_fc = StackedLinear(config.experts, config.n_embd, config.inner)
-        self.c_proj = StackedLinear(config.experts, config.inner, config.n_embd)
+        self.c_fc = StackedLinear(config.experts, config.n_embd, config.hidden)
+        self.c_proj = StackedLinear(config.experts, config.hidden, config.n_embd)
         self.count, self.activation = config.experts, ACTIVATIONS[config.activation]
 
     def forward(self, x, chosen, gates):
@@ -145,119 +179,3 @@ class MixtureOfExperts(nn.Module):
 def routers(model):
     """{number of a block: its Router}."""
     return {int(i): block.mlp.router for i, block in model.h.items() if isinstance(block.mlp, MixtureOfExperts)}
-
-
-# ------------------------------------------------------------------------------------ experts cut by tensor parallelism
-
-class RowParallelExperts(nn.Module):
-    """A RowParallelLinear of each expert, before g: rows (n, in/N) -> this rank's term of the sum (n, out). Weight
-    (E, out, in/N), bias (E, out/N).
-
-    A token's k outputs, biases included, are weighed and added before g. So each rank adds its Nth of the bias alone.
-    """
-
-    def __init__(self, layer, group):
-        super().__init__()
-        cut, out = Cut(group, 1), layer.bias.shape[1]
-        self.weight, self.bias = local_parameter(layer.weight, Cut(group, 2)), local_parameter(layer.bias, cut)
-        first = cut.first(out)
-        self.zeros = first, out - first - self.bias.shape[1]  # how many before this rank's Nth, and behind it
-
-    def forward(self, rows, counts):
-        return kernels.grouped_linear(rows, self.weight, F.pad(self.bias, self.zeros), counts)
-
-
-def between_f_and_g(experts, group, f, g):
-    """Put f before and g after an `Experts`, in place. Tokens, choices and weights all go through f, because each rank
-    has only a term of the weights' gradient, too."""
-    experts.register_forward_pre_hook(lambda experts, inputs: tuple(f(tensor, group) for tensor in inputs))
-    experts.register_forward_hook(lambda experts, inputs, output: g(output, group))
-    return experts
-
-
-def cut_in_place(layer, cut):
-    """Put this rank's parts of a layer's parameters in their places."""
-    for leaf, param in list(layer.named_parameters()):
-        setattr(layer, leaf, local_parameter(param, cut))
-    return layer
-
-
-def expert_plan(f, g):
-    """How tensor parallelism cuts experts, as parallel.gpt2_plan says it of the other layers."""
-    return {
-        "mlp.experts": partial(between_f_and_g, f=f, g=g),
-        "experts.c_fc": lambda layer, group: cut_in_place(layer, Cut(group, 1)),  # (E, out/N, in) and bias (E, out/N)
-        "experts.c_proj": RowParallelExperts,
-    }
-
-
-# ----------------------------------------------------------------- expert parallel: tokens travel to the chosen experts
-#
-# Experts are most of a model's parameters, and each token needs k of them. So N neighbours along dp share out the
-# experts, E/N each; all other parameters lie on every rank. Each rank routes its own tokens. It sends every token as k
-# rows, to the ranks that keep its experts, and gets the experts' outputs back:
-#
-#                        dispatch (permute)                                      combine (unpermute)
-#     rank 0   tokens ─ router ─ sort ─┐ all-   ┌─ sort ─ experts 0, 1 ─ unsort ─┐ all-   ┌─ unsort ─ weigh, add up
-#     rank 1   tokens ─ router ─ sort ─┘ to-all └─ sort ─ experts 2, 3 ─ unsort ─┘ to-all └─ unsort ─ weigh, add up
-#
-# Both sorts are by expert: the first puts rows for one rank side by side, the second rows for one expert. First the
-# ranks exchange E counts, because each must know how many rows it will receive. Then there are four exchanges of rows:
-# there and back, in forward and in backward. In each a rank sends (N-1)/N of its k B T rows of C elements, if the load
-# is balanced.
-#
-# The same expert lies on dp/N x cp ranks, its copies. The batch's loss is the mean of all ranks' losses, and a copy
-# gets the tokens of N ranks, so it has the gradient of a sum of N of them. The gradient of the batch's loss is
-# therefore the average over the copies, divided by N (`Placement.divide_by`).
-# Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
-
-def split_experts(mesh, n):
-    """[the group of n neighbours along dp who share out the experts, the group of the ranks that keep the same experts
-    as this one]. n must divide dp."""
-    neighbours = mesh.mesh.unflatten(1, (-1, n)).permute(0, 4, 1, 3, 2)                       # (pp, tp, dp/n, cp, n)
-    return groups_of(neighbours.flatten(0, 1).flatten(1, 2))                                  # (pp tp, dp/n cp, n)
-
-
-def exchange(rows, group, sends, receives):
-    """Send the first sends[0] of the rows (n, C) to rank 0, and so on. The result begins with receives[0] rows of rank
-    0."""
-    incoming = rows.new_empty(sum(receives), rows.shape[1])
-    dist.all_to_all_single(incoming, rows.contiguous(), receives, sends, group)
-    return incoming
-
-
-def exchange_counts(counts, group):
-    """counts (E) of the rows that this rank sends -> (those that arrive, by rank and then by expert (N, E/N); how many
-    rows go to each rank, a list; how many come from each). The CPU must know these, so it waits for the GPU."""
-    dist.all_to_all_single(incoming := torch.empty_like(counts), counts, group=group)
-    both = torch.stack([counts, incoming]).view(2, dist.get_world_size(group), -1)            # (2, rank, expert)
-    return both[1], *both.sum(2).tolist()
-
-
-def visit(mlps, group, rows, counts):
-    """`Experts.mlps` of experts that lie on the ranks of a group: rows (R, C), sorted by expert, counts (E) -> (R, C).
-
-    mlps: the same of this rank's E/N experts.
-    """
-    arriving, sends, receives = exchange_counts(counts, group)
-    there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
-    y = through_experts(mlps, Conjugate.apply(rows, group, there, back), arriving)
-    return Conjugate.apply(y, group, back, there)
-
-
-def through_experts(mlps, rows, counts):
-    """Rows (R, C) by rank of origin and then by expert, counts (N, E/N) of each -> (R, C) in the same order."""
-    expert = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts)).repeat_interleave(
-        counts.flatten(), output_size=len(rows))                                              # of each row
-    order = expert.argsort(stable=True)
-    y = mlps(rows.index_select(0, order), counts.sum(0))
-    return y.index_select(0, order.argsort())
-
-
-def expert_parallel(module, group, same_experts):
-    """Let each rank of the group keep E/N of a GPT's experts, in place. same_experts: their group."""
-    for experts in [part for part in module.modules() if isinstance(part, Experts)]:
-        for layer in (experts.c_fc, experts.c_proj):
-            for param in cut_in_place(layer, Cut(group, 0)).parameters():
-                set_placement(param, average_over=same_experts, divide_by=dist.get_world_size(group))
-        experts.mlps = partial(visit, experts.mlps, group)

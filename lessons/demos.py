@@ -11,9 +11,10 @@ import torch.distributed as torch_dist
 
 import collectives as dist
 import parallel
-from further import experts as further_experts
+from further import expert_parallel
 from further.context import own_tokens, seen
-from further.experts import count_of_each, split_experts
+from further.expert_parallel import split_experts
+from further.experts import count_of_each, ExpertsConfig
 from further.schedules import SCHEDULES
 from lessons import kernels as errors, pages, puzzles
 from lessons.measure import of_all_ranks, off, patched, readable, say, traffic_of
@@ -350,9 +351,9 @@ def demo_context(ranks):
 def demo_experts():
     """Experts over the ranks in float64: where tokens go, what the exchange sends, and the errors."""
     N, rank = dist.get_world_size(), dist.get_rank()
-    config = GPTConfig(seq_len=5, n_embd=32, experts=2 * N)
+    config = ExpertsConfig(seq_len=5, n_embd=32, experts=2 * N)
     one, net, C, E = GPT(config).double().h["0"].mlp, GPT(config).double(), config.n_embd, config.experts
-    further_experts.expert_parallel(net, *split_experts(make_mesh("cpu", dp=N), N))
+    expert_parallel.expert_parallel(net, *split_experts(make_mesh("cpu", dp=N), N))
     cut, mine, generator = net.h["0"].mlp, slice(rank, rank + 1), torch.Generator().manual_seed(2)
     for router in (one.router, cut.router):
         router.weight.detach().mul_(10)  # initial scores are almost equal; this makes them differ

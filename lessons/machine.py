@@ -15,6 +15,7 @@ import kernels
 import parallel
 from fast.nccl import Direct
 from fast.norm import FusedBlock
+from further.experts import resized
 from lessons.measure import interleaved, readable
 from model import GPTConfig
 from safe.flags import reject
@@ -47,7 +48,7 @@ def sent_in(link, op, elements, width, waited=True):
 def measure_machine(device, dtype, config, comm):
     """The Machine of these processes: its rates at this model's sizes, of its links under `comm`. All ranks measure at
     once, because in training, too, they share power."""
-    config = dataclasses.replace(config, experts=0)  # rates are a dense block's
+    config = resized(config, experts=0)  # rates are a dense block's
     cuda, n, c, t = device.type == "cuda", dist.get_world_size(), config.n_embd, config.seq_len
     b = max(1, (32768 if cuda else 1024) // t)  # so much that no GPU waits for its CPU
     random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
@@ -60,7 +61,7 @@ def measure_machine(device, dtype, config, comm):
     block, tiny = (FusedBlock(some, 0).to(device, dtype) for some in (config, GPTConfig(n_embd=32, n_head=1)))
     targets = torch.zeros(b, t, dtype=torch.int64, device=device)
     k = min(b * t, 8192)  # tokens of a step on one GPU; with more, products are faster
-    a, wide, up = random(k, c), random(k, config.inner), random(c, config.inner)
+    a, wide, up = random(k, c), random(k, config.hidden), random(c, config.hidden)
     source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
     seconds = interleaved({
         "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
@@ -69,7 +70,7 @@ def measure_machine(device, dtype, config, comm):
         "launch": both_ways(tiny, 1, 16, 32),
         "loss": both_ways(lambda z: parallel.cross_entropy(z, targets, config.vocab_size), b, t, config.vocab_size)},
         device, 5, calls=3)
-    products = b * t / k * seconds["products"] * (2 + 4 * c / config.inner)  # all of a block
+    products = b * t / k * seconds["products"] * (2 + 4 * c / config.hidden)  # all of a block
     rest = seconds["block"] - seconds["attention"] - products
     name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
     if cuda:
@@ -77,7 +78,7 @@ def measure_machine(device, dtype, config, comm):
     hop, link = measure_links(device, comm) if n > 1 else (None, None)
     return Machine(
         name, speed.peak_flops(device), memory,
-        matmul=6 * k * c * config.inner / seconds["products"], attention=7 * b * t * t * c / seconds["attention"],
+        matmul=6 * k * c * config.hidden / seconds["products"], attention=7 * b * t * t * c / seconds["attention"],
         elementwise=sum(passes(config)) * b * t * dtype.itemsize / max(rest, 0.05 * seconds["block"]),
         loss=b * t * config.vocab_size / seconds["loss"], hbm=2 * source.nbytes / seconds["copy"],
         launch=seconds["launch"], link=link, hop=hop)

@@ -76,8 +76,10 @@ def describe_layout(s):
 
 
 def describe_parameters(config):
-    active = f" ({config.active_parameters():,} a token: {config.top_k} of {config.experts} experts)"
-    return f"{config.parameters():,} parameters" + active * (config.experts > 0)
+    if not config.experts:
+        return f"{config.parameters():,} parameters"
+    return (f"{config.parameters():,} parameters ({config.active_parameters():,} a token: {config.top_k} of "
+            f"{config.experts} experts)")
 
 
 def plan(a):

@@ -167,10 +167,11 @@ def zigzag(rank):
 def expert(rank):
     """An expert's scale: say in the parameter's placement who averages its gradient, and of how many ranks' losses it
     is the sum. `set_placement` changes some fields of it."""
-    from further.experts import expert_parallel, split_experts
-    from model import GPT, GPTConfig
+    from further.expert_parallel import expert_parallel, split_experts
+    from further.experts import ExpertsConfig
+    from model import GPT
     from parallel import DDP, make_mesh
-    layer = GPT(GPTConfig(n_layer=1, n_embd=2, n_head=1, experts=2)).h["0"].mlp
+    layer = GPT(ExpertsConfig(n_layer=1, n_embd=2, n_head=1, experts=2)).h["0"].mlp
     expert_parallel(layer, *split_experts(make_mesh("cpu", dp=2), 2))
     net = DDP(layer)
     net(torch.ones(1, rank + 1, 2)).sum().backward()  # one token, two tokens
@@ -201,7 +202,7 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(softmax, 1, "kernels.py", "attention_forward_kernel", "m_new"),
     Puzzle(norm, 1, "kernels.py", "_layer_norm_backward", "xhat"),
     Puzzle(zigzag, 3, "further/context.py", "seen", "if"),
-    Puzzle(expert, 2, "further/experts.py", "expert_parallel", "set_placement"))}
+    Puzzle(expert, 2, "further/expert_parallel.py", "expert_parallel", "set_placement"))}
 
 
 # ---------------------------------------------------------------------------------------------------------------- holes

@@ -21,7 +21,8 @@ from fast import attention, gloo, linear, nccl, norm, recorded, run
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
 from fast.pipeline import PatientStep
-from further import context, experts
+from further import context, expert_parallel
+from further.experts import resized
 from further.schedules import SCHEDULES
 from lessons import peers
 from lessons.machine import measure_machine, sent_in
@@ -60,11 +61,11 @@ def configs_of(config):
     """(the dense model, the model with experts, its dense twin) of a config. If the config has no experts, every second
     block gets 8, of which a token uses 2. The twin has no experts, but MLPs so wide that a token uses as many
     parameters."""
-    dense = dataclasses.replace(config, experts=0)
+    dense = resized(config, experts=0)
     few = {"experts": 8, "top_k": 2, "expert_every": min(2, config.n_layer)}
-    routed = config if config.experts else dataclasses.replace(config, **few)
+    routed = config if config.experts else resized(config, **few)
     mlps = config.n_layer + (routed.top_k - 1) * sum(map(routed.has_experts, range(config.n_layer)))  # of a token
-    return dense, routed, dataclasses.replace(dense, inner=config.inner * mlps // config.n_layer)
+    return dense, routed, dataclasses.replace(dense, inner=config.hidden * mlps // config.n_layer)
 
 
 def make_trainer(config, s, device):
@@ -228,12 +229,12 @@ def pieces():
         "replay": [(recorded, "REPLAY_BYTES", 0)],                                  # collectives launched one by one
         "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
-        "fetching": [(parallel.Prefetcher, "prefetch", lambda self, unit: None)],             # no unit ahead
+        "fetching": [(parallel.Prefetcher, "prefetch", lambda self, unit: None)],        # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
         "patience": [(PatientStep, "receive", PatientStep.post)],
         "ring": plain_rows(context),                                                # the reference's
         "grouped": plain_rows(kernels, "grouped_linear"),                           # a product for each group
-        "hiding": plain_rows(experts, "visit"),                                     # all rows travel, then all compute
+        "hiding": plain_rows(expert_parallel, "visit"),                             # all rows travel, then all compute
         "exchange": [(NodeLink, "_all_to_all_at_once", never), (NodeLink, "_by_one_kernel", never)]}
 
 

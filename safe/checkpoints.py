@@ -50,7 +50,8 @@ def run_of(s, config):
     data it says nothing: `fingerprint` does, when the data is read."""
     flags = {name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)}
     start = {"init_from": s.init_from and os.path.abspath(s.init_from)}
-    return {"flags": flags, "start": start, "model": dataclasses.asdict(config), "data": {}}
+    model = {"experts": 0, **dataclasses.asdict(config), "inner": config.hidden}
+    return {"flags": flags, "start": start, "model": model, "data": {}}
 
 
 def fingerprint(train, held_out, vocabulary):

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from model import GPT, buffers, GPTConfig, materialize, names_of_experts, shapes
+from further.experts import resized
+from model import GPT, buffers, GPTConfig, materialize, shapes
 from safe.files import read_safetensors, write_file, write_safetensors
 from safe.sizes import BadInput, check_sizes, reject
 
@@ -53,7 +54,7 @@ def shapes_there(config):
     """{name: shape} of a folder's tensors: parameters, then buffers. A stack of experts is a tensor for each."""
     found = {}
     for name, shape in {**shapes(config), **buffers(config)}.items():
-        each = names_of_experts(config, name)
+        each = config.stacked(name)
         own = shape[1:] if each else shape
         found |= dict.fromkeys(each or [name], own[::-1] if name.endswith(TRANSPOSED) else own)
     return found
@@ -85,7 +86,7 @@ def open_hf(folder):
         reject(found != shape, f"{where[name]}: {name} is {found}, config.json makes it {shape} ({said})")
 
     def source(name):
-        each = names_of_experts(config, name)
+        each = config.stacked(name)
         found = torch.stack([tensors[one] for one in each]) if each else tensors[name]
         return found.mT if name.endswith(TRANSPOSED) else found
 
@@ -147,7 +148,7 @@ def config_from(hf):
     reject(inner == 0, f"n_inner {inner!r} must be null or at least 1")
     sizes |= {"activation": HF_ACTIVATIONS[name], "inner": 0 if inner is None else inner}
     check_sizes(SimpleNamespace(**sizes), lambda field: key_of(hf, field))
-    return GPTConfig(**sizes)
+    return resized(GPTConfig(), **sizes)
 
 
 # -------------------------------------------------------------------------------------------------------------- written
@@ -172,7 +173,7 @@ def long_name(name):
 def parts(config, tensors):
     """As a folder has them: (name, tensor) of each of `tensors`, or of each expert of a stack."""
     for name, whole in tensors:
-        each = names_of_experts(config, name)
+        each = config.stacked(name)
         for one, tensor in zip(each, whole) if each else [(name, whole)]:
             yield long_name(one), tensor.t() if name.endswith(TRANSPOSED) else tensor
 
@@ -183,5 +184,5 @@ def hf_config(config, dtype, end):
     fields = [field for field in KEYS if config.experts or field not in OF_EXPERTS]
     return {"model_type": kind, "architectures": [name], "dtype": str(dtype).removeprefix("torch."), **HF_FIXED,
             **ALSO_WRITTEN, "bos_token_id": end, "eos_token_id": end,
-            **{KEYS[field][0]: getattr(config, field) for field in fields},
+            **{KEYS[field][0]: getattr(config, field) for field in fields}, "n_inner": config.inner or None,
             "activation_function": next(hf for hf, ours in HF_ACTIVATIONS.items() if ours == config.activation)}

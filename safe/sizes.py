@@ -6,6 +6,7 @@ import torch
 
 import kernels
 from kernels import HAVE_TRITON, use
+from further.experts import ExpertsConfig
 from model import ACTIVATIONS, GPTConfig
 
 
@@ -25,7 +26,7 @@ def multiple(n, of):
 
 def check_sizes(c, called):
     """BadInput unless a model can have the sizes c, fields of a GPTConfig. called(field): what users call it."""
-    for field in fields(GPTConfig):
+    for field in fields(ExpertsConfig if c.experts else GPTConfig):
         name, value, least = called(field.name), getattr(c, field.name), int(field.name not in ("inner", "experts"))
         # Not isinstance, by which True is an int.
         reject(type(value) is not field.type, f"{name} {value!r} must be of type {field.type.__name__}")
@@ -35,11 +36,12 @@ def check_sizes(c, called):
            f"give {called('n_embd')} {multiple(c.n_embd, c.n_head)}")
     reject(c.activation not in ACTIVATIONS,
            f"{called('activation')} {c.activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    reject(0 < c.experts < c.top_k, f"{called('experts')} {c.experts} is less than the {c.top_k} that a token goes "
-           f"through: give {called('top_k')} {c.experts} or {called('experts')} {max(4, c.top_k)}")
-    reject(c.experts and c.expert_every > c.n_layer, f"{called('expert_every')} {c.expert_every} must be at most the "
-           f"number of blocks, {c.n_layer}: give {called('expert_every')} {c.n_layer}")
     reject(not 0 <= c.norm_eps <= 1, f"{called('norm_eps')} {c.norm_eps} must be between 0 and 1")
+    if c.experts:
+        reject(c.experts < c.top_k, f"{called('experts')} {c.experts} is less than the {c.top_k} that a token goes "
+               f"through: give {called('top_k')} {c.experts} or {called('experts')} {max(4, c.top_k)}")
+        reject(c.expert_every > c.n_layer, f"{called('expert_every')} {c.expert_every} must be at most the number of "
+               f"blocks, {c.n_layer}: give {called('expert_every')} {c.n_layer}")
 
 
 def checked_use(choice):

@@ -21,6 +21,7 @@ from tests.collectives import nodes_of
 from tests.kernels import GPUS, KERNEL_DEVICE
 from tests.pool import close, on_cpus, on_ranks
 from tests.runs import output_of, parse, ran
+from further.experts import ExpertsConfig
 from lessons import gpu, peers, strategies
 from lessons.eight_bits import few_rows, in_int8
 from lessons.kernels import Size, grouped
@@ -229,8 +230,8 @@ def test_bench_strategies_without_a_piece(pool):
 
 
 def test_a_dense_twin_takes_as_many_flops():
-    for config in (model.GPTConfig(), model.GPTConfig(experts=4, top_k=3),
-                   model.GPTConfig(n_layer=6, experts=16, top_k=1)):
+    for config in (model.GPTConfig(), ExpertsConfig(experts=4, top_k=3),
+                   ExpertsConfig(n_layer=6, experts=16, top_k=1)):
         dense, routed, twin = configs_of(config)
         assert dense.experts == twin.experts == 0 and routed.experts == (config.experts or 8)
         blocks = sum(map(routed.has_experts, range(config.n_layer)))

@@ -20,7 +20,7 @@ from fast.adamw import AdamW
 from fast.exchange import AllToAll, sum_rows
 from fast.experts import FusedExperts
 from fast.norm import add_layer_norm
-from further.experts import MixtureOfExperts
+from further.experts import ExpertsConfig, MixtureOfExperts
 from lessons.kernels import main, tiles_read
 from safe.flags import BadInput, check_layout, Settings
 from theory.memory import tensors_in
@@ -418,7 +418,7 @@ def test_python_kernels_py(monkeypatch, capsys):
 def test_sorting_follows_pytorch(k, dtype, triton_kernels):
     """Outputs, all gradients and the loads; tokens, and of k = 5 choices, are more than one program's; an expert that
     few choose gets none."""
-    mixture = MixtureOfExperts(model.GPTConfig(n_embd=40, n_head=2, inner=24, experts=5, top_k=k))
+    mixture = MixtureOfExperts(ExpertsConfig(n_embd=40, n_head=2, inner=24, experts=5, top_k=k))
     for t in [*mixture.parameters(), *mixture.buffers()]:
         torch.nn.init.normal_(t, std=0.3)
     mixture = mixture.to(KERNEL_DEVICE, dtype)

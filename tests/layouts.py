@@ -25,6 +25,7 @@ import fast
 import fast.context
 import fast.experts
 import fast.nccl
+import further.expert_parallel
 import further.experts
 import further.schedules
 import kernels
@@ -34,7 +35,7 @@ import train
 from tests.collectives import nodes_of
 from tests.pool import BOTH, DEVICES, close, needs_kernels, on_both, on_ranks
 from fast.graphs import replay_micro_batches
-from further.experts import routers
+from further.experts import resized, routers
 from further.schedules import zero_bubble_h1
 from safe.flags import BadInput, check_layout, Settings
 
@@ -69,7 +70,7 @@ def optimizer_of(name, params, **options):
 def one_process(optimizer, steps, batch, tokens, bias, clip, holes, **change):
     """Losses, norms, gradients of the first step, weights after the last: by plain PyTorch. bias: the routers' to begin
     with. clip: 0 does not."""
-    config = dataclasses.replace(SMALL, **change)
+    config = resized(SMALL, **change)
     net, margins = model.GPT(config).double(), []
     for router in routers(net).values():
         router.bias = torch.tensor(bias or [0.0] * config.experts)
@@ -137,8 +138,8 @@ def without_collective(where):
 
 def average_over_copies():
     """Experts' gradients are averaged over all ranks, as if each kept the same experts."""
-    real = further.experts.split_experts
-    return unittest.mock.patch.object(further.experts, "split_experts",
+    real = further.expert_parallel.split_experts
+    return unittest.mock.patch.object(further.expert_parallel, "split_experts",
                                       lambda mesh, n: [real(mesh, n)[0], torch_dist.group.WORLD])
 
 
@@ -230,7 +231,7 @@ def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, 
     """The same steps laid out over the processes: losses, norms, the first step's gradients, weights; both whole.
     two_levels: whether the dp group must work in two levels. want: one process's gradients and weights, {name: array};
     then of ours, how far each of this rank's is from its part of them."""
-    config = dataclasses.replace(SMALL, **change)
+    config = resized(SMALL, **change)
     device = torch.get_default_device()
     source = bias and (lambda name: torch.tensor(bias) if name.endswith("router.bias")
                        else model.initial_weight(config, name, 0))
@@ -311,7 +312,7 @@ def differences(got, want, tolerance=1e-10):
 
 FEW, ALL = (0.0, -9.0, 0.0, 0.0), (9.0, 0.0, 0.0, 0.0)  # no token for the second expert; of k = 1 all for the first
 AXES = "dp", "tp", "cp", "pp"
-SIZES = [field.name for field in dataclasses.fields(model.GPTConfig)]
+SIZES = [field.name for field in dataclasses.fields(further.experts.ExpertsConfig)]
 # Two steps: what one leaves behind, the second finds.
 SIZED = {"steps": 2, "batch": BATCH, "tokens": SMALL.seq_len, "bias": None, "clip": CLIP, "holes": False}
 
@@ -573,7 +574,7 @@ def test_without_an_optimizer_a_gpt_is_for_evaluation(zero):
 
 @on_ranks(2)
 def test_frozen_experts_stay_each_rank_s_own():
-    config, name = dataclasses.replace(SMALL, experts=4), "h.0.mlp.experts.c_fc.weight"
+    config, name = resized(SMALL, experts=4), "h.0.mlp.experts.c_fc.weight"
 
     class Frozen(train.ParallelGPT):
         def param_groups(self):
@@ -603,11 +604,12 @@ def test_micro_batches_may_differ_in_size_and_length(layout):
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}], ids=str)
 @on_ranks(2)
 def test_a_deep_copy_has_weights_and_places_of_its_own(layout):
-    net = small_gpt(dataclasses.replace(SMALL, experts=4), **layout)
+    net = small_gpt(resized(SMALL, experts=4), **layout)
     x, one = tokens_of(0, tokens=8)[0].to(net.device), net.module(min(net.stages))
     two = copy.deepcopy(one)
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
-        assert parallel.placement_of(p) == parallel.placement_of(q) and parallel.placement_of(p).cuts is parallel.placement_of(q).cuts
+        there, copied = map(parallel.placement_of, (p, q))
+        assert there == copied and there.cuts is copied.cuts
     if layout.get("tp"):
         before = one(x)
         for p in one.parameters():
@@ -663,7 +665,7 @@ def draw_layout(draw, size):
         flags, sizes = ({name: case[name] for name in names if name in case} for names in (FLAGS, SIZES))
         settings = Settings(device="cpu", dtype="fp64", batch_size=batch_of(case), **flags)
         with contextlib.suppress(BadInput):
-            if check_layout(settings, model.GPTConfig(**sizes), size, size) == size:
+            if check_layout(settings, resized(model.GPTConfig(), **sizes), size, size) == size:
                 return case
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import model
 import safe.huggingface
+from further.experts import resized
 from safe.files import read_safetensors, write_safetensors
 from safe.huggingface import load, save
 
@@ -22,7 +23,7 @@ TOKENS = torch.arange(20).view(2, 10)
 
 
 def small(seed=3, pieces=None, **change):
-    return model.GPT(model.GPTConfig(37, 10, 2, 4, 16, **change), seed, pieces)
+    return model.GPT(resized(model.GPTConfig(37, 10, 2, 4, 16), **change), seed, pieces)
 
 
 def test_sizes_are_the_model_s():
@@ -30,7 +31,7 @@ def test_sizes_are_the_model_s():
         assert sum(math.prod(shape) for shape in model.shapes(config).values()) == config.parameters()
     assert model.PRESETS["gpt2"].parameters() == 124_439_808  # as published
     assert 0.5e6 < model.PRESETS["tiny"].parameters() < 2e6
-    assert model.GPTConfig(n_embd=12).inner == 48
+    assert model.GPTConfig(n_embd=12).hidden == 48
 
 
 def test_initial_weights_depend_on_seed_and_name_alone():

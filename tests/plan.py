@@ -16,6 +16,7 @@ from tests.benchmark import H200, asked
 from tests.pool import close
 from tests.runs import parse
 from lessons.plan import SPLIT, all_layouts, describe_layout
+from further.experts import ExpertsConfig
 from further.schedules import SCHEDULES, zero_bubble_h1
 from safe.flags import check_layout, Settings
 from theory.clock import simulate
@@ -25,7 +26,7 @@ from theory.speed import mfu, mfu_note, predict, ring_hides, stage_seconds
 EVEN = model.GPTConfig(256, 1024, 30, 16, 2048)
 XL = model.PRESETS["gpt2-xl"]
 LONG = model.GPTConfig(50257, 131072, 12, 16, 2048)
-MOE = model.GPTConfig(256, 1024, 6, 16, 2048, experts=16, expert_every=2)
+MOE = ExpertsConfig(256, 1024, 6, 16, 2048, experts=16, expert_every=2)
 # Machines of bandwidth alone: without latency; and computing in no time, so that nothing hides what is sent.
 FAST = dataclasses.replace(H200, hop=0.0, network_hop=0.0)
 IDLE = dataclasses.replace(FAST, matmul=1e30, attention=1e30, long_attention=1e30, elementwise=1e30, loss=1e30,

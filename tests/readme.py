@@ -31,7 +31,7 @@ import safe.flags
 import safe.launch
 import theory.clock
 import train
-from further.experts import split_experts
+from further.expert_parallel import split_experts
 from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import SMALL, tokens_of
 from tests.pool import HERE, in_new_process

@@ -28,6 +28,7 @@ import train
 from further.bpe import END, LETTERS
 from safe.checkpoints import crc_of
 from safe.files import crc_of_file
+from further.experts import resized
 from safe.flags import check_layout, check_numbers, model_config
 from safe.huggingface import save
 from safe.sizes import BadInput
@@ -284,7 +285,8 @@ def files(text, tmp_path_factory):
     for name, experts, tokens in [("hf", 0, 256), ("bad_hf", 0, 256), ("experts", 2, 256), ("bad_experts", 2, 256),
                                   ("large", 0, 400), ("large_half", 0, 400), ("no_shard", 0, 256),
                                   ("no_index", 0, 256), ("no_size", 0, 256), ("long", 0, 256)]:
-        save(model.GPT(model.GPTConfig(tokens, 16 << 2 * (name == "long"), 1, 2, 16, experts=experts)), folder / name)
+        sizes = model.GPTConfig(tokens, 16 << 2 * (name == "long"), 1, 2, 16)
+        save(model.GPT(resized(sizes, experts=experts)), folder / name)
     hand = [*LETTERS.values(), *map("".join, BY_HAND), END]
     for name, merges, tokens in [("hand", BY_HAND, hand), ("gaps", [], []),
                                  ("other_merges", [("z", "q")], hand), ("no_end", BY_HAND, hand[:-1]),

@@ -13,7 +13,7 @@ from torch import nn
 
 import collectives as dist
 import further.context
-import further.experts
+import further.expert_parallel
 import kernels
 import model
 import parallel
@@ -23,6 +23,7 @@ from tests.layouts import SMALL, small_gpt, tokens_of
 from fast.linear import WeightGradients
 from fast.pipeline import CollectingMicroBatch
 from tests.pool import close, is_plain, on_ranks, table
+from further.experts import resized
 from further.schedules import (
     dualpipe_v, HalvedMicroBatch, interleaved, SCHEDULES, v_half, v_min, zb_v, zero_bubble_h1)
 from theory.clock import simulate
@@ -47,7 +48,7 @@ def test_cuts_that_cannot_be_are_refused():
             (ValueError, "4 stages are more than the model's 3 pieces", train.parallelize,
              dataclasses.replace(SMALL, n_layer=1), train.Layout(pp=2, schedule="zb-v"), "cpu"),
             (RuntimeError, "invalid for input of size 10", further.context.own_tokens, 10, 0, 2, "ring"),
-            (RuntimeError, "multiply up to the size of dim 1", further.experts.split_experts,
+            (RuntimeError, "multiply up to the size of dim 1", further.expert_parallel.split_experts,
              types.SimpleNamespace(mesh=torch.zeros(2, 3, 1, 1, device="cpu")), 2)]:
         with pytest.raises(error, match=says):
             cut(*given)
@@ -220,7 +221,7 @@ def test_layers_are_split_by_cost():
         assert [i for cut in cuts for i in cut] == list(range(8)) and all(cuts) and len(cuts) == stages
     heavy_head = dataclasses.replace(even, vocab_size=100_000)
     assert split(heavy_head, 2) == [range(7), range(7, 8)]
-    heavy_block = dataclasses.replace(even, n_layer=4, experts=4, top_k=4, expert_every=4)
+    heavy_block = resized(even, n_layer=4, experts=4, top_k=4, expert_every=4)
     assert split(heavy_block, 2) == [range(4), range(4, 6)]
     assert [len(cut) for cut in split(model.PRESETS["gpt2-xl"], 4)] == [13, 13, 13, 11]
 

@@ -20,8 +20,8 @@ def split_pieces(config, stages):
     embedding costs nothing, because it is a look-up.
     """
     c, n = config.n_embd, config.n_layer + 2
-    mlps = [config.top_k if config.has_experts(i) else 1 for i in range(config.n_layer)]
-    cost = [0] + [4 * c * c + 2 * c * config.inner * k + config.seq_len * c for k in mlps] + [c * config.vocab_size]
+    mlps = [config.top_k if config.experts and config.has_experts(i) else 1 for i in range(config.n_layer)]
+    cost = [0] + [4 * c * c + 2 * c * config.hidden * k + config.seq_len * c for k in mlps] + [c * config.vocab_size]
 
     @functools.cache
     def best(end, k):

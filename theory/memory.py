@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 from torch.utils._pytree import tree_leaves
 
-from further.experts import expert_plan
+from further.expert_parallel import expert_plan
 from model import GPT
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import lists_of, most_held, stages_in
@@ -90,7 +90,8 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     blocks, routed, first, head = contents(config, pieces)
     attention = ((4 + twice) * c * width + 4 * config.n_head) / tp
     rest = (4 * c * width + 16) / tokens_cut
-    mlps = routed * routed_bytes(config, s, load, fused) + (blocks - routed) * 2 * config.inner * width / tp
+    mlps = routed and routed * routed_bytes(config, s, load, fused)
+    mlps += (blocks - routed) * 2 * config.hidden * width / tp
     every = {"none": blocks * (rest + attention) + mlps, "attention": blocks * rest + mlps,
              "block": blocks * c * width / tokens_cut}[s.recompute]
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
@@ -114,7 +115,7 @@ def routed_bytes(config, s, load, fused):
     A rank routes 1 / tokens_cut of the tokens. If tokens_cut > 1, it also keeps the k weights of all tokens.
     """
     c, k, width, tokens_cut, travel = config.n_embd, config.top_k, widths(s)[0], s.tp if s.sp else 1, s.ep > 1
-    wide, rows = max(width, 4), k * load * (c + 2 * config.inner / s.tp) * width + k * c * width
+    wide, rows = max(width, 4), k * load * (c + 2 * config.hidden / s.tp) * width + k * c * width
     router = config.experts * (wide + 8) + (2 * k + (k > 1)) * wide + (wide > width) * (4 - width) * c
     if fused:
         sorting = 4 * (tokens_cut > 1) + 4 + 4 * load * travel
@@ -144,7 +145,7 @@ ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries
 
 def needed_bytes(config, s):
     """Bytes that each pipeline rank needs on a GPU, with what a block recomputes."""
-    i = min(config.expert_every, config.n_layer)
+    i = min(config.expert_every, config.n_layer) if config.experts else 1
     again, kept = (activation_bytes(config, some, [range(i, i + 1)])  # of a block with experts
                    for some in (dataclasses.replace(s, recompute="none"), s))
     few = min(s.micro_batches, 3 * s.pp)  # of the schedules that are WORTH it more change no peak

@@ -112,7 +112,7 @@ def passes(config, tp=1, sp=False, ep=1, routed=False):
     and back once more.
     """
     c, k = config.n_embd, config.top_k if routed else 1
-    own, rows, inner = c / tp if sp else c, k * c, k * config.inner / tp
+    own, rows, inner = c / tp if sp else c, k * c, k * config.hidden / tp
     more = routed * (3 * (c + rows) + 4 * rows * (ep > 1))
     return 10 * own + 2 * inner + more, 16 * own + 3 * inner + more, 2 * own + 3 * c / tp + inner
 
@@ -121,7 +121,7 @@ def block_seconds(config, s, machine, routed):
     """(F, I, W): seconds that the GPU computes in one block for one micro-batch. routed: the block has experts."""
     c, (narrow, wide), tokens = config.n_embd, widths(s), tokens_of(config, s)
     met, here = (config.top_k, config.experts // s.ep) if routed else (1, 1)  # MLPs: a token's, this rank's
-    attention, mlp = 4 * c * c / s.tp, 2 * c * config.inner / s.tp
+    attention, mlp = 4 * c * c / s.tp, 2 * c * config.hidden / s.tp
     product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
     f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp, s.ep, routed))
@@ -140,8 +140,9 @@ def stage_seconds(config, s, machine, stages):
     experts, or 7 more with ep > 1.
     """
     tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages.values())
-    f, i, w = ((blocks - routed) * dense + routed * some for dense, some in zip(*(
-        block_seconds(config, s, machine, has_experts) for has_experts in (False, True))))
+    f, i, w = ((blocks - routed) * seconds for seconds in block_seconds(config, s, machine, False))
+    if routed:
+        f, i, w = (a + routed * b for a, b in zip((f, i, w), block_seconds(config, s, machine, True)))
     if head:
         logits = tokens * config.vocab_size / s.tp
         product, loss = 2 * config.n_embd * logits / machine.matmul, logits / machine.loss

@@ -67,7 +67,7 @@ def contents(config, runs):
     """(blocks, blocks with experts, embeddings, heads): how many there are of each in a rank's runs of pieces."""
     pieces = [i for run in runs for i in run]
     blocks = [i for i in pieces if 1 <= i <= config.n_layer]
-    routed = sum(config.has_experts(i - 1) for i in blocks)
+    routed = sum(config.has_experts(i - 1) for i in blocks) if config.experts else 0
     return len(blocks), routed, pieces.count(0), pieces.count(config.n_layer + 1)
 
 
