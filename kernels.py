@@ -643,11 +643,14 @@ def checked_targets(targets, vocab):
     NaN, and so are the loss and its gradients, which lets a training loop skip the step."""
     inside = (targets >= 0) & (targets < vocab)
     wrong = (that_count(targets) & ~inside).any()
-    if readable(targets) and wrong:
+    if not readable(targets):
+        factor = torch.ones((), device=targets.device).masked_fill(wrong, math.nan)
+    elif wrong:
         raise IndexError(f"targets from {targets.min()} to {targets.max()}: of {vocab} logits they are 0 to "
                          f"{vocab - 1}, or -1 or -100, which do not count")
-    one = torch.ones((), device=targets.device)
-    return targets.masked_fill(~inside, IGNORED), one.masked_fill(wrong, math.nan)
+    else:
+        factor = 1.0
+    return targets.masked_fill(~inside, IGNORED), factor
 
 
 @triton.jit
