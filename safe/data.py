@@ -238,7 +238,8 @@ def read_bin(path):
     if kind == "uint16" and (high == 0 < low or high < 16 and low >= 4096):
         kind = "uint32" if c or d else "int64"
     found = f"--data {path} holds {kind}{', and a header of llm.c' * (start > 0)}"
-    reject(kind != "uint16" and (start or high), f"{found}, for tokens above 65,535: give those of a smaller vocabulary")
+    reject(kind != "uint16" and (start or high),
+           f"{found}, for tokens above 65,535: give those of a smaller vocabulary")
     code = f"import numpy; numpy.fromfile({path!r}, {kind!r}, offset={start}).astype('uint16').tofile('tokens.bin')"
     reject((kind, start) != ("uint16", 0), f'{found}: give the tokens.bin that this makes: python -c "{code}"')
     return raw
