@@ -15,7 +15,7 @@ from fast import recorded, rings, windows
 from fast.exchange import COMBINED, window_bytes
 from fast.recorded import Replays
 from fast.rings import DoublingLink
-from fast.windows import _in_step, _sum_rows, make_window
+from fast.windows import in_step, combine_rows, make_window
 from safe.messages import progress
 
 
@@ -134,18 +134,18 @@ class Direct:
 
     def reduce_scatter(self, chunks, result, op):
         if window := self.window_for_copies(chunks):
-            for *parts, into in _in_step([*chunks, result], windows.WINDOW_BYTES // self.size // 16 * 16):
-                _sum_rows(window.scatter(parts), [into], op)
+            for *parts, into in in_step([*chunks, result], windows.WINDOW_BYTES // self.size // 16 * 16):
+                combine_rows(window.scatter(parts), [into], op)
             return
         own = chunks[self.rank]
         rows = [*self.scratch(own, self.size * own.numel()).view(self.size, -1)]
         rows[self.rank] = own
         self._swap(chunks, rows)
-        _sum_rows(rows, [result], op)
+        combine_rows(rows, [result], op)
 
     def all_gather(self, chunks):
         if window := self.window_for_copies(chunks):
-            for parts in _in_step(chunks, windows.WINDOW_BYTES):
+            for parts in in_step(chunks, windows.WINDOW_BYTES):
                 window.gather(parts, parts[self.rank])
         else:
             self._swap([chunks[self.rank]] * self.size, chunks)
@@ -174,7 +174,7 @@ class Direct:
                     window.gather(many, few)
                     continue
                 for parts, result in zip(zip(*window.scatter(many)), few):
-                    _sum_rows([part.view(-1) for part in parts], [result.view(-1)], op)
+                    combine_rows([part.view(-1) for part in parts], [result.view(-1)], op)
         else:
             return False
         return True
@@ -183,7 +183,7 @@ class Direct:
         """Send a flat tensor to the right rank and receive the left rank's. Between GPUs copy engines do it, because
         they take no multiprocessor from the computation beside them."""
         if window := self.window(windows.WINDOW_BYTES):
-            for out, into in _in_step([outgoing, incoming], windows.WINDOW_BYTES):
+            for out, into in in_step([outgoing, incoming], windows.WINDOW_BYTES):
                 window.shift(out, into)
         else:
             self.exchange([(outgoing, (self.rank + 1) % self.size)], [(incoming, (self.rank - 1) % self.size)])

@@ -102,7 +102,7 @@ class Window:
         """`scatter` the parts, sum them, and `fetch` the sums. A rank writes its sum into its window, behind the N
         parts, and the others fetch it there."""
         own = parts[self.rank]
-        _sum_rows(self.scatter(parts), [own, self.place(self.rank, own, len(parts) * own.nbytes)], op)
+        combine_rows(self.scatter(parts), [own, self.place(self.rank, own, len(parts) * own.nbytes)], op)
         self.barrier()
         self.fetch(parts, behind=len(parts))
 
@@ -179,7 +179,7 @@ def make_window(link, nbytes):
     return window if agreed(window is not None)[0] else None
 
 
-def _in_step(chunks, nbytes):
+def in_step(chunks, nbytes):
     """For each turn, [the part of each chunk], at most `nbytes` each. All ranks take equally many turns, so that their
     barriers match; some parts are empty."""
     n = nbytes // chunks[0].itemsize
@@ -201,7 +201,7 @@ def _copy(window, to, source):
         window.copy(to, source)
 
 
-def _sum_rows(rows, results, op):
+def combine_rows(rows, results, op):
     """Combine `rows`, N tensors (n), into each of `results`. 16-bit rows are summed in float32."""
     if op in (ReduceOp.SUM, ReduceOp.AVG) and _kernel_sums(rows[0]):
         exchange.sum_rows(rows, results, op == ReduceOp.AVG)

@@ -118,7 +118,7 @@ def test_rows_are_summed_by_the_kernels_asked_for(monkeypatch):
     for able, dtype in itertools.product((True, False), (torch.float64, torch.bfloat16)):
         monkeypatch.setattr(kernels, "on_triton", lambda x: able and x.dtype in kernels.DTYPES)
         rows = [torch.full((5,), value, dtype=dtype).as_subclass(OnGPU) for value in (256.0, 1.0, 1.0)]
-        fast.windows._sum_rows(rows, [result := torch.zeros(5, dtype=dtype)], dist.ReduceOp.SUM)
+        fast.windows.combine_rows(rows, [result := torch.zeros(5, dtype=dtype)], dist.ReduceOp.SUM)
         assert sums.called == able and result.eq(0 if able else 258).all()
         sums.reset_mock()
 
