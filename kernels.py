@@ -1,11 +1,10 @@
 """What a training step spends its time on beside cuBLAS, as Triton kernels:
 
-    activations      ELU and GELU
-    grouped product  rows sorted by group, each times its own matrix: a mixture of experts (kernels: fast/grouped.py)
-    layer norm       of each row, with a backward that sums over rows in a fixed order
-    attention        flash attention
-    cross-entropy    never writes a probability, puts the gradient where the logits were
-    matrix product   tiles, the order that shares L2, an activation while the tile is in registers
+    activations     ELU and GELU
+    layer norm      of each row, with a backward that sums over rows in a fixed order
+    attention       flash attention
+    cross-entropy   never writes a probability, puts the gradient where the logits were
+    matrix product  tiles, the order that shares L2, an activation while the tile is in registers
 
 Each section is a page to learn one kernel from: the math, the kernel with one tile size, the autograd function, and the
 bytes and FLOPs it should cost. Activations, layer norm and attention also have a reference whose backward is derived by
@@ -197,23 +196,6 @@ def elu(x):
 def gelu(x):
     """GELU in its tanh form, GPT-2's. Hendrycks & Gimpel (2016)."""
     return Map.apply(x, _gelu, _gelu_slope) if on_triton(x) else F.gelu(x, approximate="tanh")
-
-
-# ----------------------------------------------------------------------------------------------------- grouped product
-#
-# A mixture of experts multiplies each token by its expert's matrix. Rows of x come sorted by group, as many as `counts`
-# says. For row r of group e, and sums over the rows of e:
-#
-#     y_r = W_e x_r + b_e        dx_r = W_e^T dy_r        dW_e = sum of dy_r x_r^T        db_e = sum of dy_r
-#
-# A loop of products wants counts on the CPU, which then waits for the GPU, and small groups leave multiprocessors idle.
-# fast/grouped.py serves all groups by one launch.
-
-def grouped_reference(x, weight, bias, counts):
-    """A product for each group. Autograd gives groups without rows a gradient of zero."""
-    biases = [None] * len(weight) if bias is None else bias
-    groups = zip(x.split(counts.tolist()), weight, biases, strict=True)
-    return torch.cat([F.linear(rows, w, b) for rows, w, b in groups])
 
 
 # --------------------------------------------------------------------------------------------------------- layer norm
@@ -830,15 +812,6 @@ def matmul(a, b, function=None, tiles=(64, 64, 32, 8)):
 def linear(x, weight, bias=None):
     """x W^T + b for x (..., in), weight W (out, in), bias (out)."""
     return F.linear(x, weight, bias)
-
-
-def grouped_linear(x, weight, bias, counts):
-    """x W_e^T + b_e for x (R, in), its rows sorted by group e; weight W (E, out, in), bias (E, out) or None: (R, out).
-
-    counts: int64 (E), on x's device: how many rows each group has, zeros included; they must add up to R. All are in
-    one dtype. Deterministic.
-    """
-    return grouped_reference(x, weight, bias, counts)
 
 
 def tileable(x):

@@ -1,7 +1,7 @@
 """GPT-2 as one device would run it. Nothing here knows that there is more than one.
 
-The model is a list of pieces, embedding, blocks, head, and `forward` folds over it: that is what lets a pipeline cut it
-anywhere. Parameters carry GPT-2's own names ("h.3.attn.c_attn.weight"). Initial weights depend on the seed and the
+The model is a list of pieces, embedding, blocks, head, and `forward` calls one after the other: that is what lets a
+pipeline cut it anywhere. Its config makes its layers, so that a subclass of the config can make others. Parameters carry GPT-2's own names ("h.3.attn.c_attn.weight"). Initial weights depend on the seed and the
 parameter's name, on nothing else.
 
     python -m lessons sizes    parameters, FLOPs and training bytes of every preset
@@ -289,8 +289,8 @@ class Cache:
 def initial_weight(config, name, seed):
     """GPT-2's initial value of one parameter, float32 on the CPU: the same for this seed and name in every layout.
 
-    Matrices from N(0, 0.02). Those whose product is added to the residual stream, two a block, from
-    N(0, 0.02 / sqrt(2L)), because of 2L terms the variances add up: so the stream's does not grow with L.
+    Matrices from N(0, 0.02). Two products a block are added to the residual stream. The variances of these 2L terms
+    add up, so their matrices are from N(0, 0.02 / sqrt(2L)): then the stream's variance does not grow with L.
     """
     name = "wte.weight" if config.tied and name == "lm_head.weight" else name
     if each := config.stacked(name):

@@ -23,7 +23,6 @@ from theory.clock import split_pieces
 SWAPS = [  # (module, name there, what takes its place)
     (collectives, "make_link", links.fast_link),
     (kernels, "linear", linear.fast_linear),
-    (kernels, "grouped_linear", grouped.fast_grouped),
     (kernels, "LayerNorm", norm.TunedLayerNorm),
     (kernels, "tileable", attention.aligned),
     (kernels, "attention_forward", attention.tuned_attention_forward),
@@ -47,6 +46,7 @@ SWAPS = [  # (module, name there, what takes its place)
     (further_sequence, "scatter_tokens", sequence.scatter_in_place),
     (further_context, "RingAttention", context.TunedRing),
     (further_context, "going_round", context.going_round_ahead),
+    (further_experts, "grouped_linear", grouped.fast_grouped),
     (further_experts, "Experts", experts.FusedExperts),
     (further_expert_parallel, "visit", experts.visit_under_own_rows),
     (further_expert_parallel, "through_experts", experts.without_sorting),

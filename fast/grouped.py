@@ -1,7 +1,7 @@
 """One launch for the products of all experts.
 
-Takes the place of kernels.grouped_linear, whose loop makes the CPU wait for counts. 16 experts on an H200, forward: 683
-TFLOP/s, a loop of products 607.
+Takes the place of further/experts.py's grouped_linear, whose loop makes the CPU wait for counts. 16 experts on an H200,
+forward: 683 TFLOP/s, a loop of products 607.
 """
 
 import torch
@@ -9,7 +9,8 @@ from torch.autograd.function import once_differentiable
 
 import kernels
 from fast.linear import column_sums
-from kernels import _tile, dot, grouped_reference, programs_at_once, TensorDescriptor, tl, triton
+from further.experts import grouped_linear
+from kernels import _tile, dot, programs_at_once, TensorDescriptor, tl, triton
 
 
 # ----------------------------------------------------------------------------------------------------- grouped product
@@ -196,4 +197,4 @@ def fast_grouped(x, weight, bias, counts):
         check_grouped(x, weight, bias, counts)
         if tma_takes(x, weight) and weight.shape[1] % 8 == 0:  # dy's width
             return GroupedLinear.apply(x, weight, bias, counts.contiguous())
-    return grouped_reference(x, weight, bias, counts)
+    return grouped_linear(x, weight, bias, counts)

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import collectives as dist
-import kernels
-from further.experts import Experts
+from further import experts as mixture
 from further.sequence import Conjugate
 from parallel import Cut, groups_of, local_parameter, set_placement
 
@@ -35,7 +34,7 @@ class RowParallelExperts(nn.Module):
         self.zeros = first, out - first - self.bias.shape[1]  # how many before this rank's Nth, and behind it
 
     def forward(self, rows, counts):
-        return kernels.grouped_linear(rows, self.weight, F.pad(self.bias, self.zeros), counts)
+        return mixture.grouped_linear(rows, self.weight, F.pad(self.bias, self.zeros), counts)
 
 
 def between_f_and_g(experts, group, f, g):
@@ -127,7 +126,7 @@ def through_experts(mlps, rows, counts):
 
 def expert_parallel(module, group, same_experts):
     """Let each rank of the group keep E/N of a GPT's experts, in place. same_experts: their group."""
-    for experts in [part for part in module.modules() if isinstance(part, Experts)]:
+    for experts in [part for part in module.modules() if isinstance(part, mixture.Experts)]:
         for layer in (experts.c_fc, experts.c_proj):
             for param in cut_in_place(layer, Cut(group, 0)).parameters():
                 set_placement(param, average_over=same_experts, divide_by=dist.get_world_size(group))

@@ -9,6 +9,7 @@ further/expert_parallel.py lets ranks share them out.
 from dataclasses import asdict, dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import collectives as dist
@@ -126,6 +127,19 @@ def resized(config, **sizes):
     return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
 
 
+def grouped_linear(x, weight, bias, counts):
+    """A product for each expert: y_r = W_e x_r + b_e of each row r of expert e.
+
+    x (R, in), its rows sorted by expert; weight W (E, out, in), bias (E, out) or None: (R, out). counts: int64 (E), how
+    many rows each expert has, zeros included; they must add up to R. All are on one device, in one dtype.
+    Deterministic. An expert without rows has a gradient of zero. The loop wants counts on the CPU, which then waits for
+    the GPU, and small products leave multiprocessors idle: fast/grouped.py serves all experts by one launch.
+    """
+    biases = [None] * len(weight) if bias is None else bias
+    of_experts = zip(x.split(counts.tolist()), weight, biases, strict=True)
+    return torch.cat([F.linear(rows, w, b) for rows, w, b in of_experts])
+
+
 class StackedLinear(nn.Module):
     """A Linear of each expert, weight (E, out, in), bias (E, out): rows (n, in) -> (n, out).
 
@@ -139,7 +153,7 @@ class StackedLinear(nn.Module):
         set_placement(self.bias, decays=False)  # it is E vectors, so weight decay leaves it alone
 
     def forward(self, rows, counts):
-        return kernels.grouped_linear(rows, self.weight, self.bias, counts)
+        return grouped_linear(rows, self.weight, self.bias, counts)
 
 
 class Experts(nn.Module):

@@ -11,7 +11,8 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 import fast
 import kernels
-from fast import norm
+from fast import grouped as fast_grouped, norm
+from further import experts
 from kernels import HAVE_TRITON, tile_of
 from lessons.measure import off, patched, plain_rows
 from theory.memory import tensors_in
@@ -97,8 +98,8 @@ def grouped(size):
     rows, n_in, n_out = (16384, 1536, 6144) if size.large else (64, 16, 24)
     x, w, counts = size.random(rows, n_in), size.random(16, n_out, n_in), torch.tensor([rows // 16] * 16)
     flops, moved = 2 * rows * n_in * n_out, x.nbytes + w.nbytes + rows * n_out * x.itemsize
-    there, loop = counts.to(size.device), functools.partial(kernels.grouped_reference, bias=None, counts=counts)
-    yield Case("grouped product", lambda x, w: kernels.grouped_linear(x, w, None, there), loop, [x, w],
+    there, loop = counts.to(size.device), functools.partial(fast_grouped.grouped_linear, bias=None, counts=counts)
+    yield Case("grouped product", lambda x, w: experts.grouped_linear(x, w, None, there), loop, [x, w],
                (moved / x.nbytes, (moved + x.nbytes + w.nbytes) / x.nbytes), (flops, 2 * flops),
                {"cuBLAS, a loop": (loop, [x, w])})
 
@@ -147,7 +148,7 @@ def main():
     print(f"relative error against float64, {dtype}, of forward and of the worst gradient:\n"
           f"  {'':30} kernels.py           | fast/'s               | PyTorch's own")
     for case in itertools.chain(*(make(Size(torch.device(device), dtype, 1 << 12)) for make in CASES.values())):
-        with patched(plain_rows(kernels)):
+        with patched(plain_rows(kernels) + plain_rows(experts, "grouped_linear")):
             columns = [errors(case.ours, case.plain, case.inputs) if case.reference else []]
         with patched(fast.SWAPS):
             columns += [errors(some, case.plain, case.inputs) for some in (case.ours, case.plain)]

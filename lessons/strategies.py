@@ -21,7 +21,7 @@ from fast import attention, gloo, linear, nccl, norm, recorded, run
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
 from fast.pipeline import PatientStep
-from further import context, expert_parallel
+from further import context, expert_parallel, experts
 from further.experts import resized
 from further.schedules import SCHEDULES
 from lessons import peers
@@ -233,7 +233,7 @@ def pieces():
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
         "patience": [(PatientStep, "receive", PatientStep.post)],
         "ring": plain_rows(context),                                                # the reference's
-        "grouped": plain_rows(kernels, "grouped_linear"),                           # a product for each group
+        "grouped": plain_rows(experts, "grouped_linear"),                           # a product for each group
         "hiding": plain_rows(expert_parallel, "visit"),                             # all rows travel, then all compute
         "exchange": [(NodeLink, "_all_to_all_at_once", never), (NodeLink, "_by_one_kernel", never)]}
 

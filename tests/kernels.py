@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel, SDPBackend
 
-import fast
+import fast.grouped
+import further.experts
 import kernels
 import model
 from tests.pool import GPUS, close
@@ -65,7 +66,7 @@ def triton_kernels():
 def either_way(request, triton_kernels, monkeypatch):
     """By fast/, and by kernels.py alone: one tile size, nothing fused or padded."""
     for module, name, plain in fast.PLAIN if request.param == "plain" else ():
-        if module is kernels:
+        if module is kernels or name == "grouped_linear":
             monkeypatch.setattr(module, name, plain)
 
 
@@ -156,11 +157,11 @@ def plain_cross_entropy(z, targets):
 
 
 def grouped_linear(x, w, b=None, *, counts):
-    return kernels.grouped_linear(x, w, b, torch.tensor(counts, device=x.device))
+    return further.experts.grouped_linear(x, w, b, torch.tensor(counts, device=x.device))
 
 
 def plain_grouped(x, w, b=None, *, counts):
-    return kernels.grouped_reference(x, w, b, torch.tensor(counts))
+    return fast.grouped.grouped_linear(x, w, b, torch.tensor(counts))
 
 
 @torch.no_grad()
@@ -339,8 +340,8 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
             "packed attention takes qkv (B, T, 3, H, D), not (1, 5, 2, 2, 16)":
                 lambda: kernels.attention(random(1, 5, 2, 2, 16)),
             "(3, 4) torch.float32: needs (M, K) and (K, N)": lambda: kernels.matmul(x, x),
-            "x (3, 4), weight (2, 5, 3)": lambda: kernels.grouped_linear(x, random(2, 5, 3), None, three),
-            "weight torch.float64": lambda: kernels.grouped_linear(x, random(1, 5, 4).double(), None, three),
+            "x (3, 4), weight (2, 5, 3)": lambda: further.experts.grouped_linear(x, random(2, 5, 3), None, three),
+            "weight torch.float64": lambda: further.experts.grouped_linear(x, random(1, 5, 4).double(), None, three),
             "my own block has 8 bytes to be sent, 16 to be received":
                 lambda: exchange([(0, 8), (0, 0)], [(0, 16), (0, 0)]),
             "(4,) of torch.float64": AdamW([double]).step,
