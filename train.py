@@ -272,6 +272,13 @@ def stage_to_rank_of(config, layout):
     return parallel.place_stages(schedules()[layout.schedule], layout.pp, layout.virtual_stages, config.n_layer + 2)
 
 
+def over_nodes(group, groups):
+    """Let a group work in two levels where there are several nodes. groups: as for `two_levels`."""
+    if dist.node_of(dist.get_world_size() - 1) > 0:
+        from further.nodes import two_levels
+        two_levels(group, groups)
+
+
 def make_groups(mesh, layout, stage_to_rank, tied):
     """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
 
@@ -281,14 +288,13 @@ def make_groups(mesh, layout, stage_to_rank, tied):
     ep, same_experts  of `split_experts`, or None
     ends              the two ranks that keep a `tied` embedding, of the first and the last stage, else None
     """
-    from further.nodes import two_levels
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
-    two_levels(None, [range(mesh.size())])
+    over_nodes(None, [range(mesh.size())])
     groups.replicas, groups.between, groups.ends = groups.dp, None, None
     replicas, make = parallel.ranks_of_replicas(mesh), torch.distributed.new_subgroups_by_enumeration
     if layout.cp > 1:
         groups.replicas, _ = make(replicas.tolist())
-    two_levels(groups.replicas, replicas.tolist())  # they send most
+    over_nodes(groups.replicas, replicas.tolist())  # they send most
     groups.within = groups.replicas
     if layout.zero and layout.zero_within not in (None, layout.dp * layout.cp):
         groups.within, groups.between = parallel.groups_of(replicas.unflatten(1, (-1, layout.zero_within)))
