@@ -40,9 +40,7 @@ def in_layout_by(folder, *args, **options):
     for name in [*sys.modules]:
         if name.split(".")[0] in REFERENCE:
             del sys.modules[name]
-    layouts.dist, layouts.kernels, layouts.model, layouts.parallel = map(importlib.import_module, REFERENCE[:4])
-    layouts.train = importlib.import_module("train")
-    return layouts.in_layout(*args, **options)
+    return importlib.reload(layouts).in_layout(*args, **options)
 
 
 def factor(ours, theirs, tolerance):
