@@ -10,6 +10,7 @@ import inspect
 import itertools
 import math
 import pkgutil
+import re
 import sys
 import unittest.mock
 
@@ -357,127 +358,174 @@ def differences_in(pool, case, tolerances=(1e-10,), run=in_layout):
     return [differences(got, want, tolerance) for tolerance in tolerances for got in results]
 
 
-UNTIED, LONGER = "optimizer=adamw tied=0 ", "tokens=8 n_layer=3 "
-LAYOUTS = [  # subject, what one of these goes with, rows; without=X: in both programs, and wrong without X
-    ("data", [""], ["dp=1,4 micro_batches=2 tied=0 activation=elu", "dp=8", "dp=2 without=all_reduce_bucket"]),
-    # Micro-batches and replicas have few targets that count, or none: the loss is no mean of means.
-    ("holes", ["holes=1"], [
-        "dp=2 micro_batches=4 zero=0,1,2,3", "tp=3 n_head=6 n_embd=24",
-        "tp=2 pp=2 micro_batches=8 schedule=gpipe,zb-h1", "dp=2 tp=2 pp=2 micro_batches=2 sp=1 recompute=block",
-        "dp=2 cp=2 tokens=8 micro_batches=2 cp_kind=ring,ulysses", "dp=4 ep=2 experts=4 tokens=8 micro_batches=2",
-        "dp=1 micro_batches=8 without=mean_of_micro_batches", "pp=2 micro_batches=4 without=mean_of_micro_batches",
-        "dp=4 without=mean_of_replicas,ParallelGPT.weight_of_a_target", "cp=2 tokens=8 without=mean_of_replicas",
-        "tp=2 without=VocabParallelCrossEntropy.forward"]),
-    ("tensor", [""], [
-        "tp=4 micro_batches=2", "dp=2 tp=4 tied=0 activation=elu",
-        "tp=3 n_head=3 n_embd=24 inner=40",  # nor does it divide the vocabulary
-        "tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward,VocabParallelCrossEntropy.forward,clip_grad_norm_",
-        "dp=2 tp=2 without=clip_grad_norm_,all_reduce_bucket"]),
-    ("zero", ["tied=0 recompute=block micro_batches=2", "optimizer=adamw recompute=attention micro_batches=2"],
-     ["dp=1 zero=1,2,3", "dp=2 zero=2", "dp=4 zero=3", "dp=2 tp=2 zero=1,2,3"]),
-    ("zero", [""], [
-        "dp=2 zero=1 without=reduce_scatter_bucket,ShardedOptimizer.gather_weights",
-        "dp=2 zero=2 without=reduce_scatter_bucket,clip_grad_norm_",
-        "dp=2 zero=3 without=reduce_scatter_bucket,FlatParameter.begin_gather,clip_grad_norm_",
-        "dp=4 zero=1,2,3 zero_within=2 without=average_between"]),
-    # Nothing divides by 3: buckets are padded, and the padding stays out of norm and weights.
-    ("zero", ["dp=3 micro_batches=3 batch=9 n_head=3 n_embd=27 inner=40"],
-     ["zero=0 without=all_reduce_bucket", "zero=1,2,3 without=reduce_scatter_bucket"]),
-    # In two levels, of nodes of half the ranks; or ZeRO within two neighbours, replicas between.
-    ("nodes", ["optimizer=adamw two_levels=1"], [
-        "dp=4 node=2 micro_batches=2 zero=0,1,3", "dp=4 node=2 micro_batches=2 zero=1 zero_within=1",
-        "dp=4 node=2 micro_batches=2 zero=1,2,3 zero_within=2",
-        "dp=4 tp=2 node=4 zero=1,3 zero_within=2"]),
-    ("nodes", ["optimizer=adamw dp=4 pp=2 node=4 schedule=zb-h1 micro_batches=2 two_levels=0"],
-     ["zero=1", "zero=2,3 zero_within=2"]),
-    # More and fewer micro-batches than stages; five layers, which no p divides.
-    ("pipeline", ["n_layer=5"], [
-        "pp=2,3 schedule=gpipe micro_batches=2", "pp=4 schedule=gpipe micro_batches=8 tied=0",
-        "pp=3 schedule=1f1b,zb-h1 micro_batches=1", "pp=2,3 schedule=1f1b,zb-h1 micro_batches=2 tied=0",
-        "pp=4 schedule=1f1b,zb-h1 micro_batches=3 batch=24", "pp=4 schedule=1f1b,zb-h1 micro_batches=8"]),
-    ("pipeline", [""], ["pp=2 without=ParallelGPT.add_up_gradients,clip_grad_norm_",
-                        "pp=3 micro_batches=4 schedule=whole-0,whole-2,whole-0-1",
-                        "pp=2 micro_batches=4 schedule=in-turns",
-                        "dp=2 pp=2 micro_batches=4 schedule=in-turns zero=0,1,2,3"]),
-    ("pipeline", ["schedule=interleaved n_layer=7"], [
-        "pp=2 virtual_stages=3 micro_batches=8", "pp=3 virtual_stages=2 micro_batches=3 batch=24",
-        "pp=4 virtual_stages=2 micro_batches=8"]),
-    # Stages in a V: two on each rank, the first and the last on one.
-    ("pipeline", ["n_layer=6"], [
-        "pp=2,4 schedule=zb-v,v-half,v-min,dualpipe-v micro_batches=4", "dp=1 schedule=zb-v micro_batches=2",
-        "pp=2 schedule=dualpipe-v micro_batches=1 tied=0", "pp=3 schedule=zb-v,v-min micro_batches=8 tied=0",
-        "pp=3 schedule=dualpipe-v virtual_stages=2 micro_batches=8",
-        "dp=2 pp=2 schedule=zb-v micro_batches=2 zero=0,2,3",
-        "dp=2 pp=2 schedule=zb-v micro_batches=2 zero=1 without=ends_apart",
-        "dp=2 pp=2 schedule=dualpipe-v micro_batches=4 zero=1 without=reduce_scatter_bucket,clip_grad_norm_",
-        "dp=2 tp=2 pp=2 schedule=v-half micro_batches=4 sp=1 zero=3",
-        "cp=2 pp=2 schedule=v-min micro_batches=4 tokens=8",
-        "dp=2 pp=2 ep=2 schedule=v-half micro_batches=4 experts=4 tokens=8 zero=2"]),
-    ("pipeline", ["n_layer=4 micro_batches=4"], [
-        "dp=2 tp=2 pp=2", "dp=2 tp=2 pp=2 schedule=zb-h1 zero=3", "dp=2 pp=4 schedule=zb-h1",
-        "dp=2 pp=2 schedule=1f1b zero=1,3", "dp=2 pp=2 schedule=zb-h1 zero=1,2",
-        "dp=2 pp=2 schedule=1f1b zero=2 without=reduce_scatter_bucket",
-        "dp=2 pp=2 schedule=zb-h1 zero=3 without=reduce_scatter_bucket"]),
-    ("pipeline", [UNTIED + "n_layer=4 micro_batches=4"], [
-        "dp=2 pp=2 schedule=interleaved virtual_stages=2 zero=1,3", "tp=2 pp=4 recompute=block",
-        "dp=2 pp=2 schedule=gpipe zero=3 recompute=attention"]),
-    # Tokens are cut between the layers that tp cuts.
-    ("sequence", ["sp=1 n_layer=3"], [
-        "tp=2 micro_batches=2 schedule=zb-h1", "tp=5 n_head=5 n_embd=30 recompute=block",
-        "tp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4",
-        "tp=2 pp=4 schedule=zb-h1 micro_batches=2 recompute=attention",
-        "tp=2 tokens=8 without=gather_tokens,scatter_tokens,clip_grad_norm_,ParallelGPT.add_up_gradients",
-        "tp=2 micro_batches=2 forced=rows_in_place"]),
-    ("sequence", [UNTIED + "sp=1 n_layer=3"], [
-        "dp=2 tp=2 zero=1 micro_batches=2", "dp=2 tp=2 zero=2 micro_batches=2 recompute=attention",
-        "dp=2 tp=2 zero=3 micro_batches=2 recompute=block", "dp=2 tp=2 pp=2 zero=3 micro_batches=2",
-        "tp=2 pp=2 schedule=zb-h1 zero=1 micro_batches=4 without=scatter_tokens", "dp=4 tp=2 zero=2 zero_within=2"]),
-    # All tokens are cut, over cp.
-    ("context", [UNTIED + LONGER + "cp_kind=ring", LONGER + "cp_kind=ulysses"], [
-        "cp=2 tp=2 sp=1 recompute=attention micro_batches=2",
-        "cp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4"]),
-    ("context", [LONGER + "cp_kind=ring", UNTIED + LONGER + "cp_kind=ulysses"], [
-        "cp=4 zero=3", "dp=2 cp=2 zero=1 micro_batches=2",
-        "dp=2 cp=2 zero=2 zero_within=2 micro_batches=2 recompute=block",
-        "cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=4 without=reduce_scatter_bucket",
-        "dp=2 cp=2 tp=2 zero=2 sp=1",
-        "cp=2 tp=2 pp=2 schedule=zb-h1 zero=1 sp=1 micro_batches=2"]),
-    ("context", ["cp=2 tokens=8"], ["cp_kind=ring without=shift,all_reduce_bucket,sums_of_all_keys",
-                                    "cp_kind=ulysses without=heads_for_tokens,tokens_for_heads"]),
-    # Balanced after each step.
-    ("experts", ["experts=4 tokens=8 n_layer=3"], [
-        "dp=2 ep=2 micro_batches=2 experts=2 top_k=2", "dp=2 cp=2 ep=2 micro_batches=2",
-        "dp=2 tp=2 ep=2 micro_batches=2 bias=few", "dp=2 tp=2 ep=2 micro_batches=2 sp=1",
-        "dp=2 pp=2 ep=2 schedule=zb-h1 micro_batches=4"]),
-    ("experts", [UNTIED + "experts=4 tokens=8 n_layer=3"], [
-        "dp=2 zero=1", "dp=2 ep=2 zero=3 micro_batches=2 bias=few without=exchange",
-        "dp=2 ep=2 zero=2 bias=all top_k=1",
-        "dp=4 ep=2 zero=1 micro_batches=2 recompute=block bias=few",
-        "dp=4 ep=4 zero=1 micro_batches=2 bias=all", "dp=4 ep=2 zero=3 micro_batches=2 recompute=block",
-        "dp=4 ep=2 zero=2 zero_within=2 micro_batches=2 expert_every=2",
-        "dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3", "dp=2 pp=2 ep=2 zero=1 micro_batches=4 expert_every=2",
-        "dp=2 pp=2 ep=2 schedule=interleaved virtual_stages=2 zero=2 micro_batches=4",
-        "dp=4 tp=2 ep=4 zero=3 sp=1", "dp=4 cp=2 ep=2 zero=2 expert_every=3",
-        "dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 zero=1 sp=1 micro_batches=2"]),
-    ("experts", ["experts=4 tokens=8 n_layer=1"], [
-        "dp=2 ep=2 without=exchange,average_over_copies", "dp=4 ep=2 without=average_over_copies",
-        "steps=3 dp=2 ep=2 without=balance", "steps=3 dp=2 tp=2 ep=2 without=balance",
-        "tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward", "tp=2 sp=1 without=scatter_tokens",
-        "steps=3 tp=2 sp=1 without=balance"]),
-    ("experts", ["experts=4 tokens=8 n_layer=3 forced=under_own_rows"], [
-        "dp=2 ep=2 zero=3 recompute=block micro_batches=2 bias=few " + UNTIED, "dp=2 ep=2 bias=all top_k=1",
-        "dp=4 ep=4 zero=1 micro_batches=2 " + UNTIED, "dp=3 ep=3 experts=6 batch=6",
-        "dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 sp=1 micro_batches=2"]),
-]
+# Subjects, and what one of their rows goes with; their rows. without=X: in both programs, and wrong without X.
+LAYOUTS = """
+data
+    dp=1,4 micro_batches=2 tied=0 activation=elu
+    dp=8
+    dp=2 without=all_reduce_bucket
+# Micro-batches and replicas have few targets that count, or none: the loss is no mean of means.
+holes  holes=1
+    dp=2 micro_batches=4 zero=0,1,2,3
+    tp=3 n_head=6 n_embd=24
+    tp=2 pp=2 micro_batches=8 schedule=gpipe,zb-h1
+    dp=2 tp=2 pp=2 micro_batches=2 sp=1 recompute=block
+    dp=2 cp=2 tokens=8 micro_batches=2 cp_kind=ring,ulysses
+    dp=4 ep=2 experts=4 tokens=8 micro_batches=2
+    dp=1 micro_batches=8 without=mean_of_micro_batches
+    pp=2 micro_batches=4 without=mean_of_micro_batches
+    dp=4 without=mean_of_replicas,ParallelGPT.weight_of_a_target
+    cp=2 tokens=8 without=mean_of_replicas
+    tp=2 without=VocabParallelCrossEntropy.forward
+tensor
+    tp=4 micro_batches=2
+    dp=2 tp=4 tied=0 activation=elu
+    tp=3 n_head=3 n_embd=24 inner=40
+    tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward,VocabParallelCrossEntropy.forward,clip_grad_norm_
+    dp=2 tp=2 without=clip_grad_norm_,all_reduce_bucket
+zero  tied=0 recompute=block micro_batches=2  optimizer=adamw recompute=attention micro_batches=2
+    dp=1 zero=1,2,3
+    dp=2 zero=2
+    dp=4 zero=3
+    dp=2 tp=2 zero=1,2,3
+zero
+    dp=2 zero=1 without=reduce_scatter_bucket,ShardedOptimizer.gather_weights
+    dp=2 zero=2 without=reduce_scatter_bucket,clip_grad_norm_
+    dp=2 zero=3 without=reduce_scatter_bucket,FlatParameter.begin_gather,clip_grad_norm_
+    dp=4 zero=1,2,3 zero_within=2 without=average_between
+# Nothing divides by 3: buckets are padded, and the padding stays out of norm and weights.
+zero  dp=3 micro_batches=3 batch=9 n_head=3 n_embd=27 inner=40
+    zero=0 without=all_reduce_bucket
+    zero=1,2,3 without=reduce_scatter_bucket
+# In two levels, of nodes of half the ranks; or ZeRO within two neighbours, replicas between.
+nodes  optimizer=adamw two_levels=1
+    dp=4 node=2 micro_batches=2 zero=0,1,3
+    dp=4 node=2 micro_batches=2 zero=1 zero_within=1
+    dp=4 node=2 micro_batches=2 zero=1,2,3 zero_within=2
+    dp=4 tp=2 node=4 zero=1,3 zero_within=2
+nodes  optimizer=adamw dp=4 pp=2 node=4 schedule=zb-h1 micro_batches=2 two_levels=0
+    zero=1
+    zero=2,3 zero_within=2
+# More and fewer micro-batches than stages; five layers, which no p divides.
+pipeline  n_layer=5
+    pp=2,3 schedule=gpipe micro_batches=2
+    pp=4 schedule=gpipe micro_batches=8 tied=0
+    pp=3 schedule=1f1b,zb-h1 micro_batches=1
+    pp=2,3 schedule=1f1b,zb-h1 micro_batches=2 tied=0
+    pp=4 schedule=1f1b,zb-h1 micro_batches=3 batch=24
+    pp=4 schedule=1f1b,zb-h1 micro_batches=8
+pipeline
+    pp=2 without=ParallelGPT.add_up_gradients,clip_grad_norm_
+    pp=3 micro_batches=4 schedule=whole-0,whole-2,whole-0-1
+    pp=2 micro_batches=4 schedule=in-turns
+    dp=2 pp=2 micro_batches=4 schedule=in-turns zero=0,1,2,3
+pipeline  schedule=interleaved n_layer=7
+    pp=2 virtual_stages=3 micro_batches=8
+    pp=3 virtual_stages=2 micro_batches=3 batch=24
+    pp=4 virtual_stages=2 micro_batches=8
+# Stages in a V: two on each rank, the first and the last on one.
+pipeline  n_layer=6
+    pp=2,4 schedule=zb-v,v-half,v-min,dualpipe-v micro_batches=4
+    dp=1 schedule=zb-v micro_batches=2
+    pp=2 schedule=dualpipe-v micro_batches=1 tied=0
+    pp=3 schedule=zb-v,v-min micro_batches=8 tied=0
+    pp=3 schedule=dualpipe-v virtual_stages=2 micro_batches=8
+    dp=2 pp=2 schedule=zb-v micro_batches=2 zero=0,2,3
+    dp=2 pp=2 schedule=zb-v micro_batches=2 zero=1 without=ends_apart
+    dp=2 pp=2 schedule=dualpipe-v micro_batches=4 zero=1 without=reduce_scatter_bucket,clip_grad_norm_
+    dp=2 tp=2 pp=2 schedule=v-half micro_batches=4 sp=1 zero=3
+    cp=2 pp=2 schedule=v-min micro_batches=4 tokens=8
+    dp=2 pp=2 ep=2 schedule=v-half micro_batches=4 experts=4 tokens=8 zero=2
+pipeline  n_layer=4 micro_batches=4
+    dp=2 tp=2 pp=2
+    dp=2 tp=2 pp=2 schedule=zb-h1 zero=3
+    dp=2 pp=4 schedule=zb-h1
+    dp=2 pp=2 schedule=1f1b zero=1,3
+    dp=2 pp=2 schedule=zb-h1 zero=1,2
+    dp=2 pp=2 schedule=1f1b zero=2 without=reduce_scatter_bucket
+    dp=2 pp=2 schedule=zb-h1 zero=3 without=reduce_scatter_bucket
+pipeline  optimizer=adamw tied=0 n_layer=4 micro_batches=4
+    dp=2 pp=2 schedule=interleaved virtual_stages=2 zero=1,3
+    tp=2 pp=4 recompute=block
+    dp=2 pp=2 schedule=gpipe zero=3 recompute=attention
+# Tokens are cut between the layers that tp cuts.
+sequence  sp=1 n_layer=3
+    tp=2 micro_batches=2 schedule=zb-h1
+    tp=5 n_head=5 n_embd=30 recompute=block
+    tp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4
+    tp=2 pp=4 schedule=zb-h1 micro_batches=2 recompute=attention
+    tp=2 tokens=8 without=gather_tokens,scatter_tokens,clip_grad_norm_,ParallelGPT.add_up_gradients
+    tp=2 micro_batches=2 forced=rows_in_place
+sequence  optimizer=adamw tied=0 sp=1 n_layer=3
+    dp=2 tp=2 zero=1 micro_batches=2
+    dp=2 tp=2 zero=2 micro_batches=2 recompute=attention
+    dp=2 tp=2 zero=3 micro_batches=2 recompute=block
+    dp=2 tp=2 pp=2 zero=3 micro_batches=2
+    tp=2 pp=2 schedule=zb-h1 zero=1 micro_batches=4 without=scatter_tokens
+    dp=4 tp=2 zero=2 zero_within=2
+# All tokens are cut, over cp.
+context  optimizer=adamw tied=0 tokens=8 n_layer=3 cp_kind=ring  tokens=8 n_layer=3 cp_kind=ulysses
+    cp=2 tp=2 sp=1 recompute=attention micro_batches=2
+    cp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4
+context  tokens=8 n_layer=3 cp_kind=ring  optimizer=adamw tied=0 tokens=8 n_layer=3 cp_kind=ulysses
+    cp=4 zero=3
+    dp=2 cp=2 zero=1 micro_batches=2
+    dp=2 cp=2 zero=2 zero_within=2 micro_batches=2 recompute=block
+    cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=4 without=reduce_scatter_bucket
+    dp=2 cp=2 tp=2 zero=2 sp=1
+    cp=2 tp=2 pp=2 schedule=zb-h1 zero=1 sp=1 micro_batches=2
+context  cp=2 tokens=8
+    cp_kind=ring without=shift,all_reduce_bucket,sums_of_all_keys
+    cp_kind=ulysses without=heads_for_tokens,tokens_for_heads
+# Balanced after each step.
+experts  experts=4 tokens=8 n_layer=3
+    dp=2 ep=2 micro_batches=2 experts=2 top_k=2
+    dp=2 cp=2 ep=2 micro_batches=2
+    dp=2 tp=2 ep=2 micro_batches=2 bias=few
+    dp=2 tp=2 ep=2 micro_batches=2 sp=1
+    dp=2 pp=2 ep=2 schedule=zb-h1 micro_batches=4
+experts  optimizer=adamw tied=0 experts=4 tokens=8 n_layer=3
+    dp=2 zero=1
+    dp=2 ep=2 zero=3 micro_batches=2 bias=few without=exchange
+    dp=2 ep=2 zero=2 bias=all top_k=1
+    dp=4 ep=2 zero=1 micro_batches=2 recompute=block bias=few
+    dp=4 ep=4 zero=1 micro_batches=2 bias=all
+    dp=4 ep=2 zero=3 micro_batches=2 recompute=block
+    dp=4 ep=2 zero=2 zero_within=2 micro_batches=2 expert_every=2
+    dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3
+    dp=2 pp=2 ep=2 zero=1 micro_batches=4 expert_every=2
+    dp=2 pp=2 ep=2 schedule=interleaved virtual_stages=2 zero=2 micro_batches=4
+    dp=4 tp=2 ep=4 zero=3 sp=1
+    dp=4 cp=2 ep=2 zero=2 expert_every=3
+    dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 zero=1 sp=1 micro_batches=2
+experts  experts=4 tokens=8 n_layer=1
+    dp=2 ep=2 without=exchange,average_over_copies
+    dp=4 ep=2 without=average_over_copies
+    steps=3 dp=2 ep=2 without=balance
+    steps=3 dp=2 tp=2 ep=2 without=balance
+    tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward
+    tp=2 sp=1 without=scatter_tokens
+    steps=3 tp=2 sp=1 without=balance
+experts  experts=4 tokens=8 n_layer=3 forced=under_own_rows
+    dp=2 ep=2 zero=3 recompute=block micro_batches=2 bias=few optimizer=adamw tied=0
+    dp=2 ep=2 bias=all top_k=1
+    dp=4 ep=4 zero=1 micro_batches=2 optimizer=adamw tied=0
+    dp=3 ep=3 experts=6 batch=6
+    dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 sp=1 micro_batches=2
+"""
 
 
 def proofs():
     """(pool, subject, row, function without which it is wrong, or "") of all rows. What is compared is the same in both
     programs, so one of them, the reference, shows that it can be wrong."""
-    for subject, many, rows in LAYOUTS:
-        for common, row in itertools.product(many, rows):
-            row, _, without = f"{common} {row}".strip().partition(" without=")
-            for one in expanded(row):
+    subject, many = "", []
+    for line in re.findall("(?m)^[^#\n]+$", LAYOUTS):
+        if line[0] != " ":
+            subject, *many = re.split("  +", line)
+            continue
+        row, _, without = line.strip().partition(" without=")
+        for common in many or [""]:
+            for one in expanded(f"{common} {row}"):
                 yield from ((program, subject, one, "") for program in (BOTH if without else DEVICES))
                 yield from (("plain", subject, one, function) for function in filter(None, without.split(",")))
 
