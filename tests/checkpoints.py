@@ -22,7 +22,7 @@ import torch.distributed.run
 
 import collectives as dist
 import parallel
-from tests.pool import close, GPUS, HERE, on_cpus
+from tests.pool import close, GPUS, HERE, on_cpus, table
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, slow, start, TRAIN, trained)
 from safe.checkpoints import checkpoints, NUMBERS, open_checkpoint
@@ -46,23 +46,28 @@ def test_every_flag_that_decides_the_losses_is_known():
     assert flags == {*NUMBERS} | KNOWN_OTHERWISE | NO_LOSSES, "each must be in one of the three"
 
 
-SAME = [  # processes, flags, and flags of the second run alone
-    (2, "--dtype bf16", ""), (2, "--zero 1 --dtype bf16", ""), (4, "--tp 2 --zero 2 --dtype fp16", ""),
-    (2, "--zero 3 --dtype bf16", ""), (4, "--pp 2 --tp 2 --micro-batches 2 --schedule zb-h1", ""),
-    (2, "--tp 2 --vocab-size 259", ""),
-    (2, "--ep 2 --experts 4 --n-layer 2 --dtype fp64", "--eval-every 1 --recompute block")]
+# Processes, flags, and flags of the second run alone.
+SAME = """
+    2  --dtype bf16
+    2  --zero 1 --dtype bf16
+    4  --tp 2 --zero 2 --dtype fp16
+    2  --zero 3 --dtype bf16
+    4  --pp 2 --tp 2 --micro-batches 2 --schedule zb-h1
+    2  --tp 2 --vocab-size 259
+    2  --ep 2 --experts 4 --n-layer 2 --dtype fp64  --eval-every 1 --recompute block"""
 
 
-@pytest.mark.parametrize("size,flags,second", SAME)
-def test_resumed_run_is_the_same_to_the_bit(trained, tmp_path, size, flags, second):
+@pytest.mark.parametrize("row", table(SAME), ids=str)
+def test_resumed_run_is_the_same_to_the_bit(trained, tmp_path, row):
     """The newest checkpoint is lost, the same command goes on from the one before: same losses, same files, bit for
     bit."""
+    size, flags, *second = row
     flags = f"--steps 4 --save-every 2 --lr 0.01 --clip 0.5 --out OUT {flags} "
     trained(size, flags)
     want = end_of(tmp_path)
     assert [step for step, _ in want[1]] == [1, 2, 3, 4] and want[0] == 4
     shutil.rmtree(tmp_path / "step-00000004")
-    trained(size, flags + second)
+    trained(size, flags + "".join(second))
     assert end_of(tmp_path) == want
 
 

@@ -18,7 +18,7 @@ import torch
 import collectives as dist
 import fast
 import tests.pool
-from tests.pool import GPUS, forkserver, in_new_process, on_ranks
+from tests.pool import GPUS, forkserver, in_new_process, on_ranks, table
 from tests.refusals import refusal_of_layout
 from tests.runs import TINY, TORCHRUN, Ranks, command, log_of, processes
 import safe.launch
@@ -91,17 +91,22 @@ def test_processes_end_together(text, tmp_path, victim, how, code, launcher):
     assert victim != "rank" or "ended with exit code -9; all others were stopped" in run.printed()
 
 
-LEFT = [  # what the environment has, and how many processes that means, or what is refused
-    ({}, 1), ({"WORLD_SIZE": "", "RANK": ""}, 1), ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "3"}, 1),
-    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, 2),
-    ({"WORLD_SIZE": "2"}, "unset RANK and WORLD_SIZE"), ({"RANK": "1"}, "unset RANK and WORLD_SIZE"),
-    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "has RANK=2 and WORLD_SIZE=2"),
-    ({"RANK": "x", "WORLD_SIZE": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "unset RANK"),
-    ({"GLOO_SOCKET_IFNAME": "lo,no-such"}, "no-such is no network interface .* unset it")]
+# What the environment has, and how many processes that means, or what is refused.
+LEFT = """
+    nothing                                             1
+    WORLD_SIZE= RANK=                                   1
+    WORLD_SIZE=1 RANK=0 LOCAL_RANK=3                    1
+    RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1  2
+    WORLD_SIZE=2                                        unset RANK and WORLD_SIZE
+    RANK=1                                              unset RANK and WORLD_SIZE
+    RANK=2 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1  has RANK=2 and WORLD_SIZE=2
+    RANK=x WORLD_SIZE=1 MASTER_ADDR=here MASTER_PORT=1  unset RANK
+    GLOO_SOCKET_IFNAME=lo,no-such                       no-such is no network interface .* unset it"""
 
 
-@pytest.mark.parametrize("left, means", LEFT)
+@pytest.mark.parametrize("left, means", table(LEFT))
 def test_what_others_left_in_the_environment(left, means):
+    left = dict(re.findall(r"(\w+)=(\S*)", left))
     with patch.dict(os.environ, left, clear=True):
         if isinstance(means, str):
             with pytest.raises(BadInput, match=means):

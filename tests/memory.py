@@ -1,6 +1,5 @@
 """Memory is what the tables predict; 16-bit gradients; overflow."""
 
-import sys
 from functools import partial
 
 import pytest
@@ -16,7 +15,7 @@ import train
 from tests.data import stepped_by
 from tests.layouts import small_gpt, tokens_of
 from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks, table
-from tests.runs import TINY, parse
+from tests.runs import TINY, output_of, parse
 from fast.adamw import AdamW
 from fast.run import LeanGPT
 from further.schedules import SCHEDULES, zero_bubble_h1
@@ -27,21 +26,19 @@ from safe.flags import check_layout, model_config
 from safe.reports import measured_bytes, predicted_bytes
 
 
-def test_memory_table_is_the_lecture_s(monkeypatch, capsys):
+def test_memory_table_is_the_lecture_s():
     """16-bit weights, float32 gradients and masters: 2 + 4 + 12 bytes for each of 1.56 billion parameters, in GiB,
     divided by 8 stage by stage, but for some that stay whole at stage 3.
 
     (N-1)/N x K = 1,362,909,800 elements: ZeRO-0 sends 2 x 4 bytes for each, ZeRO-1 and 2 4 + 2. ZeRO-3 sends 4 + 2 x 2,
     less 2 for the last unit's 50,257 x 1,600 x 7/8."""
-    monkeypatch.setattr(sys, "argv", ["lessons", "memory", "--model", "gpt2-xl", "--dp", "8"])
-    main()
     assert """
 stage     parameters   gradients   optimizer     total      sent   sharded over dp
 ZeRO-0          2.90        5.80       17.41     26.11     10.15   nothing
 ZeRO-1          2.90        5.80        2.18     10.88      7.62   optimizer
 ZeRO-2          2.90        0.73        2.18      5.80      7.62   optimizer, gradients
 ZeRO-3          0.00        0.73        2.19      2.92     10.02   optimizer, gradients, parameters
-""" in capsys.readouterr().out
+""" in output_of(main, *"memory --model gpt2-xl --dp 8".split())
 
 
 def make_trainer(flags):
@@ -91,15 +88,15 @@ MEMORY = """
 """
 
 
-@pytest.mark.parametrize("bound, size, flags", [(float(row[0]), int(row[1]), row[2]) for row in table(MEMORY)])
+@pytest.mark.parametrize("bound, size, flags", [(float(row[0]), *row[1:3]) for row in table(MEMORY)])
 @on_ranks()
 def test_memory_is_what_is_predicted(text, bound, flags):
     """Activations alive after forward, and what outlives the step. On the CPU PyTorch keeps statistics of a bf16 layer
     norm in bf16. Else a loss, its weight and its gradient are on no list, 12 bytes."""
     if "triton" in flags:
         needs_kernels()
-    trainer = make_trainer(["--data", text, "--n-layer", "2", "--seq-len", "64", "--n-head", "2", "--n-embd", "32",
-                            "--batch-size", "2", "--kernels", "torch", *flags.split()])
+    sizes = "--n-layer 2 --seq-len 64 --n-head 2 --n-embd 32 --batch-size 2 --kernels torch"
+    trainer = make_trainer(f"--data {text} {sizes} {flags}".split())
     on_cpu = torch.get_default_device().type == "cpu"
     with torch.device("cpu"):
         trainer.step(0)

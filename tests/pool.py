@@ -291,8 +291,9 @@ def run_body(module, name, /, **parameters):
 
 
 def table(text):
-    """Its rows, split into cells where two or more spaces stand."""
-    return [re.split("  +", line.strip()) for line in text.strip().splitlines()]
+    """Its rows, split into cells where two or more spaces stand; whole numbers are numbers."""
+    rows = [re.split("  +", line.strip()) for line in text.strip().splitlines()]
+    return [[int(cell) if cell.isdigit() else cell for cell in row] for row in rows]
 
 
 def is_plain():

@@ -282,11 +282,9 @@ def heeded(words, remedy):
 def files(text, tmp_path_factory):
     """{word: path} of what rows name, in one folder."""
     folder = tmp_path_factory.mktemp("bad")
-    for name, experts, tokens in [("hf", 0, 256), ("bad_hf", 0, 256), ("experts", 2, 256), ("bad_experts", 2, 256),
-                                  ("large", 0, 400), ("large_half", 0, 400), ("no_shard", 0, 256),
-                                  ("no_index", 0, 256), ("no_size", 0, 256), ("long", 0, 256)]:
-        sizes = model.GPTConfig(tokens, 16 << 2 * (name == "long"), 1, 2, 16)
-        save(model.GPT(resized(sizes, experts=experts)), folder / name)
+    for name in "hf bad_hf experts bad_experts large large_half no_shard no_index no_size long".split():
+        sizes = model.GPTConfig(400 if "large" in name else 256, 64 if name == "long" else 16, 1, 2, 16)
+        save(model.GPT(resized(sizes, experts=2 * ("experts" in name))), folder / name)
     hand = [*LETTERS.values(), *map("".join, BY_HAND), END]
     for name, merges, tokens in [("hand", BY_HAND, hand), ("gaps", [], []),
                                  ("other_merges", [("z", "q")], hand), ("no_end", BY_HAND, hand[:-1]),
@@ -380,12 +378,12 @@ def refusal_of_layout(words, world, here):
     return ""
 
 
-VALUES = {"dp": range(9), "tp": range(1, 9), "pp": range(8), "cp": range(1, 5), "ep": range(1, 5), "experts": range(7),
-          "top-k": range(1, 6), "expert-every": range(1, 6), "n-layer": range(1, 9), "n-head": range(1, 7),
-          "n-embd": [12, 30, 128], "seq-len": [0, 1, 20, 66], "batch-size": range(17), "micro-batches": range(7),
-          "zero": range(4), "zero-within": range(1, 7), "schedule": train.schedules(), "virtual-stages": range(1, 5),
-          "cp-kind": ["ulysses"], "sp": [""], "cuda-graphs": ["on"], "kernels": ["triton"], "device": ["cuda"],
-          "lr": [0, "nan"], "min-lr": [1]}
+VALUES = """dp=0,1,2,3,4,5,6,7,8 tp=1,2,3,4,5,6,7,8 pp=0,1,2,3,4,5,6,7 cp=1,2,3,4 ep=1,2,3,4 experts=0,1,2,3,4,5,6
+    top-k=1,2,3,4,5 expert-every=1,2,3,4,5 n-layer=1,2,3,4,5,6,7,8 n-head=1,2,3,4,5,6 n-embd=12,30,128 seq-len=0,1,20,66
+    batch-size=0,1,2,3,4,6,8,12,15,16 micro-batches=0,1,2,3,4,5,6 zero=0,1,2,3 zero-within=1,2,3,4,5,6
+    virtual-stages=1,2,3,4 cp-kind=ulysses sp= cuda-graphs=on kernels=triton device=cuda lr=0,nan min-lr=1"""
+VALUES = {"schedule": [*train.schedules()]} | {
+    flag: values.split(",") for flag, values in (word.split("=") for word in VALUES.split())}
 
 
 def test_advice_on_drawn_layouts_leads_to_a_start(monkeypatch):
@@ -396,7 +394,7 @@ def test_advice_on_drawn_layouts_leads_to_a_start(monkeypatch):
     for _ in range(150):
         world, flags = draw.choice([1, 1, 1, 2, 3, 4, 6, 8]), draw.sample([*VALUES], draw.randint(1, 5))
         refusal = functools.partial(refusal_of_layout, world=world, here=draw.choice([world, max(1, world // 2)]))
-        words = " ".join(f"--{flag} {draw.choice([*VALUES[flag]])}" for flag in flags).split()
+        words = " ".join(f"--{flag} {draw.choice(VALUES[flag])}" for flag in flags).split()
         told = [refusal(words)]
         while told[-1]:
             assert len(told) < 15 and remedies(told[-1]), told

@@ -28,7 +28,7 @@ from tests.pool import HERE, forkserver
 
 # ------------------------------------------------------------------------------------------------------------- training
 
-TINY = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--seq-len", "16", "--batch-size", "8", "--log-every", "1"]
+TINY = "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 8 --log-every 1".split()
 
 
 @pytest.fixture(scope="session")
@@ -210,7 +210,7 @@ def start(text, tmp_path):
     return begin
 
 
-TRAIN = TINY + ["--device", "cpu", "--eval-every", "0", "--sample", "0"]
+TRAIN = TINY + "--device cpu --eval-every 0 --sample 0".split()
 
 
 def end_of(run):

@@ -19,7 +19,7 @@ import model
 import parallel
 import theory.speed
 import train
-from tests.pool import close
+from tests.pool import close, table
 from tests.refusals import heed, refusal_of_layout
 from tests.runs import log_of, parse, printed_by, run_training, trained
 from further.schedules import zero_bubble_h1
@@ -57,12 +57,18 @@ def plain_log(text):
     return steps, losses, list(net.parameters())
 
 
-LAYOUTS = [  # processes, flags; walls.py has others
-    (1, ""), (2, "--tp 2 --comm ring"), (2, "--tp 2 --comm torch"), (2, "--dp 2 --zero 1"),
-    (4, "--dp 2 --tp 2 --zero 3"), (4, "--dp 2 --pp 2 --schedule zb-h1"), (3, "--pp 3")]
+# Processes, flags; walls.py has others.
+LAYOUTS = """
+    1  --dp 1
+    2  --tp 2 --comm ring
+    2  --tp 2 --comm torch
+    2  --dp 2 --zero 1
+    4  --dp 2 --tp 2 --zero 3
+    4  --dp 2 --pp 2 --schedule zb-h1
+    3  --pp 3"""
 
 
-@pytest.mark.parametrize("size, layout", LAYOUTS)
+@pytest.mark.parametrize("size, layout", table(LAYOUTS))
 def test_every_layout_logs_the_same_losses(trained, plain_log, tmp_path, size, layout):
     """10 steps in float64 with micro-batches, evaluation, sample and saved model; AdamW, clipping and schedule as users
     get them."""

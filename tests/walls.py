@@ -28,11 +28,11 @@ from tests.collectives import (
     test_bytes_sent_are_the_formulas, test_collective_equals_library, test_point_to_point)
 from tests.kernels import random
 from tests.layouts import arguments_of, case_of, in_layout
-from tests.pool import HERE, close, in_new_process, on_cpus, on_ranks
+from tests.pool import HERE, close, in_new_process, on_cpus, on_ranks, table
 from tests.runs import log_of, start, trained
 
-ROOMS = ["collectives", "kernels", "model", "parallel", "further", "train", "theory", "safe", "fast", "lessons",
-         "bench", "tests", "test_all"]  # a later one may import any earlier one at its top
+# A later one may import any earlier one at its top.
+ROOMS = "collectives kernels model parallel further train theory safe fast lessons bench tests test_all".split()
 REFERENCE = tuple(ROOMS[:6])
 CORE = tuple(room for room in REFERENCE if room != "further")
 
@@ -62,12 +62,19 @@ def test_the_reference_s_collectives_alone_pass(plain_pool, test, arguments):
     test(plain_pool, **arguments)
 
 
-PROGRAMS = [  # processes, flags, which of the reference's files there are
-    (1, "", REFERENCE), (4, "--dp 2 --tp 2 --sp --zero 2", REFERENCE),
-    (4, "--cp 2 --dp 2 --ep 2 --experts 4", REFERENCE), (4, "--zero 3 --zero-within 2", REFERENCE),
-    (2, "--pp 2 --schedule interleaved --virtual-stages 2", REFERENCE), (2, "--pp 2 --schedule zb-v", REFERENCE),
-    (2, "--dtype bf16 --zero 1", REFERENCE), (2, "--dtype fp16 --zero 3", REFERENCE),
-    (2, "--dp 2 --zero 1", CORE), (2, "--tp 2", CORE), (2, "--pp 2", CORE)]
+# Processes, flags, whether further/ is there, too.
+PROGRAMS = """
+    1  --dp 1                                         further
+    4  --dp 2 --tp 2 --sp --zero 2                    further
+    4  --cp 2 --dp 2 --ep 2 --experts 4               further
+    4  --zero 3 --zero-within 2                       further
+    2  --pp 2 --schedule interleaved --virtual-stages 2  further
+    2  --pp 2 --schedule zb-v                         further
+    2  --dtype bf16 --zero 1                          further
+    2  --dtype fp16 --zero 3                          further
+    2  --dp 2 --zero 1
+    2  --tp 2
+    2  --pp 2"""
 
 
 def copy_reference(rooms, folder):
@@ -90,13 +97,13 @@ def reference_in(tmp_path_factory):
 
 
 @on_cpus
-@pytest.mark.parametrize("size, flags, rooms", PROGRAMS)
-def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(start, trained, tmp_path, reference_in, size, flags,
-                                                                   rooms):
+@pytest.mark.parametrize("row", table(PROGRAMS), ids=str)
+def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(start, trained, tmp_path, reference_in, row):
+    size, flags, *further = row
     tolerance = 1e-3 if "--dtype" in flags else 1e-10
     keys = ["step", "loss", "grad_norm", "lr"] + ["load_max", "load_entropy"] * ("--experts" in flags)
     flags = f"--n-layer 2 --steps 3 --micro-batches 2 --dtype fp64 {flags} --out OUT/"
-    printed = start(flags + "plain", size, folder=reference_in(rooms)).said()
+    printed = start(flags + "plain", size, folder=reference_in(REFERENCE if further else CORE)).said()
     trained(size, flags + "whole")
     plain, whole = (log_of(tmp_path / name, *keys) for name in ("plain", "whole"))
     assert "mode     plain" in printed and len(plain) == 3 and close(plain, whole, tolerance)
