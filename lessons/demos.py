@@ -17,7 +17,9 @@ from further.expert_parallel import split_experts
 from further.experts import count_of_each, ExpertsConfig
 from further.schedules import SCHEDULES
 from lessons import kernels as errors, pages, puzzles
+from lessons.hardware import demo_machine
 from lessons.measure import of_all_ranks, off, patched, readable, say, traffic_of
+from lessons.overlap import demo_overlap
 from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
 import safe
@@ -25,6 +27,7 @@ from safe import launch
 from safe.flags import BadInput, dashed, Parser, refuse, Settings
 from theory.clock import bubble, draw, simulate
 from theory.memory import activation_bytes, memory_bytes
+from theory.speed import MACHINES
 from theory.traffic import messages_of_buckets, sent
 
 
@@ -386,6 +389,7 @@ def positive(text):
 
 DEMOS = {  # name: (function, {flag: what it is if left out})
     "sizes": (demo_sizes, {}),
+    "machine": (demo_machine, {"model": "gpt2-xl", "machine": "h100"}),
     "kernels": (errors.main, {}),
     "collectives": (demo_collectives, {"ranks": 4}),
     "memory": (demo_memory, {"model": "gpt2-xl", "dp": 8}),
@@ -395,6 +399,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
+    "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
     "pages": (pages.pages, {"out": "runs/site"})}
 ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts  # each rank is a process and runs the demo
 
@@ -407,7 +412,7 @@ def main():
         lesson.set_defaults(demo=demo)
         for flag, default in flags.items():
             kind = positive if isinstance(default, int) else str
-            choices = list(PRESETS) if flag == "model" else None
+            choices = {"model": list(PRESETS), "machine": list(MACHINES)}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices)
     puzzles.add_to(lessons)
     try:

@@ -169,7 +169,7 @@ def inline(text, module=""):
 
     text = html.escape(text, quote=False).replace("&lt;br&gt;", "<br>").replace("\\_", "_")
     text = re.sub(r"\[([^]]*)\]\((?:docs/)?reading\.md(#[^)]*)\)", r'<a href="reading.html\2">\1</a>', text)
-    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"\[([^]()]*)\]\([^)]*\)", r"\1", text)  # but not a kernel[(7,)](...)
     text = re.sub(r"`([^`]+)`|\b((?:further/)?\w+\.py)\b", linked, text)
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
 

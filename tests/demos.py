@@ -16,6 +16,18 @@ SHOWN = [
         "v-min: idle 5.5 by the formula | 5.5 simulated", "dualpipe-v: idle 1.5 by the formula | 1.5 simulated",
         "1f1b: idle 9 by the formula | 9 simulated, bubble 27 % of 33; peak activations 4 3 2 1",
         "zb-h1: idle 3 by the formula | 3 simulated", "rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0")),
+    # 32 threads read 128 bytes, 4 sectors of 32; a product's ridge is 650 TFLOP/s over 2.8 TB/s
+    *(("machine", 1, shown) for shown in (
+        "4 sectors, 100.0% of", "stride 8                          32 sectors, 12.5% of",
+        "stride 33                         passes: 1 ",
+        "thread % 4                        4.00", "warp % 4                          1.00",
+        "133 programs                      waves: 2, the last one 0.8% full", "tiles: 7, the last one 25.0% full",
+        "256 x 128 outputs                 0.012", "the ridge is at 232", "2.0 FLOPs a byte: memory",
+        "256.0 FLOPs a byte: comp")),
+    # 4 bytes x 7/8 / (2 x 8192) x 710e12 / 330e9; 2 bytes x 7 / (6 x 1600) and 2 x 8 / (24 x 1600 x 48), times the same
+    *(("overlap", 1, shown) for shown in (
+        "0.460     3.370                      1.79e+08", "0.230     1.685", "3.138    23.009", "0.019     0.137",
+        "cp, ring: hidden from 2,894", "Of 27 ms of traffic 6 show")),
     # The next unit is gathered under this one, and waited for when it computes; the last one stays whole, because
     # backward begins with it.
     ("fsdp", 2, """

@@ -21,7 +21,7 @@ from further.schedules import SCHEDULES, zero_bubble_h1
 from safe.flags import check_layout, Settings
 from theory.clock import simulate
 from theory.memory import needed_bytes
-from theory.speed import mfu, mfu_note, predict, ring_hides, stage_seconds
+from theory.speed import matrices, mfu, mfu_note, operations, passes, predict, ring_hides, stage_seconds
 
 EVEN = model.GPTConfig(256, 1024, 30, 16, 2048)
 XL = model.PRESETS["gpt2-xl"]
@@ -120,6 +120,13 @@ def test_a_ring_hides_where_the_bytes_take_as_long_as_the_flops(dtype, width):
     hidden = ring_hides(flops, link, parallel.DTYPES[dtype])
     for tokens, sent, products in zip(hidden, (2 * width, 2 * width + 8), (2, 5)):
         assert close(sent * tokens / link, products * tokens**2 / flops)
+
+
+def test_operations_move_and_compute_what_the_planner_counts():
+    flops, moved = ({name: pair[i] for name, pair in operations(XL, 64).items()} for i in (0, 1))
+    products = flops["q, k, v"] + flops["projection"] + flops["MLP, up"] + flops["MLP, down"]
+    assert products == 2 * 64 * sum(matrices(XL))
+    assert 2 * moved["layer norm"] + 2 * moved["x + y"] + moved["GELU"] == 2 * 64 * passes(XL)[0]
 
 
 def test_mfu_of_long_sequences_counts_what_the_mask_leaves():

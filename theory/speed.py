@@ -117,11 +117,34 @@ def passes(config, tp=1, sp=False, ep=1, routed=False):
     return 10 * own + 2 * inner + more, 16 * own + 3 * inner + more, 2 * own + 3 * c / tp + inner
 
 
+def matrices(config, tp=1):
+    """(attention's, an MLP's): elements of a block's matrices on one of tp ranks."""
+    return 4 * config.n_embd**2 / tp, 2 * config.n_embd * config.hidden / tp
+
+
+def operations(config, tokens, width=2):
+    """{operation of a block, then of the head: (FLOPs, the fewest bytes that it reads and writes)}, forward of so many
+    tokens in numbers of `width` bytes. FLOPs of what is no product are counted off kernels.py; of the scores those that
+    the mask leaves."""
+    c, hidden, v = config.n_embd, config.hidden, config.vocab_size
+
+    def product(n_in, n_out):
+        return 2 * tokens * n_in * n_out, width * (tokens * (n_in + n_out) + n_in * n_out)
+
+    def numbers(flops, moved, count):
+        return flops * tokens * count, width * moved * tokens * count
+
+    return {"layer norm": numbers(8, 2, c), "q, k, v": product(c, 3 * c),
+            "attention": numbers(2 * config.seq_len, 4, c), "projection": product(c, c), "x + y": numbers(1, 3, c),
+            "MLP, up": product(c, hidden), "GELU": numbers(8, 2, hidden), "MLP, down": product(hidden, c),
+            "head": product(c, v), "cross-entropy": numbers(4, 1, v)}
+
+
 def block_seconds(config, s, machine, routed):
     """(F, I, W): seconds that the GPU computes in one block for one micro-batch. routed: the block has experts."""
-    c, (narrow, wide), tokens = config.n_embd, widths(s), tokens_of(config, s)
+    (narrow, wide), tokens = widths(s), tokens_of(config, s)
     met, here = (config.top_k, config.experts // s.ep) if routed else (1, 1)  # MLPs: a token's, this rank's
-    attention, mlp = 4 * c * c / s.tp, 2 * c * config.hidden / s.tp
+    attention, mlp = matrices(config, s.tp)
     product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
     f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp, s.ep, routed))
@@ -172,6 +195,28 @@ def ring_hides(flops, link, dtype):
     """
     narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
     return 2 * narrow / 2 * flops / link, (2 * narrow + 2 * wide) / 5 * flops / link
+
+
+def overlaps(config, tokens, n, narrow=2, wide=4):
+    """{strategy: (bytes that a rank sends, FLOPs of the products beside it)}, with n ranks and `tokens` on each.
+
+    Traffic can hide if bytes / W <= FLOPs / F, for links of W bytes/s and products of F FLOP/s. With weights of
+    `narrow` bytes, gradients of `wide` bytes and an MLP of 4C the ratios are:
+
+        dp                 gradients, under backward                wide (N-1)/N / (2 tokens)             F/W
+        ZeRO-3, forward    weights, under the block before          narrow (N-1)/N / (2 tokens)           F/W
+        ZeRO-3, backward   weights, gradients, under one block      (narrow + wide) (N-1)/N / (4 tokens)  F/W
+        tp                 two all-reduces, by a block's products   narrow (N-1) / (6C)                   F/W
+        pp                 activations, under a stage of L/N        narrow N / (24 C L)                   F/W
+
+    K cancels in the first three, tokens in the last two.
+    """
+    k, x = int(sum(matrices(config))), tokens * config.n_embd
+    gather, scatter = sent(HALVES[1], k, narrow, n, 0), sent(HALVES[0], k, wide, n, 0)
+    return {"dp": (2 * scatter, 4 * k * tokens), "ZeRO-3, forward": (gather, 2 * k * tokens),
+            "ZeRO-3, backward": (gather + scatter, 4 * k * tokens),
+            "tp": (2 * sent("all_reduce", x, narrow, n, 0), 2 * k * tokens / n),
+            "pp": (sent("isend", x, narrow, 2, 0), 2 * k * tokens * config.n_layer / n)}
 
 
 def context_seconds(config, s, machine, blocks, spent):
