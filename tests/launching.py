@@ -53,8 +53,8 @@ ENDS = [  # what ends, by which signal, exit code, whether ranks are copies of t
 
 
 def left_of(pids):
-    """Those of these processes that have not ended after 20 seconds, and that now do."""
-    deadline = time.time() + 20
+    """Those of these processes that have not ended after a minute, and that now do."""
+    deadline = time.time() + 60
     while (left := {*pids} & {*processes()}) and time.time() < deadline:
         time.sleep(0.01)
     for pid in left:
@@ -85,7 +85,7 @@ def test_processes_end_together(text, tmp_path, victim, how, code, launcher):
         run.since = os.path.getsize(run.log)
         run.wait_for("\nstep ")
     os.kill(ranks[-1] if victim == "rank" else pid, how)
-    assert not left_of([pid, *ranks]) and run.end(20) == [code], run.printed()
+    assert not left_of([pid, *ranks]) and run.end() == [code], run.printed()
     assert how not in (signal.SIGTERM, signal.SIGHUP) or checkpoints(tmp_path) and f"{how.name}: the" in run.printed()
     assert how != signal.SIGINT or "Traceback" not in run.printed()
     assert victim != "rank" or "ended with exit code -9; all others were stopped" in run.printed()
@@ -164,7 +164,7 @@ def meet_and_stay(pipe):
     fast.on()
     dist.initialize("cpu", 60)
     pipe.send(os.getpid())
-    time.sleep(60)
+    time.sleep(300)
 
 
 def start_ranks_and_stay(pipe):
@@ -176,7 +176,7 @@ def start_and_stay(stay, pipe):
     """A launcher whose one rank, which PyTorch has not made, does as `stay` says."""
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     multiprocessing.get_context("fork").Process(target=stay, args=(pipe,)).start()
-    time.sleep(60)
+    time.sleep(300)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -186,7 +186,7 @@ def test_a_killed_launcher_leaves_no_rank_behind(stay):
     pipe, theirs = multiprocessing.Pipe()
     launcher = forkserver().Process(target=start_and_stay, args=(stay, theirs))
     launcher.start()
-    rank = pipe.recv() if pipe.poll(60) else None
+    rank = pipe.recv() if pipe.poll(200) else None
     launcher.kill()
     assert rank and not left_of([rank])
 

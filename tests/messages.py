@@ -192,21 +192,21 @@ def test_ranks_that_call_different_things_hear_of_it():
         with served_by(GlooLink), pytest.raises(PeerError, match=says):
             calls[mine]()
     for mine in [*calls][:2], [*calls][::2], [*calls][::3]:
-        dist.use(group := dist.new_group(timeout=timedelta(seconds=0.3)), "ring")
-        with pytest.raises(PeerError, match="Timed out waiting 300ms"):
+        dist.use(group := dist.new_group(timeout=timedelta(seconds=0.5)), "ring")
+        with pytest.raises(PeerError, match="Timed out waiting 500ms|Connection closed by peer"):  # which was earlier
             calls[mine[rank]](group)
 
 
-@pytest.mark.parametrize("silent,says", [(0, "Connection closed by rank 1 of the group"),
-                                         (0.5, "nothing arrived for 0.2 s")])
+@pytest.mark.parametrize("silent,seconds,says", [(False, 60, "Connection closed by rank 1 of the group"),
+                                                 (True, 0.2, "nothing arrived for 0.2 s")])
 @on_ranks(2)
-def test_message_of_a_lost_or_silent_peer_is_named(silent, says):
+def test_message_of_a_lost_or_silent_peer_is_named(silent, seconds, says):
     needs_mailboxes()
     with served_by(GlooLink):
         dist.barrier()
         if dist.get_rank() == 0:
-            with (unittest.mock.patch.dict(safe.launch.waits, timeout=0.2),
+            with (unittest.mock.patch.dict(safe.launch.waits, timeout=seconds),
                   pytest.raises(PeerError, match=f"^all_reduce in a group of 2: {says}$")):
                 dist.all_reduce(torch.ones(3))
-        else:
-            time.sleep(silent)
+        if silent:
+            torch_dist.barrier()  # until rank 0 has heard of it

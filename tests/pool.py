@@ -189,7 +189,7 @@ class Pool:
                                                   args=(rank, size, device_type, self.store.port, theirs, plain)))
             self.processes[-1].start()
 
-    def run(self, function, *args, timeout=300 if GPUS else 60, again=True, **options):  # there, kernels compile first
+    def run(self, function, *args, timeout=300 if GPUS else 200, again=True, **options):  # there, kernels compile first
         """Results in rank order. The first rank's exception fails the test; silence breaks the pool, which starts anew.
 
         again: where gloo could not connect its processes, which on loaded machines happens once in many thousand

@@ -174,13 +174,13 @@ class Ranks:
             file.seek(self.since)
             return file.read()
 
-    def wait_for(self, text, timeout=60):
+    def wait_for(self, text, timeout=200):
         deadline = time.time() + timeout
         while text not in self.printed():
             assert time.time() < deadline and any(p.is_alive() for p in self.processes), self.printed()
             time.sleep(0.02)
 
-    def end(self, timeout=150):
+    def end(self, timeout=200):
         """Their exit codes, which must come within `timeout` seconds."""
         deadline = time.time() + timeout
         for p in self.processes:
