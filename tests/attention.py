@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import types
-import unittest.mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,18 +15,18 @@ import fast.attention
 import kernels
 from fast.attention import specialized_takes, tuned_attention_forward
 from tests.kernels import plain_attention, random, triton_kernels  # noqa: F401
-from tests.pool import GPUS, HERE, close
+from tests.pool import close, GPUS, HERE, parametrize
 
 
 @pytest.mark.skipif(not GPUS or torch.cuda.get_device_capability()[0] != 9, reason="for Hopper GPUs")
-@pytest.mark.parametrize("Tq,Tk,is_causal", [(128, 128, True), (128, 128, False), (384, 384, True), (256, 1024, True),
+@parametrize("Tq,Tk,is_causal", [(128, 128, True), (128, 128, False), (384, 384, True), (256, 1024, True),
                                              (1024, 256, False), (2048, 2048, True), (4096, 4096, False)])
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@parametrize("D", [64, 128])
+@parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_flash_attention_by_specialized_warps(Tq, Tk, is_causal, D, dtype, triton_kernels, monkeypatch):
     """One tile a program and many, one block of keys and many, strides of qkv and of heads apart. New memory holds NaN,
     so whatever is not written shows."""
-    specialized = unittest.mock.Mock(wraps=fast.attention.specialized_attention_forward)
+    specialized = Mock(wraps=fast.attention.specialized_attention_forward)
     monkeypatch.setattr(fast.attention, "specialized_attention_forward", specialized)
     for B, H in (1, 1), (3, 5), (2, 20):
         q, k, v = (random(B, T, H, D, dtype=dtype).transpose(1, 2) for T in (Tq, Tk, Tk))
@@ -118,7 +118,7 @@ def test_specialized_attention_takes_whole_tiles_alone(monkeypatch):
         assert not takes(*refused), refused
 
 
-@pytest.mark.parametrize("Tq, Tk, is_causal, costs, heads, together", [
+@parametrize("Tq, Tk, is_causal, costs, heads, together", [
     (1024, 1024, True, range(2, 10), 200, 64), (128, 128, True, [2], 7, 3), (2**14, 2**14, True, range(2, 130), 16, 4),
     (256, 512, True, [4, 5], 6, 3), (256, 512, False, [5, 5], 6, 3)])
 def test_attention_schedule_hands_out_each_tile_once(Tq, Tk, is_causal, costs, heads, together):

@@ -6,7 +6,6 @@ import json
 from unittest.mock import Mock, patch
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as torch_dist
 
@@ -18,7 +17,7 @@ import parallel
 import model
 from tests.collectives import nodes_of
 from tests.kernels import GPUS, KERNEL_DEVICE
-from tests.pool import close, on_cpus, on_ranks
+from tests.pool import close, on_cpus, on_ranks, parametrize
 from tests.runs import output_of, parse, ran
 from further.experts import ExpertsConfig
 from lessons import gpu, peers, strategies
@@ -90,7 +89,7 @@ TRAFFIC = """
     --dp 2 --cp 2 --experts 4 --ep 2 --zero 2"""
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_bytes_of_every_strategy_are_the_formulas():
     """In a second step; small tensors in log2 rounds, others in rings. Step 0 would also measure memory."""
@@ -132,7 +131,7 @@ def bench_rows(tmp_path, *words):
     return found, printed
 
 
-@pytest.mark.parametrize("size,nodes", [(2, 0), (5, 0), (8, 0), (4, 2), (8, 2)])
+@parametrize("size,nodes", [(2, 0), (5, 0), (8, 0), (4, 2), (8, 2)])
 @on_ranks()
 def test_bytes_of_every_collective_are_the_formulas(nodes):
     """An all-reduce's in rings and in log2 rounds. nodes: in two levels, nodes of so many ranks; 0: in one."""
@@ -253,7 +252,7 @@ def test_line_through_times_is_found():
     assert np.allclose(fit(messages, sizes, 3e-5 * messages + sizes / 2e11), (3e-5, 2e11))
 
 
-@pytest.mark.parametrize("device, fewer", [  # a lesson, a way, and how many times fewer bytes that moves
+@parametrize("device, fewer", [  # a lesson, a way, and how many times fewer bytes that moves
     ("cpu", {("precision", "bfloat16"): 2}), (KERNEL_DEVICE, {("fusion", "ours"): 7, ("elu", "ours"): 8.5 / 2})])
 def test_bench_lessons(monkeypatch, tmp_path, request, device, fewer):
     """On a CPU all that needs no Triton."""
@@ -271,7 +270,7 @@ def test_bench_lessons(monkeypatch, tmp_path, request, device, fewer):
     assert fewer.items() <= found.items() and 1.5 < found.get(("eight-bits", "8 bits"), 1.6) < 2  # tiny rows count
 
 
-@pytest.mark.parametrize("rows, width, out", [(1, 64, 64), (8, 300, 70), (16, 520, 33)])
+@parametrize("rows, width, out", [(1, 64, 64), (8, 300, 70), (16, 520, 33)])
 def test_weights_of_eight_bits_are_off_by_half_a_step(rows, width, out, triton_kernels):
     """At most, each of them; the product is as near that of these weights as 16 bits allow.
     (In fp16 on a CPU, because Triton's interpreter does not round to bf16.)"""

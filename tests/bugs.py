@@ -9,11 +9,10 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 import torch
 
 from tests import layouts
-from tests.pool import HERE, close
+from tests.pool import close, HERE, parametrize
 from tests.puzzles import ranks
 from tests.walls import REFERENCE, copy_reference
 
@@ -78,7 +77,7 @@ def symptom(results, want, tolerance):
     return "; ".join(said)
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.thread)
+@parametrize("bug", BUGS, ids=lambda bug: bug.thread)
 def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
     """Without it test_layout_equals_one_process is green, which has the same row."""
     copy_reference(REFERENCE, tmp_path)

@@ -23,7 +23,7 @@ import torch.distributed.run
 import collectives as dist
 import fast.run
 import parallel
-from tests.pool import close, GPUS, HERE, on_cpus, table
+from tests.pool import close, GPUS, HERE, on_cpus, parametrize, table
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, slow, start, TRAIN, trained)
 from safe.checkpoints import checkpoints, NUMBERS, open_checkpoint
@@ -58,7 +58,7 @@ SAME = """
     2  --ep 2 --experts 4 --n-layer 2 --dtype fp64  --eval-every 1 --recompute block"""
 
 
-@pytest.mark.parametrize("row", table(SAME), ids=str)
+@parametrize("row", table(SAME), ids=str)
 def test_resumed_run_is_the_same_to_the_bit(trained, tmp_path, row):
     """The newest checkpoint is lost, the same command goes on from the one before: same losses, same files, bit for
     bit."""
@@ -79,7 +79,7 @@ MOVES = [  # a model, and through which layouts a run of it moves
                                  (2, "--dp 2 --ep 2 --zero 3")])]
 
 
-@pytest.mark.parametrize("model,moves", MOVES)
+@parametrize("model,moves", MOVES)
 def test_checkpoint_fits_every_layout(trained, tmp_path, model, moves):
     """A step in each: one process's losses, weights and moments, and to the bit its routers' biases, which move by
     whole steps."""
@@ -281,7 +281,7 @@ def not_finite(flags):
         return said_by(flags)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@parametrize("zero", [0, 3])
 def test_nan_stops_or_skips_all_ranks_alike(pool, trained, tmp_path, zero):
     if pool(2).device_type != "cpu":
         pytest.skip("a graph would replay what Python multiplied with when it was recorded")
@@ -306,7 +306,7 @@ def overflow(flags):
     return said_by(["--lr", "1e9", "--warmup-steps", "0", *flags])
 
 
-@pytest.mark.parametrize("save_every", [2, 4])
+@parametrize("save_every", [2, 4])
 def test_nothing_is_saved_of_a_step_whose_nan_is_seen_late(pool, trained, tmp_path, save_every):
     """GPUs look at a step's numbers in the next step."""
     said = trained(1, f"--steps 9 --save-every {save_every} --out OUT/late", overflow)

@@ -6,8 +6,8 @@ import math
 import os
 import time
 import traceback
-import unittest.mock
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 import collectives as dist
 from tests.links import carried, nodes_of, NO_DOUBLING, served_by  # noqa: F401
-from tests.pool import is_plain, needs_kernels, on_ranks
+from tests.pool import is_plain, needs_kernels, on_ranks, parametrize
 from theory.memory import tensors_in
 
 
@@ -173,14 +173,14 @@ def cases_for(name, size):
     return cases
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@parametrize("name", COLLECTIVES)
+@parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_collective_equals_library(pool, name, size):
     """Each by name, with the library's names of arguments, and of all tensors, those that it only reads included."""
     pool(size).run(compare_with_library, name, cases_for(name, size))
 
 
-@pytest.mark.parametrize("name", [*COLLECTIVES, *MESSAGES, *WORLD])
+@parametrize("name", [*COLLECTIVES, *MESSAGES, *WORLD])
 def test_arguments_are_the_librarys(name):
     """Names, order, defaults: what examples write for torch.distributed, they may write for ours, so that `import
     collectives as dist` is the only line that they must change."""
@@ -195,7 +195,7 @@ def test_names_that_are_not_here_are_answered_by_those_that_are():
             getattr(dist, name)
 
 
-@pytest.mark.parametrize("size,way", [(1, "ring"), *itertools.product((2, 5), ("plain", "ring", "messages")), (4, 2),
+@parametrize("size,way", [(1, "ring"), *itertools.product((2, 5), ("plain", "ring", "messages")), (4, 2),
                                       (4, "plain"), *itertools.product((2, 3), ("windows", "kernel"))])
 @on_ranks()
 def test_blocks_may_be_uneven(way):
@@ -245,13 +245,13 @@ def test_from_a_call_to_its_messages_lead_seven_functions():
         stacks.append([frame.name for frame in traceback.extract_stack() if frame.filename == dist.__file__])
         return start(messages)
 
-    with served_by(dist.Link), unittest.mock.patch.object(torch_dist, "batch_isend_irecv", look):
+    with served_by(dist.Link), patch.object(torch_dist, "batch_isend_irecv", look):
         for name in COLLECTIVES:
             left_by(dist, name, Case((4,)))
     assert {stack[0] for stack in stacks} == {*COLLECTIVES} and max(map(len, stacks)) == 7
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@parametrize("size", [2, 4])
 @on_ranks()
 def test_point_to_point():
     """Each rank of a group hands a tensor to the next one, whose number in the world or in the group it gives."""
@@ -282,7 +282,7 @@ def hand_on(ranks, group):
     assert dist.traffic() == {"send": dist.Traffic(1, 1, tensor.nbytes), "isend": dist.Traffic(2, 2, 2 * tensor.nbytes)}
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@parametrize("size", [2, 3, 5])
 @on_ranks()
 def test_barrier_lets_nobody_pass_before_the_last():
     dist.barrier()  # in a link's first operation ranks wait for each other anyway
@@ -294,7 +294,7 @@ def test_barrier_lets_nobody_pass_before_the_last():
     assert arrived <= left
 
 
-@pytest.mark.parametrize("comm", ["ours", "torch"])
+@parametrize("comm", ["ours", "torch"])
 @on_ranks(5)
 def test_subgroups(comm):
     """Two disjoint groups at work at the same time, roots named by global rank and by rank in the group."""
@@ -326,7 +326,7 @@ def sent_by(name, elements):
     return log
 
 
-@pytest.mark.parametrize("size,ways,elements", [*((size, (), 400) for size in (1, 2, 3, 4, 5, 8)),
+@parametrize("size,ways,elements", [*((size, (), 400) for size in (1, 2, 3, 4, 5, 8)),
                                                 (2, ("kernel",), 40), (3, ("kernel",), 40)])
 @on_ranks()
 def test_bytes_sent_are_the_formulas(ways, elements):
@@ -346,7 +346,7 @@ def test_bytes_sent_are_the_formulas(ways, elements):
                 assert every == size - 1 and (dist.get_rank() > 0 or mine == root), name
 
 
-@pytest.mark.parametrize("size,node", [(4, 2), (8, 2), (8, 4)])
+@parametrize("size,node", [(4, 2), (8, 2), (8, 4)])
 @on_ranks()
 def test_between_nodes_every_rank_sends_its_share(node):
     """M nodes of n ranks: an all-reduce sends 2(n-1)/n x K inside, 2(M-1)/M x K/n between; its halves half of each. One
@@ -358,12 +358,12 @@ def test_between_nodes_every_rank_sends_its_share(node):
         for name in DIRECT:
             log, times = sent_by(name, elements), 2 if name == "all_reduce" else 1
             assert "to_all" in name or (log.bytes - log.outside, log.outside) == (times * inside, times * between)
-    with unittest.mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(node)), served_by(dist.Link):
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(node)), served_by(dist.Link):
         log, last = sent_by("all_reduce", elements), dist.get_rank() % node == node - 1
         assert log.bytes == 2 * (size - 1) * k // size and log.outside == last * log.bytes
 
 
-@pytest.mark.parametrize("elements", [10, 300_000])
+@parametrize("elements", [10, 300_000])
 @on_ranks(4)
 def test_repeated_calls_on_the_same_memory(elements):
     """With new values: each call sees them, and counts the same bytes."""
@@ -382,7 +382,7 @@ def test_repeated_calls_on_the_same_memory(elements):
     assert counted == 6 * counted[:1]
 
 
-@pytest.mark.parametrize("size", [3, 4, 5])
+@parametrize("size", [3, 4, 5])
 @on_ranks()
 def test_all_reduce_leaves_the_same_bits_on_every_rank():
     torch.manual_seed(dist.get_rank())

@@ -23,7 +23,7 @@ import fast.zero
 import kernels
 import parallel
 import train
-from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks
+from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks, parametrize
 
 
 # ------------------------------------------------------------------------------------------------------ other modules
@@ -123,7 +123,7 @@ def stepped_by(optimizer):
 
 
 @on_both
-@pytest.mark.parametrize("kind, way", [*itertools.product(["odd", "encoder"], ["naive", "ddp", 0, 1, 2, 3]),
+@parametrize("kind, way", [*itertools.product(["odd", "encoder"], ["naive", "ddp", 0, 1, 2, 3]),
                                        ("branches", "naive"), ("branches", "ddp"), ("crooked", 3)])
 @on_ranks(3)
 def test_data_parallel_and_zero_on_modules_nobody_here_wrote(kind, way):
@@ -158,7 +158,7 @@ def test_data_parallel_and_zero_on_modules_nobody_here_wrote(kind, way):
         assert close(value.detach(), one.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs the CPU is ahead of all messages anyway
+@parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs the CPU is ahead of all messages anyway
 @on_ranks(2)
 def test_backward_returns_before_its_buckets_have_arrived():
     """Rank 1 begins its backward when rank 0 has come back from its own, so nothing can have arrived there."""
@@ -175,7 +175,7 @@ def test_backward_returns_before_its_buckets_have_arrived():
     assert net.weight.grad.eq(3).all()
 
 
-@pytest.mark.parametrize("way", ["ddp", 0, 1, 2, 3])
+@parametrize("way", ["ddp", 0, 1, 2, 3])
 @on_ranks(2)
 def test_gradients_not_zeroed_add_up(way):
     """Of two synced backwards, as in one process; and nothing outlives its model."""
@@ -195,7 +195,7 @@ def test_gradients_not_zeroed_add_up(way):
 
 
 @on_both
-@pytest.mark.parametrize("way", ["ddp", 1, 3])
+@parametrize("way", ["ddp", 1, 3])
 @on_ranks(2)
 def test_models_that_differ_are_refused_on_all_ranks(way):
     """In a shape, their number, a dtype, what is trained, a buffer; and so are optimizers of whole tensors."""
@@ -253,7 +253,7 @@ def move(net, step):
 
 
 @on_both
-@pytest.mark.parametrize("change, way", [*itertools.product([freeze, move], ["ddp", 0, 1, 2])])
+@parametrize("change, way", [*itertools.product([freeze, move], ["ddp", 0, 1, 2])])
 @on_ranks(2)
 def test_what_people_do_between_steps_is_what_one_process_does(change, way):
     torch.manual_seed(0)
@@ -296,7 +296,7 @@ def train_more(net, way, compute_dtype, group, steps, states=None):
 
 
 @on_both
-@pytest.mark.parametrize("way, compute_dtype", [(0, None), (1, None), (2, torch.bfloat16)], ids=str)
+@parametrize("way, compute_dtype", [(0, None), (1, None), (2, torch.bfloat16)], ids=str)
 @on_ranks(3)
 def test_a_sharded_optimizer_goes_on_from_another_number_of_ranks(way, compute_dtype):
     """Of two ranks, then three; as if nothing had happened, and of float64 as one process's own optimizer."""
@@ -346,7 +346,7 @@ def test_masters_follow_16_bit_weights_that_are_loaded():
 
 
 @on_both
-@pytest.mark.parametrize("way", [1, 2])
+@parametrize("way", [1, 2])
 @on_ranks(2)
 def test_ranks_leave_out_the_same_steps(way):
     """torch.amp.GradScaler looks at a rank's own shard; one has what is not finite. So do all, with unscale_ or not."""
@@ -385,7 +385,7 @@ def layers_and_optimizer(optimizer, stage, **options):
     return net, fast.zero.GuardedOptimizer(net.parameters(), optimizer, bucket_mb=0.01, stage=stage, lr=0.1, **options)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@parametrize("stage", [0, 1, 2])
 @on_ranks(2)
 def test_weights_are_gathered_beside_the_updates_after_them(stage):
     """With AdamW's kernel. Weights are then equal on all ranks, and near those of PyTorch's AdamW."""
@@ -415,7 +415,7 @@ def test_weights_are_gathered_beside_the_updates_after_them(stage):
     gc.enable()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@parametrize("stage", [1, 2])
 @on_ranks(2)
 def test_a_unit_waits_for_its_own_weights_alone(stage):
     """And state_dict for all; the weights are those of a step that waits. The first forward follows no step, so it

@@ -2,9 +2,9 @@
 
 import re
 
-import pytest
 
 import lessons.demos
+from tests.pool import parametrize
 from tests.runs import printed_by
 
 # A demo, on how many ranks it runs, and part of what it prints, which the law gives. Errors below 1e-12 read ~0.
@@ -156,7 +156,7 @@ SHOWN = [
           busiest 2                 2                 2                 2                 8""")]
 
 
-@pytest.mark.parametrize("name, ranks, shown", SHOWN)
+@parametrize("name, ranks, shown", SHOWN)
 def test_a_demo_shows_the_law(plain_pool, name, ranks, shown):
     demo, flags = lessons.demos.DEMOS[name]
     if demo in lessons.demos.ON_RANKS:

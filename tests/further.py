@@ -1,9 +1,7 @@
 """Sequences, contexts and experts over ranks equal one process."""
 
 import contextlib
-import dataclasses
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,7 +14,7 @@ import model
 from tests.kernels import plain_gelu
 from tests.layouts import SMALL, case_of, differences_in
 from tests.links import DirectGlooLink, served_by
-from tests.pool import close, needs_kernels, on_ranks
+from tests.pool import close, needs_kernels, on_ranks, parametrize
 
 
 def test_a_ring_is_wrong_where_keys_and_values_stay(pool):
@@ -52,7 +50,7 @@ def test_a_router_computes_in_float32():
     assert chosen.equal(exact.indices)
 
 
-@pytest.mark.parametrize("k", [1, 2])
+@parametrize("k", [1, 2])
 def test_experts_are_mlps_of_their_own(k):
     """A token's output is the weighted sum of k dense MLPs' outputs, and autograd's gradients are ours, the router's
     included. The bias enters the choice alone. Each expert begins as its name says."""
@@ -76,7 +74,7 @@ def test_experts_are_mlps_of_their_own(k):
     assert one.double().equal(fc.weight[1])
 
 
-@pytest.mark.parametrize("size, dtype, error", [(2, torch.float16, 1e-3), (4, torch.float32, 1e-6)], ids=str)
+@parametrize("size, dtype, error", [(2, torch.float16, 1e-3), (4, torch.float32, 1e-6)], ids=str)
 @on_ranks()
 def test_ring_attention_on_kernels(dtype, error):
     """Merged by their kernel, with dK and dV of a rank's own keys last; sent as without it: K and V twice, dK and dV,

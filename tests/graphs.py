@@ -3,11 +3,10 @@
 import contextlib
 import gc
 import math
-import unittest.mock
 import weakref
 from functools import partial
+from unittest.mock import patch
 
-import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
@@ -18,7 +17,7 @@ import fast.recorded
 import parallel
 import train
 from tests.layouts import case_of, differences_in, expanded, in_layout, SMALL, tokens_of
-from tests.pool import close, on_cpus, on_ranks
+from tests.pool import close, on_cpus, on_ranks, parametrize
 from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
 from fast.recorded import count_traffic, traffic_since
@@ -41,7 +40,7 @@ class Tape(TorchDispatchMode):
             self.born.add(storage.data_ptr())
             self.steps.append(lambda: real(storage, size))
 
-        with self, unittest.mock.patch.object(torch.UntypedStorage, "resize_", resize):
+        with self, patch.object(torch.UntypedStorage, "resize_", resize):
             body()
         Tape.recording = None
         for storage, values in self.before.values():
@@ -111,10 +110,10 @@ def graphs_on_tape():
         Tape.recording.steps.append(again)
         return dist.Handle() if async_op else None
 
-    with (unittest.mock.patch.object(torch.cuda, "graph_pool_handle", object),
-          unittest.mock.patch.object(fast.recorded, "RecordedGraph", Tape),
-          unittest.mock.patch.object(dist, "run", taped),
-          unittest.mock.patch.object(GuardedOptimizer, "wait_for_weights", waits)):
+    with (patch.object(torch.cuda, "graph_pool_handle", object),
+          patch.object(fast.recorded, "RecordedGraph", Tape),
+          patch.object(dist, "run", taped),
+          patch.object(GuardedOptimizer, "wait_for_weights", waits)):
         yield
 
 
@@ -122,7 +121,7 @@ def in_layout_on_tape(*args, without=None, **options):
     """in_layout, with CUDA graphs; without: a method of ShardTotals that does nothing."""
     with graphs_on_tape(), contextlib.ExitStack() as broken:
         if without:
-            broken.enter_context(unittest.mock.patch.object(ShardTotals, without, lambda *_: None))
+            broken.enter_context(patch.object(ShardTotals, without, lambda *_: None))
         return in_layout(*args, cuda_graphs=True, **options)
 
 
@@ -144,7 +143,7 @@ REPLAYED = """
 """
 
 
-@pytest.mark.parametrize("row", [row for line in REPLAYED.strip().splitlines() for row in expanded(line)])
+@parametrize("row", [row for line in REPLAYED.strip().splitlines() for row in expanded(line)])
 def test_replayed_graphs_equal_one_process(pool, row):
     """The first step warms up, the second records and replays, the third replays: weights after three must be those of
     one process."""
@@ -161,7 +160,7 @@ def recorded_net(**options):
 
 
 @on_cpus  # the tape stands for graphs
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@parametrize("zero", [0, 2, 3])
 @on_ranks(1)
 def test_recordings_of_another_shape_go_before_its_first_step(zero):
     """A step of other micro-batches finds no memory of the graphs before. Of unequal ones none are recorded."""
@@ -183,13 +182,13 @@ def test_recordings_of_another_shape_go_before_its_first_step(zero):
 
 
 @on_cpus  # on GPUs some of it ends the capture with an error
-@pytest.mark.parametrize("row", ["zero=2 without=begin", "zero=3 without=begin", "zero=2 without=settle"])
+@parametrize("row", ["zero=2 without=begin", "zero=3 without=begin", "zero=2 without=settle"])
 def test_replayed_graphs_of_zero_are_wrong_without(pool, row):
     """The place where micro-batches add up; the wait for what one has sent."""
     assert all(differences_in(pool, case_of("steps=3 dp=2 micro_batches=4 " + row), run=in_layout_on_tape))
 
 
-@pytest.mark.parametrize("zero, micro_batches", [(0, 2), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
+@parametrize("zero, micro_batches", [(0, 2), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
 @on_ranks(2)
 def test_replayed_graphs_send_and_keep_what_eager_steps_do(zero, micro_batches):
     """Of three steps, the first eager, the second recorded, the third replayed alone: what each collective has sent,

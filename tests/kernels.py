@@ -16,7 +16,7 @@ import fast.grouped
 import further.experts
 import kernels
 import model
-from tests.pool import GPUS, close
+from tests.pool import close, GPUS, parametrize
 from fast.adamw import AdamW
 from fast.exchange import AllToAll, sum_rows
 from fast.experts import FusedExperts
@@ -262,7 +262,7 @@ def rows_of_kernels():
                   options, WITH_PRODUCTS, strided="function" in options, replaced=True)
 
 
-@pytest.mark.parametrize("either_way,dtype,row", [
+@parametrize("either_way,dtype,row", [
     pytest.param(way, dtype, row, id=f"{row.name} {row.shapes[0]}-{way}-{str(dtype)[6:]}")
     for row in rows_of_kernels() for way in ("fast", "plain")[:1 + row.replaced] for dtype in row.dtypes],
     indirect=["either_way"])
@@ -382,7 +382,7 @@ def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
                                check_dtype=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, *ALL_DTYPES], ids=str)
+@parametrize("dtype", [torch.float64, *ALL_DTYPES], ids=str)
 def test_sum_rows(dtype, triton_kernels):
     """In this order, too, but the interpreter cuts digits of bf16 off."""
     tolerance = torch.finfo(dtype).eps
@@ -415,7 +415,7 @@ def test_python_kernels_py(monkeypatch, capsys):
 
 # ----------------------------------------------------------------------------------------------------- experts' kernels
 
-@pytest.mark.parametrize("k, dtype", [(1, torch.bfloat16), (2, torch.float32), (5, torch.bfloat16)], ids=str)
+@parametrize("k, dtype", [(1, torch.bfloat16), (2, torch.float32), (5, torch.bfloat16)], ids=str)
 def test_sorting_follows_pytorch(k, dtype, triton_kernels):
     """Outputs, all gradients and the loads; tokens, and of k = 5 choices, are more than one program's; an expert that
     few choose gets none."""

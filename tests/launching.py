@@ -18,7 +18,7 @@ import torch
 import collectives as dist
 import fast
 import tests.pool
-from tests.pool import GPUS, forkserver, in_new_process, on_ranks, table
+from tests.pool import forkserver, GPUS, in_new_process, on_ranks, parametrize, table
 from tests.refusals import refusal_of_layout
 from tests.runs import TINY, TORCHRUN, Ranks, command, log_of, processes
 import safe.launch
@@ -69,7 +69,7 @@ def by_nohup():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("victim, how, code, launcher", ENDS)
+@parametrize("victim, how, code, launcher", ENDS)
 def test_processes_end_together(text, tmp_path, victim, how, code, launcher):
     """SIGTERM and a closed terminal leave a checkpoint, Ctrl-C no traceback, and a rank's death is told. Under nohup no
     terminal ends them."""
@@ -104,7 +104,7 @@ LEFT = """
     GLOO_SOCKET_IFNAME=lo,no-such                       no-such is no network interface .* unset it"""
 
 
-@pytest.mark.parametrize("left, means", table(LEFT))
+@parametrize("left, means", table(LEFT))
 def test_what_others_left_in_the_environment(left, means):
     left = dict(re.findall(r"(\w+)=(\S*)", left))
     with patch.dict(os.environ, left, clear=True):
@@ -180,7 +180,7 @@ def start_and_stay(stay, pipe):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("stay", [meet_and_stay, start_ranks_and_stay])
+@parametrize("stay", [meet_and_stay, start_ranks_and_stay])
 def test_a_killed_launcher_leaves_no_rank_behind(stay):
     """Nor a rank of torchrun's that is itself a launcher. (Ranks that PyTorch forks get a SIGINT from it.)"""
     pipe, theirs = multiprocessing.Pipe()

@@ -12,7 +12,7 @@ import math
 import pkgutil
 import re
 import sys
-import unittest.mock
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ import model
 import parallel
 import train
 from tests.collectives import nodes_of
-from tests.pool import BOTH, DEVICES, close, needs_kernels, on_both, on_ranks
+from tests.pool import BOTH, close, DEVICES, needs_kernels, on_both, on_ranks, parametrize
 from fast.graphs import replay_micro_batches
 from further.experts import resized, routers
 from further.schedules import zero_bubble_h1
@@ -134,13 +134,13 @@ def without_collective(where):
             return real(*args, **kwargs)
         return call
 
-    return unittest.mock.patch.multiple(dist, **{name: without(getattr(dist, name)) for name in SABOTAGED})
+    return patch.multiple(dist, **{name: without(getattr(dist, name)) for name in SABOTAGED})
 
 
 def average_over_copies():
     """Experts' gradients are averaged over all ranks, as if each kept the same experts."""
     real = further.expert_parallel.split_experts
-    return unittest.mock.patch.object(further.expert_parallel, "split_experts",
+    return patch.object(further.expert_parallel, "split_experts",
                                       lambda mesh, n: [real(mesh, n)[0], torch_dist.group.WORLD])
 
 
@@ -149,12 +149,12 @@ def sums_of_all_keys():
     def backward(q, k, v, o, lse, do, is_causal):
         return real(q, k, v, o, kernels.attention_reference(q, k, v, is_causal)[1], do, is_causal)
     real = kernels.attend_backward
-    return unittest.mock.patch.object(kernels, "attend_backward", backward)
+    return patch.object(kernels, "attend_backward", backward)
 
 
 def keys_travel_ahead():
     """Keys and values stay where they are. (The reference's `shift` sends them, too.)"""
-    return unittest.mock.patch.object(fast.context, "start_shift", lambda tensor, group: (dist.Handle(), tensor))
+    return patch.object(fast.context, "start_shift", lambda tensor, group: (dist.Handle(), tensor))
 
 
 def mean_of_micro_batches():
@@ -162,19 +162,19 @@ def mean_of_micro_batches():
     def loss(net, logits, targets):
         return real(net, logits, targets) / (targets != -1).sum().clamp(min=1)
     real = train.ParallelGPT.loss
-    return unittest.mock.patch.multiple(train.ParallelGPT, loss=loss, weight_of_a_target=lambda net, y: torch.tensor(
+    return patch.multiple(train.ParallelGPT, loss=loss, weight_of_a_target=lambda net, y: torch.tensor(
         1 / len(y), dtype=torch.float64, device=net.device))
 
 
 def mean_of_replicas():
     """A replica's loss is the mean over its own targets, a step's the mean of these means."""
-    return unittest.mock.patch.object(train.ParallelGPT, "weight_of_a_target", lambda net, y: 1 / (
+    return patch.object(train.ParallelGPT, "weight_of_a_target", lambda net, y: 1 / (
         torch.cat([*y]) != -1).sum().clamp(min=1).double())
 
 
 def ends_apart():
     """The ends of a tied embedding on one rank are not added up."""
-    return unittest.mock.patch.object(train, "add_up_twins", lambda params: None)
+    return patch.object(train, "add_up_twins", lambda params: None)
 
 
 BREAKS = {function.__name__: function for function in (
@@ -183,13 +183,13 @@ BREAKS = {function.__name__: function for function in (
 
 def rows_in_place():
     """Sequences are gathered and scattered where tokens belong, however small they are."""
-    return unittest.mock.patch.object(fast.nccl, "takes_rows", lambda nbytes, group, waits=True: True)
+    return patch.object(fast.nccl, "takes_rows", lambda nbytes, group, waits=True: True)
 
 
 @contextlib.contextmanager
 def under_own_rows():
     """Experts' rows travel under what a rank's own rows need, whatever the group and the width."""
-    with unittest.mock.patch.dict(fast.experts.HIDE_EXCHANGES, link=dist.Link, bytes=0), unittest.mock.patch.object(
+    with patch.dict(fast.experts.HIDE_EXCHANGES, link=dist.Link, bytes=0), patch.object(
             fast.experts, "start_exchange", wraps=fast.experts.start_exchange) as started:
         yield
     assert started.called
@@ -221,7 +221,7 @@ def in_layout(*args, without=None, node=None, choice="auto", forced=None, **opti
             around.enter_context(FORCED[forced]())
         if without:
             around.enter_context(BREAKS[without]() if without in BREAKS else without_collective(without))
-        around.enter_context(unittest.mock.patch.dict(further.schedules.SCHEDULES, MIXED))
+        around.enter_context(patch.dict(further.schedules.SCHEDULES, MIXED))
         around.callback(kernels.use, "auto")
         kernels.use(choice)
         return train_steps(*args, **options)
@@ -530,7 +530,7 @@ def proofs():
                 yield from (("plain", subject, one, function) for function in filter(None, without.split(",")))
 
 
-@pytest.mark.parametrize("pool, subject, row, without", [*proofs()], indirect=["pool"])
+@parametrize("pool, subject, row, without", [*proofs()], indirect=["pool"])
 def test_layout_equals_one_process(pool, subject, row, without):
     """And is wrong, on every rank, without what the row names."""
     if without:
@@ -547,7 +547,7 @@ NEAR = [  # rows that round, and how near they are: layers in 16 bits, the kerne
 
 
 @on_both
-@pytest.mark.parametrize("row, tolerance", [(one, tolerance) for row, tolerance in NEAR for one in expanded(row)],
+@parametrize("row, tolerance", [(one, tolerance) for row, tolerance in NEAR for one in expanded(row)],
                          ids=str)
 def test_layouts_that_round_are_near_one_process(pool, row, tolerance):
     """Not float64's numbers, but near."""
@@ -558,7 +558,7 @@ def test_layouts_that_round_are_near_one_process(pool, row, tolerance):
 
 # -------------------------------------------------------------------------------------------------------- refused, or 0
 
-@pytest.mark.parametrize("layout, zero", [({"dp": 4}, 0), ({"dp": 4}, 2), ({"dp": 2, "tp": 2}, 0)], ids=str)
+@parametrize("layout, zero", [({"dp": 4}, 0), ({"dp": 4}, 2), ({"dp": 2, "tp": 2}, 0)], ids=str)
 @on_ranks(4)
 def test_a_batch_in_which_no_target_counts_has_loss_and_gradients_of_0(layout, zero):
     net = small_gpt(**layout, zero=zero)
@@ -568,7 +568,7 @@ def test_a_batch_in_which_no_target_counts_has_loss_and_gradients_of_0(layout, z
 
 
 @on_both
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@parametrize("zero", [0, 1, 2, 3])
 @on_ranks(2)
 def test_a_step_begins_from_nothing_and_gives_what_stays(zero):
     """zero_grad() drops an unfinished step, at any of its backwards; without it a second forward_backward is refused. A
@@ -609,7 +609,7 @@ def test_second_derivatives_through_tensor_parallelism_are_refused():
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("zero", range(4))
+@parametrize("zero", range(4))
 def test_without_an_optimizer_a_gpt_is_for_evaluation(zero):
     """In 16 bits, too, whoever keeps the masters."""
     of = [train.parallelize(SMALL, train.Layout(dtype=torch.bfloat16, zero=zero), torch.get_default_device(),
@@ -634,7 +634,7 @@ def test_frozen_experts_stay_each_rank_s_own():
     assert net.whole_parameter(name).cpu().equal(model.initial_weight(config, name, 0))
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2, "zero": 2}, {"pp": 2}, {"tp": 2, "sp": True}, {"cp": 2},
+@parametrize("layout", [{"dp": 2, "zero": 2}, {"pp": 2}, {"tp": 2, "sp": True}, {"cp": 2},
                                     {"cp": 2, "cp_kind": "ulysses"}], ids=str)
 @on_ranks(2)
 def test_micro_batches_may_differ_in_size_and_length(layout):
@@ -649,7 +649,7 @@ def test_micro_batches_may_differ_in_size_and_length(layout):
     assert close(loss, want.detach()) and close(net.clip_grad_norm_(0), norm)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}], ids=str)
+@parametrize("layout", [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}], ids=str)
 @on_ranks(2)
 def test_a_deep_copy_has_weights_and_places_of_its_own(layout):
     net = small_gpt(resized(SMALL, experts=4), **layout)
@@ -670,7 +670,7 @@ def refused(message, *args, **options):
         in_layout(*args, **options)
 
 
-@pytest.mark.parametrize("row, message", [
+@parametrize("row, message", [
     ("virtual_stages=2", "this schedule has 1 stages a rank, not 2"),
     ("pp=2 virtual_stages=2 schedule=1f1b", "give virtual_stages 1"),
     ("zero=2 cuda_graphs=1 schedule=gpipe micro_batches=4", "give schedule 1f1b"),
@@ -755,7 +755,7 @@ def test_every_value_of_every_option_is_drawn():
 
 
 @on_both
-@pytest.mark.parametrize("number", range(len(SIZES_DRAWN)))
+@parametrize("number", range(len(SIZES_DRAWN)))
 def test_layouts_drawn_at_random_equal_one_process(pool, number):
     """Of all axes at once, with whatever goes with them."""
     drawn = drawn_layouts()[number]

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-import unittest.mock
+from unittest.mock import patch
 
 import torch
 import torch.distributed as torch_dist
@@ -105,7 +105,7 @@ def nodes_of(count):
     """
     size = dist.get_world_size()
     dist.use(None, "ours")  # a link to come back to, made before there are nodes
-    with unittest.mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(count)):
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(count)):
         grid = [range(first, first + count) for first in range(0, size, count)]
         levels = dist.rows_and_columns(grid)
         dist.registered[torch_dist.group.WORLD] = make = functools.partial(further.nodes.TwoLevels, levels=levels)
@@ -151,7 +151,7 @@ def carried(way, **changes):
     kind, values = WAYS.get(way, (None, {}))
     with replaced(SMALL | values | changes), contextlib.ExitStack() as stack:
         if way == "kernel" and not cuda:
-            stack.enter_context(unittest.mock.patch.multiple(fast.exchange, **SMALL_KERNELS))
-            stack.enter_context(unittest.mock.patch.object(kernels, "_choice", "triton"))
+            stack.enter_context(patch.multiple(fast.exchange, **SMALL_KERNELS))
+            stack.enter_context(patch.object(kernels, "_choice", "triton"))
         stack.enter_context(served_by(kind(cuda)) if kind else nodes_of(way))
         yield

@@ -14,7 +14,7 @@ import parallel
 import train
 from tests.data import stepped_by
 from tests.layouts import small_gpt, tokens_of
-from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks, table
+from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
 from tests.runs import TINY, output_of, parse
 from fast.adamw import AdamW
 from fast.run import LeanGPT
@@ -88,7 +88,7 @@ MEMORY = """
 """
 
 
-@pytest.mark.parametrize("bound, size, flags", [(float(row[0]), *row[1:3]) for row in table(MEMORY)])
+@parametrize("bound, size, flags", [(float(row[0]), *row[1:3]) for row in table(MEMORY)])
 @on_ranks()
 def test_memory_is_what_is_predicted(text, bound, flags):
     """Activations alive after forward, and what outlives the step. On the CPU PyTorch keeps statistics of a bf16 layer
@@ -111,7 +111,7 @@ def test_memory_is_what_is_predicted(text, bound, flags):
 
 
 @on_both
-@pytest.mark.parametrize("zero", [0, 1])
+@parametrize("zero", [0, 1])
 @on_ranks(2)
 def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(zero):
     if torch.get_default_device().type == "cuda":
@@ -129,7 +129,7 @@ def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(zero):
 
 
 @on_both
-@pytest.mark.parametrize("flags", ["--zero 0", "--zero 1", "--zero 2", "--zero 3", "--zero 2 --experts 4 --ep 2"])
+@parametrize("flags", ["--zero 0", "--zero 1", "--zero 2", "--zero 3", "--zero 2 --experts 4 --ep 2"])
 @on_ranks(2)
 def test_overflow_is_skipped_on_all_ranks_alike(text, flags):
     """One rank's loss overflows: every rank skips the step, halves the scale, and goes on as if nothing had been.

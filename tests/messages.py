@@ -7,9 +7,9 @@ import os
 import re
 import sys
 import time
-import unittest.mock
 import weakref
 from datetime import timedelta
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from lessons.measure import patched
 from tests.collectives import BIG
 from tests.layouts import small_gpt, tokens_of
 from tests.links import replaced, served_by, WAYS
-from tests.pool import on_cpus, on_gpus, on_ranks
+from tests.pool import on_cpus, on_gpus, on_ranks, parametrize
 from fast.gloo import GlooLink, Mailboxes
 from safe.messages import PeerError, progress
 
@@ -101,8 +101,8 @@ def needs_mailboxes():
         pytest.skip("processes of this machine may not look at each other")
 
 
-@pytest.mark.parametrize("slot_bytes", [16, 1024])
-@pytest.mark.parametrize("size", [2, 3, 5])
+@parametrize("slot_bytes", [16, 1024])
+@parametrize("size", [2, 3, 5])
 @on_ranks()
 def test_ranks_of_a_machine_hand_on_messages_of_any_size(slot_bytes):
     """All at once, both ways and in order."""
@@ -114,7 +114,7 @@ def test_ranks_of_a_machine_hand_on_messages_of_any_size(slot_bytes):
     def message(i, source, to):
         return torch.arange(sizes[i]) * 7 + 100 * source + 10 * to + i
 
-    with unittest.mock.patch.object(fast.gloo, "SLOT_BYTES", slot_bytes), served_by(GlooLink) as link:
+    with patch.object(fast.gloo, "SLOT_BYTES", slot_bytes), served_by(GlooLink) as link:
         dist.barrier()  # mailboxes are made in the first operation
         for times in range(3):
             into = [(torch.zeros(sizes[i], dtype=torch.int64), r) for i, r in pairs]
@@ -133,18 +133,18 @@ def offers_another_secret(boxes, link, make=Mailboxes.__init__):
 
 
 OBSTACLES = {  # why a rank cannot take part in mailboxes: what is otherwise there
-    "no memory": (os, "memfd_create", unittest.mock.Mock(side_effect=OSError)),
-    "an older Python": (os, "memfd_create", unittest.mock.Mock(side_effect=AttributeError)),
+    "no memory": (os, "memfd_create", Mock(side_effect=OSError)),
+    "an older Python": (os, "memfd_create", Mock(side_effect=AttributeError)),
     "no such process": (os, "getpid", lambda: 2 ** 22 + 1),
     "another's memory": (Mailboxes, "__init__", offers_another_secret)}
 
 
-@pytest.mark.parametrize("cause", OBSTACLES)
+@parametrize("cause", OBSTACLES)
 @on_ranks(3)
 def test_ranks_that_share_no_memory_send_over_gloo(cause):
     """Rank 1 cannot take part in mailboxes."""
     needs_mailboxes()
-    obstacle = unittest.mock.patch.object(*OBSTACLES[cause])
+    obstacle = patch.object(*OBSTACLES[cause])
     with obstacle if dist.get_rank() == 1 else contextlib.nullcontext(), served_by(GlooLink) as link:
         t = torch.ones(3) * (1 + dist.get_rank())
         dist.all_reduce(t)
@@ -197,7 +197,7 @@ def test_ranks_that_call_different_things_hear_of_it():
             calls[mine[rank]](group)
 
 
-@pytest.mark.parametrize("silent,seconds,says", [(False, 60, "Connection closed by rank 1 of the group"),
+@parametrize("silent,seconds,says", [(False, 60, "Connection closed by rank 1 of the group"),
                                                  (True, 0.2, "nothing arrived for 0.2 s")])
 @on_ranks(2)
 def test_message_of_a_lost_or_silent_peer_is_named(silent, seconds, says):
@@ -205,7 +205,7 @@ def test_message_of_a_lost_or_silent_peer_is_named(silent, seconds, says):
     with served_by(GlooLink):
         dist.barrier()
         if dist.get_rank() == 0:
-            with (unittest.mock.patch.dict(safe.launch.waits, timeout=seconds),
+            with (patch.dict(safe.launch.waits, timeout=seconds),
                   pytest.raises(PeerError, match=f"^all_reduce in a group of 2: {says}$")):
                 dist.all_reduce(torch.ones(3))
         if silent:

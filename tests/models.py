@@ -15,6 +15,7 @@ import safe.huggingface
 from further.experts import resized
 from safe.files import read_safetensors, write_safetensors
 from safe.huggingface import load, save
+from tests.pool import parametrize
 
 
 # ---------------------------------------------------------------------------------------------------------------- model
@@ -68,7 +69,7 @@ def tensors_of(net):
 CHANGES = [{}, {"tied": False}, {"inner": 24}, {"activation": "elu"}, {"experts": 3, "expert_every": 2}]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=str)
+@parametrize("change", CHANGES, ids=str)
 def test_hugging_face_folder_round_trip(tmp_path, change):
     net = small(**change)
     for name, bias in net.named_buffers():
@@ -125,7 +126,7 @@ HF_VALUES = [LEFT_OUT, None, True, False, 0, 1, -1, 2, 3, 16, 1.5, -0.5, 1e400, 
              10**400, "", "x", "4", "gelu", "relu", "é\n", [], [1], {}, {"a": [1]}, [[]] * 3]
 
 
-@pytest.mark.parametrize("experts", [0, 2])
+@parametrize("experts", [0, 2])
 def test_wrong_values_in_a_config_json_are_named(tmp_path, experts):
     """Each key with each value: the folder loads, or one ValueError names the file and the key, at once."""
     save(small(experts=experts), tmp_path)

@@ -8,6 +8,7 @@ import pytest
 
 from lessons.pages import FILES, module_of, pages
 from lessons.puzzles import HERE
+from tests.pool import parametrize
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def lines_with_code(text):
     return {n for n, line in enumerate(text.splitlines(), 1) if line.strip() and line.strip()[0] != "#"} - inside
 
 
-@pytest.mark.parametrize("file", FILES)
+@parametrize("file", FILES)
 def test_a_page_has_each_line_of_code_once_and_in_order_and_all_prose(site, file):
     text = (HERE / file).read_text()
     lines, page = text.splitlines(), site[module_of(file) + ".html"]

@@ -13,7 +13,7 @@ import model
 import parallel
 import theory.clock
 from tests.benchmark import H200, asked
-from tests.pool import close
+from tests.pool import close, parametrize
 from tests.runs import parse
 from lessons.plan import SPLIT, all_layouts, describe_layout
 from further.experts import ExpertsConfig
@@ -53,7 +53,7 @@ def moe_law(ep):
     return 6 * (7 / 8 * OUTSIDE + (1 - ep / 8) * (MOE.parameters() - OUTSIDE) / ep) * LINK - rows_law(ep) / 2
 
 
-@pytest.mark.parametrize("config,flags,axis,law", [
+@parametrize("config,flags,axis,law", [
     (XL, "--dp 4", "dp", 2 * 3 / 4 * K * LINK), (XL, "--dp 4 --zero 3", "dp", (2 / 2 + 1) * 3 / 4 * K * LINK),
     (EVEN, "--tp 4", "tp", 30 * 4 * 2 * 3 / 4 * 32 * 1024 * 2048 * 2 * LINK),  # 4 all-reduces of BTC a block
     # Eight nodes in two levels: every rank's eighth through a network card of its own, and both halves inside.
@@ -101,7 +101,7 @@ def test_computation_hides_traffic_and_fills_the_step():
 KNOWN = "gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "v-half", "dualpipe-v"
 
 
-@pytest.mark.parametrize("schedule, m", [*((name, 8) for name in KNOWN), ("interleaved", 2), ("somebody's", 8)])
+@parametrize("schedule, m", [*((name, 8) for name in KNOWN), ("interleaved", 2), ("somebody's", 8)])
 def test_the_lecture_s_bubble_is_that_of_the_clock(schedule, m, monkeypatch):
     """With fewer micro-batches than ranks, and of a schedule without a formula, it is the clock's."""
     monkeypatch.setitem(SCHEDULES, "somebody's", zero_bubble_h1)
@@ -112,7 +112,7 @@ def test_the_lecture_s_bubble_is_that_of_the_clock(schedule, m, monkeypatch):
     assert close(predict(EVEN, s, machine).bubble, max(timeline.idle), 0.05)
 
 
-@pytest.mark.parametrize("dtype, width", [("bf16", 2), ("fp32", 4)])
+@parametrize("dtype, width", [("bf16", 2), ("fp32", 4)])
 def test_a_ring_hides_where_the_bytes_take_as_long_as_the_flops(dtype, width):
     """A rank's t queries see t/2 of another rank's keys: 2C FLOPs for each pair in each product, two forward and five
     backward. A token's key and value are 2C numbers of `width` bytes. Backward also sends their float32 gradients."""
@@ -170,7 +170,7 @@ CONSIDERED = [  # flags of `bench.py plan`, an axis, and how long that is in the
     ("--gpus 12 --batch-size 24 --experts 12 --expert-every 3", "ep", {1, 2, 3, 4, 6, 12})]
 
 
-@pytest.mark.parametrize("flags, axis, sizes", CONSIDERED)
+@parametrize("flags, axis, sizes", CONSIDERED)
 def test_layouts_that_plan_considers_can_run(flags, axis, sizes):
     """One of each set of axes is tried."""
     a = asked(f"plan {flags}")
@@ -192,7 +192,7 @@ LISTED = [  # flags, how many layouts are listed, and what is true of each
     ("--gpus 8 --machine SMALL --top 1000", 42, lambda s: s.zero or s.pp > 1)]
 
 
-@pytest.mark.parametrize("flags, number, holds", LISTED)
+@parametrize("flags, number, holds", LISTED)
 def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
     small = tmp_path / "small.json"
     small.write_text(json.dumps({"machine": dataclasses.asdict(H200) | {"memory": 12 * 2**30}}))
@@ -209,7 +209,7 @@ def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
         assert holds(s) and 0 < row["mfu"] < 70 and (row["cp"] > 0) == (s.cp > 1) and (row["ep"] > 0) == (s.ep > 1)
 
 
-@pytest.mark.parametrize("kind,batches", [("weak", (8, 16, 32)), ("strong", (32, 32, 32))])
+@parametrize("kind,batches", [("weak", (8, 16, 32)), ("strong", (32, 32, 32))])
 def test_scaling_compares_with_one_gpu(kind, batches, monkeypatch):
     def run(words, **more):
         n, batch, path, micro_batches = (word.split("=")[1] for word in words[3:7])

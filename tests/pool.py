@@ -261,16 +261,17 @@ def pool(request):
 
 
 BOTH = [*DEVICES, "plain"]
-on_both = pytest.mark.parametrize("pool", BOTH, indirect=True)
-on_cpus = pytest.mark.parametrize("pool", DEVICES[:1], indirect=True)
-on_gpus = pytest.mark.parametrize("pool", DEVICES[1:], indirect=True)
+parametrize = pytest.mark.parametrize
+on_both = parametrize("pool", BOTH, indirect=True)
+on_cpus = parametrize("pool", DEVICES[:1], indirect=True)
+on_gpus = parametrize("pool", DEVICES[1:], indirect=True)
 
 
 def on_ranks(size=None):
     """Make a test of a function that all ranks of a pool run, `size` of them or as the test's parameter `size` says.
     Its parameters are the test's; what it asserts, it asserts on its rank.
 
-        @pytest.mark.parametrize("stage", [1, 2])
+        @parametrize("stage", [1, 2])
         @on_ranks(2)
         def test_zero(stage): ...
     """

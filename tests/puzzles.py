@@ -8,7 +8,7 @@ import kernels
 import lessons.demos
 import lessons.puzzles
 from lessons.puzzles import empty, hole, problems, PUZZLES, solution, write
-from tests.pool import pools
+from tests.pool import parametrize, pools
 from tests.runs import output_of, ran
 from tests.walls import REFERENCE, SOURCES, room_of
 
@@ -39,7 +39,7 @@ def ranks():
         yield get
 
 
-@pytest.mark.parametrize("name", PUZZLES)
+@parametrize("name", PUZZLES)
 def test_a_puzzle_is_red_until_it_is_solved(ranks, triton_kernels, tmp_path, name):
     """Solved, its folder is the reference; empty, the first line of the solution is not in its file."""
     puzzle, (right, wrong, said) = PUZZLES[name], MISTAKES[name]
@@ -61,7 +61,7 @@ def test_a_puzzle_is_red_until_it_is_solved(ranks, triton_kernels, tmp_path, nam
     assert (tmp_path / "empty" / puzzle.file).read_text().count(first) < SOURCES[puzzle.file].count(first)
 
 
-@pytest.mark.parametrize("moved", [{"function": "Reducer.compute"}, {"function": "Reduce.computed"},
+@parametrize("moved", [{"function": "Reducer.compute"}, {"function": "Reduce.computed"},
                                    {"word": "discarded"}], ids=str)
 def test_a_name_that_moved_is_found_out(moved):
     with pytest.raises(LookupError):

@@ -34,7 +34,7 @@ import train
 from further.expert_parallel import split_experts
 from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import SMALL, tokens_of
-from tests.pool import HERE, in_new_process
+from tests.pool import HERE, in_new_process, parametrize
 from tests.runs import TRAIN, command, output_of, ran, slow
 from tests.walls import CORE, REFERENCE, ROOMS, SOURCES, room_of
 
@@ -88,7 +88,7 @@ def slug(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@parametrize("page", PAGES)
 def test_links_and_pictures_are_there(page):
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
     for link in re.findall(r"\]\((?!https:)([^)]+)\)", text):
@@ -125,7 +125,7 @@ def test_call_path_and_map_name_what_is_there():
     assert len(called) > 20 and all(named(name, where) for where, name in called)
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"docs/bugs.md", "docs/tried.md"}))
+@parametrize("page", sorted(PAGES.keys() - {"docs/bugs.md", "docs/tried.md"}))
 def test_names_and_flags_of_a_page_are_there(page):
     flags = {safe.flags.dashed(field.name) for field in dataclasses.fields(safe.flags.Settings)}
     flags |= {name for _, name, _ in bench.FLAGS}
@@ -174,7 +174,7 @@ def program_of(line):
     return script, words[words.index(script) + 1:] if script else words, processes
 
 
-@pytest.mark.parametrize("page", PAGES)
+@parametrize("page", PAGES)
 def test_commands_of_a_page_are_understood(page, monkeypatch, capsys):
     class OnlyParses(safe.flags.Parser):
         def parse_args(self):
@@ -199,7 +199,7 @@ def test_commands_of_a_page_are_understood(page, monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shell", ["sh", "dash", "bash", "zsh", "fish"])
+@parametrize("shell", ["sh", "dash", "bash", "zsh", "fish"])
 def test_what_is_pasted_into_a_shell_runs_there(shell):
     """Every command of a block, the lines of a comment too: zsh knows none in what is typed."""
     blocks = [block for text in PAGES.values() for block in re.findall(r"(?ms)^```(\w*)\n(.*?)^```$", text)]
@@ -229,7 +229,7 @@ NEEDS = (r"srun|HOST|gpt2|eight-bits|bench.py kernels|\.venv|git |pytest|my\.txt
 
 
 @slow
-@pytest.mark.parametrize("page", PAGES)
+@parametrize("page", PAGES)
 def test_commands_run_as_typed(page, tmp_path):
     """In the order of the page, with every step."""
     blocks = [body for kind, body in re.findall(r"(?ms)^```(\w*)\n(.*?)^```$", PAGES[page]) if not kind]

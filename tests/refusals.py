@@ -32,6 +32,7 @@ from further.experts import resized
 from safe.flags import check_layout, check_numbers, model_config
 from safe.huggingface import save
 from safe.sizes import BadInput
+from tests.pool import parametrize
 from tests.runs import parse, ran, TINY, TRAIN
 from tests.text import BY_HAND, json_of, write_vocabulary
 from theory.speed import MACHINES
@@ -331,7 +332,7 @@ def files(text, tmp_path_factory):
     return words if os.geteuid() else words | {"READ_ONLY": "/proc/run"}  # root may write anywhere, almost
 
 
-@pytest.mark.parametrize("main, row", [(main, row) for main, rows in REFUSED.items() for row in rows.split("\n")
+@parametrize("main, row", [(main, row) for main, rows in REFUSED.items() for row in rows.split("\n")
                                        if row], ids=lambda value: getattr(value, "__module__", value))
 def test_bad_input_is_one_line_and_exit_code_2(main, row, files, refusal, monkeypatch):
     def written():
@@ -359,7 +360,7 @@ def heed(refusal, words, said, hops=3):
         heed(refusal, heeded(words, remedy), now, hops - 1)
 
 
-@pytest.mark.parametrize("name", ["LLM_C", "U32", "I64"])
+@parametrize("name", ["LLM_C", "U32", "I64"])
 def test_the_command_that_a_refusal_advises_makes_tokens(name, files, refusal, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = re.search('python -c "(.*)"$', refusal(train.main, ["--data", str(files[name])]))
@@ -445,7 +446,7 @@ FORGED = [  # the manifest is made to match, so only the contents can tell
     (CONFIG, cut, "config.json: ")]
 
 
-@pytest.mark.parametrize("forged, file, change, says", [(False, *row) for row in DAMAGED]
+@parametrize("forged, file, change, says", [(False, *row) for row in DAMAGED]
                          + [(True, *row) for row in FORGED])
 def test_damaged_checkpoint_is_one_line_and_exit_code_2(forged, file, change, says, files, tmp_path, monkeypatch,
                                                         refusal):

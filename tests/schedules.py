@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import types
-import unittest.mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ import train
 from tests.layouts import SMALL, small_gpt, tokens_of
 from fast.linear import WeightGradients
 from fast.pipeline import CollectingMicroBatch
-from tests.pool import close, is_plain, on_ranks, table
+from tests.pool import close, is_plain, on_ranks, parametrize, table
 from further.experts import resized
 from further.schedules import (
     dualpipe_v, HalvedMicroBatch, interleaved, SCHEDULES, v_half, v_min, zb_v, zero_bubble_h1)
@@ -54,7 +54,7 @@ def test_cuts_that_cannot_be_are_refused():
             cut(*given)
 
 
-@pytest.mark.parametrize("size,vocab", [(2, 37), (8, 11)])
+@parametrize("size,vocab", [(2, 37), (8, 11)])
 @on_ranks()
 def test_vocabulary_parallel_cross_entropy_of_large_logits(vocab):
     """Gradients, and targets that do not count, are proven by layouts."""
@@ -85,7 +85,7 @@ def test_cut_layers_refuse_what_they_cannot_do():
     z = torch.ones(1, 2, 5, requires_grad=True)
     for bad, read in itertools.product((-2, 10), (True, False)):
         numbers = torch.tensor([[3, bad]])
-        with unittest.mock.patch.object(kernels, "readable", lambda tensor: read):
+        with patch.object(kernels, "readable", lambda tensor: read):
             if read:
                 with pytest.raises(IndexError, match="an embedding of 10 rows takes 0 to 9"):
                     net(numbers)
@@ -123,7 +123,7 @@ def test_schedules_idle_and_hold_what_the_lecture_says():
         assert max(simulate(parallel.one_f_one_b(p, m), 2, 3, 1).idle) == 6 * (p - 1)  # uneven costs
 
 
-@pytest.mark.parametrize("make, idle, less, held", [
+@parametrize("make, idle, less, held", [
     # idle of p ranks, at most (and the papers' bubble); how much less; activations at most, on all ranks but of V-Min
     (zb_v, lambda p: (p - 1) / 2, 0, lambda p: p),  # p / 2
     (v_half, lambda p: 3 * (p - 1) / 2, 1 / 2, lambda p: (p + 2) // 2),  # 3p / 2
@@ -168,7 +168,7 @@ BROKEN = """
 OF = {"1f1b": [parallel.one_f_one_b], "split": [zero_bubble_h1, *IN_A_V], "in a v": IN_A_V}
 
 
-@pytest.mark.parametrize("make,change,says", [
+@parametrize("make,change,says", [
     (make, dict(pair.split("=") for pair in change.split()), says)
     for schedules, change, says, *_ in table(BROKEN) for make in OF[schedules]])
 def test_broken_schedules_are_rejected(make, change, says):
@@ -186,7 +186,7 @@ def test_broken_schedules_are_rejected(make, change, says):
 
 # --------------------------------------------------------------------------------------------------- running a schedule
 
-@pytest.mark.parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs what is sent goes when it has ended
+@parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs what is sent goes when it has ended
 @on_ranks(2)
 def test_a_pipeline_keeps_its_latest_two_outputs_that_are_sent():
     net, kept, steps = small_gpt(pp=2, schedule="gpipe"), [], set()
@@ -197,17 +197,17 @@ def test_a_pipeline_keeps_its_latest_two_outputs_that_are_sent():
         kept.append(len(step.sending))
         steps.add(step)
 
-    with unittest.mock.patch.object(net.pipeline.step, "do", watched):
+    with patch.object(net.pipeline.step, "do", watched):
         net.forward_backward(*(t.split(1) for t in tokens_of(0)))
     assert max(kept) == 2 and not any(step.sending for step in steps)
 
 
-@pytest.mark.parametrize("virtual_stages, tied", [(1, False), (2, True)])
+@parametrize("virtual_stages, tied", [(1, False), (2, True)])
 @on_ranks(3)
 def test_pipelines_make_the_groups_they_use(virtual_stages, tied):
     """A rank with one stage sends nothing round from the last to the first; an untied embedding is nobody's twice."""
     made, config = [], dataclasses.replace(SMALL, n_layer=6, tied=tied)
-    with unittest.mock.patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
+    with patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
         net = small_gpt(config, pp=3, schedule="interleaved", virtual_stages=virtual_stages)
     line, back = [(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 2), (2, 0)]
     assert made == sorted(line + back * (virtual_stages > 1))
@@ -233,8 +233,8 @@ def halves_of(net):
     return CollectingMicroBatch(net, None, WeightGradients(net))
 
 
-@pytest.mark.parametrize("pool", ["cpu", "plain"], indirect=True)
-@pytest.mark.parametrize("first, frozen", [(1, ()), (0, ("wte", "wpe", "ln_"))])
+@parametrize("pool", ["cpu", "plain"], indirect=True)
+@parametrize("first, frozen", [(1, ()), (0, ("wte", "wpe", "ln_"))])
 @on_ranks(1)
 def test_weight_gradients_wait_for_w(first, frozen):
     """I computes no Linear's, and in the reference none. Both halves together are B, behind frozen layers, too."""

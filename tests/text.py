@@ -30,7 +30,7 @@ from safe.data import load_data, open_tokenizer, parts_of
 from safe.flags import Settings
 from safe.huggingface import save
 from tests.models import CHANGES, small
-from tests.pool import close, on_cpus
+from tests.pool import close, on_cpus, parametrize
 from tests.runs import log_of, output_of, run_training, start, trained
 from tests.walls import REFERENCE, reference_in
 
@@ -64,7 +64,7 @@ PIECES = [  # of texts, by GPT-2's pattern
     "don|’|t"]
 
 
-@pytest.mark.parametrize("pieces", PIECES)
+@parametrize("pieces", PIECES)
 def test_a_text_is_cut_as_by_gpt2_s_pattern(pieces):
     assert piece_pattern().findall(pieces.replace("|", "")) == pieces.split("|")
 
@@ -95,7 +95,7 @@ SPELLED = [  # a text, its tokens as vocab.json spells them
     (f"!!{END}", f"! ! {END}"), ("", "")]
 
 
-@pytest.mark.parametrize("text, spelled", SPELLED)
+@parametrize("text, spelled", SPELLED)
 def test_tokens_are_those_made_by_hand(tmp_path, text, spelled):
     words = Tokenizer(write_vocabulary(tmp_path, BY_HAND))
     assert words.encode(text) == [words.numbers[token] for token in spelled.split()]
@@ -103,7 +103,7 @@ def test_tokens_are_those_made_by_hand(tmp_path, text, spelled):
     assert words.numbers["!"] == 0 and words.numbers["Ġ"] == 220  # as in GPT-2's
 
 
-@pytest.mark.parametrize("merges", [list, " ".join])
+@parametrize("merges", [list, " ".join])
 def test_a_tokenizer_json_has_the_tokens_of_the_two_files(tmp_path, merges):
     """Where both are there, it counts, as in transformers. Its added tokens are taken as a whole, and no bytes spell
     them. The two may be written on Windows, and have a token with a space."""
@@ -300,7 +300,7 @@ def test_ranks_stay_in_touch_while_one_of_them_samples(trained):
     assert [more - less for less, more in zip(without, with_sample)] == [3, 3]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=str)
+@parametrize("change", CHANGES, ids=str)
 def test_cached_logits_are_those_without(change):
     """Up to the full context, and when it slides; and sampling leaves the model as it was."""
     net = small(**change).double()

@@ -19,7 +19,7 @@ import model
 import parallel
 import theory.speed
 import train
-from tests.pool import close, table
+from tests.pool import close, parametrize, table
 from tests.refusals import heed, refusal_of_layout
 from tests.runs import log_of, parse, printed_by, run_training, trained
 from further.schedules import zero_bubble_h1
@@ -68,7 +68,7 @@ LAYOUTS = """
     3  --pp 3"""
 
 
-@pytest.mark.parametrize("size, layout", table(LAYOUTS))
+@parametrize("size, layout", table(LAYOUTS))
 def test_every_layout_logs_the_same_losses(trained, plain_log, tmp_path, size, layout):
     """10 steps in float64 with micro-batches, evaluation, sample and saved model; AdamW, clipping and schedule as users
     get them."""
@@ -89,7 +89,7 @@ def events_of(path):
     return sorted((e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"), key=lambda e: e["ts"])
 
 
-@pytest.mark.parametrize("layout,collective", [
+@parametrize("layout,collective", [
     ("--dp 2 --zero 3 --ep 2 --experts 4", "all_to_all_single"),
     ("--pp 2 --schedule zb-h1", "all_reduce"), ("--tp 2 --comm torch", "all_reduce")])
 def test_trace_and_profile_hold_every_rank_s_actions(trained, tmp_path, layout, collective):
@@ -157,7 +157,7 @@ def training_at_a_known_peak(flags):
         return printed_by(run_training, flags)
 
 
-@pytest.mark.parametrize("tokens", [64, 65])
+@parametrize("tokens", [64, 65])
 def test_train_says_when_mfu_counts_half_of_attention(trained, tmp_path, tokens):
     printed, = trained(1, f"--steps 2 --seq-len {tokens} --out OUT", training_at_a_known_peak)
     config = model.GPTConfig(256, tokens, 1, 2, 16)
@@ -166,7 +166,7 @@ def test_train_says_when_mfu_counts_half_of_attention(trained, tmp_path, tokens)
     assert logged and all(close(mfu, speed * config.flops_per_token() / 1e12) for mfu, speed in logged)
 
 
-@pytest.mark.parametrize("flag, path, rest", [
+@parametrize("flag, path, rest", [
     ("out", "run", b""), ("resume", "run", b""), ("resume", "run/step-00000001", b""), ("out", "", b"\n{}"),
     ("out", ".", b"\n{}"), ("out", "..", b"\n{}")])
 def test_folders_of_text(tmp_path, flag, path, rest):
@@ -239,7 +239,7 @@ CARDS = """
     8 | 8 | 8 | --dp 8 --ep 2 --experts 4 --cuda-graphs on | --device cuda, --zero 0 or 1 .*no --experts"""
 
 
-@pytest.mark.parametrize("row", CARDS.strip().splitlines())
+@parametrize("row", CARDS.strip().splitlines())
 def test_layout_takes_what_gpus_there_are(monkeypatch, row):
     """--device auto takes CUDA where each process on this machine gets a GPU of its own; --device cuda means it. On a
     node that has too few, auto refuses: another node might choose otherwise."""

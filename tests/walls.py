@@ -28,7 +28,7 @@ from tests.collectives import (
     test_bytes_sent_are_the_formulas, test_collective_equals_library, test_point_to_point)
 from tests.kernels import random
 from tests.layouts import arguments_of, case_of, in_layout
-from tests.pool import HERE, close, in_new_process, on_cpus, on_ranks, table
+from tests.pool import close, HERE, in_new_process, on_cpus, on_ranks, parametrize, table
 from tests.runs import log_of, start, trained
 
 # A later one may import any earlier one at its top.
@@ -52,7 +52,7 @@ def room_of(file):
 
 # ------------------------------------------------------------------------------------------------------ the reference
 
-@pytest.mark.parametrize("test, arguments", [
+@parametrize("test, arguments", [
     *((test_bytes_sent_are_the_formulas, {"size": size, "ways": (), "elements": 400}) for size in (3, 4)),
     (test_between_nodes_every_rank_sends_its_share, {"size": 4, "node": 2}),
     (test_point_to_point, {"size": 4}), (test_blocks_may_be_uneven, {"size": 4, "way": "plain"}),
@@ -97,7 +97,7 @@ def reference_in(tmp_path_factory):
 
 
 @on_cpus
-@pytest.mark.parametrize("row", table(PROGRAMS), ids=str)
+@parametrize("row", table(PROGRAMS), ids=str)
 def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(start, trained, tmp_path, reference_in, row):
     size, flags, *further = row
     tolerance = 1e-3 if "--dtype" in flags else 1e-10
@@ -268,7 +268,7 @@ ENTERED = {  # a layout, and the rows that it enters
 }
 
 
-@pytest.mark.parametrize("layout", ENTERED)
+@parametrize("layout", ENTERED)
 def test_rows_are_entered(pool, layout):
     place, options = arguments_of(case_of(layout))
     for entered in pool(math.prod(place[0].values())).run(rows_entered, in_layout, *place, **options):
@@ -282,7 +282,7 @@ def test_every_row_is_entered_by_a_named_layout(triton_kernels):
     assert every - by_layouts - started - rows_entered(kernels_alone) == set()
 
 
-@pytest.mark.parametrize("pool", ["plain"], indirect=True)
+@parametrize("pool", ["plain"], indirect=True)
 @on_ranks(2)
 def test_on_comes_first():
     """Not once a group exists."""

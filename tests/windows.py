@@ -4,10 +4,9 @@ import contextlib
 import itertools
 import time
 import types
-import unittest.mock
+from unittest.mock import Mock, patch
 
 import numpy as np
-import pytest
 import torch
 
 import collectives as dist
@@ -17,19 +16,19 @@ import fast.windows
 import kernels
 from tests.collectives import Case, compare_with_library, DIRECT, left_by, NTHS
 from tests.links import carried, DirectGlooLink
-from tests.pool import needs_kernels, on_cpus, on_gpus, on_ranks
+from tests.pool import needs_kernels, on_cpus, on_gpus, on_ranks, parametrize
 
 
 @contextlib.contextmanager
 def counted(kind, *methods):
     """{method: the mock that counts its calls}"""
     with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(unittest.mock.patch.object(
+        yield {name: stack.enter_context(patch.object(
             kind, name, autospec=True, side_effect=getattr(kind, name))) for name in methods}
 
 
 @on_cpus  # GPUs have windows of their own
-@pytest.mark.parametrize("size", [2, 4])
+@parametrize("size", [2, 4])
 @on_ranks()
 def test_windows_are_used():
     """All that a window can do has been done. That it was right is seen where collectives equal the library's."""
@@ -48,7 +47,7 @@ def test_windows_are_used():
 
 
 @on_cpus
-@pytest.mark.parametrize("elements", [4, 32, 33, 71])  # a turn takes 32: one turn, one, two, three
+@parametrize("elements", [4, 32, 33, 71])  # a turn takes 32: one turn, one, two, three
 @on_ranks(2)
 def test_copies_wait_for_who_reads_his_window(elements):
     """Rank 1 sums late what lies in its window."""
@@ -63,7 +62,7 @@ def test_copies_wait_for_who_reads_his_window(elements):
     def write():
         dist.all_to_all([*torch.zeros(2, 4)], [*torch.full((2, 4), 100.0)], async_op=True).wait()
 
-    with carried("windows", WINDOW_BYTES=256), unittest.mock.patch.object(fast.windows.Window, "scatter", late):
+    with carried("windows", WINDOW_BYTES=256), patch.object(fast.windows.Window, "scatter", late):
         write()
         dist.reduce_scatter(result, [chunk * (1 + rank) for chunk in numbers], async_op=True).wait()
         write()
@@ -71,7 +70,7 @@ def test_copies_wait_for_who_reads_his_window(elements):
 
 
 @on_cpus
-@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"])
+@parametrize("name", ["all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"])
 @on_ranks(3)
 def test_kernels_sum_and_gather(name):
     """One element, several rounds, rows of 64 bytes: each by one call of the kernel."""
@@ -89,14 +88,14 @@ def test_kernels_sum_and_gather(name):
     assert calls[kernel].call_count == len(cases)
 
 
-@pytest.mark.parametrize("elements,async_op,ways", [
+@parametrize("elements,async_op,ways", [
     (1023, False, "reduce_scatter"), (1024, False, "kernel"), (1 << 18, True, "reduce_scatter"),
     (22 << 20, False, "kernel"), (1 << 19, True, "reduce_scatter all_gather"), (3 << 21, True, "copies"),
     (21 << 20, True, "copies"), (22 << 20, True, "reduce_scatter all_gather")])
 def test_how_an_all_reduce_between_gpus_goes(elements, async_op, ways, monkeypatch):
     """From SUM_FROM bytes it is one kernel if the caller waits; smaller ones, and those beside the caller, are
     messages; from WINDOW_FROM bytes, as long as one step does, copies; then halves."""
-    goes, link = unittest.mock.Mock(), object.__new__(DirectGlooLink)
+    goes, link = Mock(), object.__new__(DirectGlooLink)
     link.rank, link.size, link.aside, link.name, link.device = 0, 2, async_op, "this", "cpu"
     dist.reset_traffic()
     link.reduce_scatter, link.all_gather = goes.reduce_scatter, goes.all_gather
@@ -113,7 +112,7 @@ def test_rows_are_summed_by_the_kernels_asked_for(monkeypatch):
     float32."""
     class OnGPU(torch.Tensor):
         is_cuda = True
-    sums = unittest.mock.Mock()
+    sums = Mock()
     monkeypatch.setattr(fast.exchange, "sum_rows", sums)
     for able, dtype in itertools.product((True, False), (torch.float64, torch.bfloat16)):
         monkeypatch.setattr(kernels, "on_triton", lambda x: able and x.dtype in kernels.DTYPES)
@@ -183,7 +182,7 @@ def test_copies_are_not_replayed_on_memory_that_was_given_back():
     assert any(graph.memory is not None for graph in dist.link_of(None).replays.graphs.values())  # some copied
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@parametrize("size", [2, 3])
 @on_ranks()
 def test_all_to_alls_in_a_row():
     """Other sizes in each, none waited for by the CPU, some beside the caller, some in another group, sums between."""
@@ -228,7 +227,7 @@ def test_all_to_all_in_a_graph():
 
 
 @on_gpus
-@pytest.mark.parametrize("size", [2, 3])
+@parametrize("size", [2, 3])
 @on_ranks()
 def test_trees_are_replayed():
     """Each tree is recorded by its third call; a call with another root in between must not take its graph."""

@@ -19,9 +19,9 @@ from further.nodes import average_between
 from tests.data import laid_out, module_and_inputs, stepped_by
 from tests.layouts import SMALL, small_gpt, tokens_of
 from tests.links import NO_DOUBLING, replaced, served_by
-from tests.pool import close, is_plain, on_both, on_ranks
+from tests.pool import close, is_plain, on_both, on_ranks, parametrize
 from safe.flags import Settings
-from theory.memory import memory_bytes, tensors_in
+from theory.memory import memory_bytes
 
 
 # ------------------------------------------------------------------------------------------------- bytes sent and kept
@@ -70,8 +70,8 @@ def step_of_zero(stage, micro_batches, group, between):
 
 
 @on_both
-@pytest.mark.parametrize("size, within", [(2, None), (3, None), (4, 2)])
-@pytest.mark.parametrize("m", [1, 3])
+@parametrize("size, within", [(2, None), (3, None), (4, 2)])
+@parametrize("m", [1, 3])
 @on_ranks()
 def test_zero_sends_what_the_table_says(m, within):
     """m micro-batches. Hybrid sharding: the table's with n for N, and once a step each shard of the gradients between
@@ -89,8 +89,8 @@ def test_zero_sends_what_the_table_says(m, within):
             assert step_of_zero(stage, m, group, between) == want, stage
 
 
-@pytest.mark.parametrize("pool", ["cpu", "plain"], indirect=True)
-@pytest.mark.parametrize("zero, within", [(0, 4), (1, 4), (2, 4), (3, 4), (2, 2), (3, 2)])
+@parametrize("pool", ["cpu", "plain"], indirect=True)
+@parametrize("zero, within", [(0, 4), (1, 4), (2, 4), (3, 4), (2, 2), (3, 2)])
 @on_ranks(4)
 def test_zero_keeps_what_the_table_says(zero, within):
     """Between backward and step, in bf16 with AdamW, on any device."""
@@ -107,7 +107,7 @@ def test_zero_keeps_what_the_table_says(zero, within):
     assert abs(kept / sum(table[kind] for kind in ("parameters", "gradients", "optimizer")) - 1) < 0.05, (kept, table)
 
 
-@pytest.mark.parametrize("zero, schedule", [(1, "interleaved"), (2, "interleaved"), *(
+@parametrize("zero, schedule", [(1, "interleaved"), (2, "interleaved"), *(
     (0, schedule) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v"))])
 @on_ranks(4)
 def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backward(zero, schedule):
@@ -129,7 +129,7 @@ def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backwar
     assert 0 <= sent.bytes - times * k <= 12  # of the loss
 
 
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16], ids=str)
+@parametrize("compute_dtype", [None, torch.bfloat16], ids=str)
 @on_ranks(2)
 def test_gradients_that_add_up_exist_once(compute_dtype):
     """While micro-batches add up there is one set of gradients, in the shards' dtype."""
@@ -238,7 +238,7 @@ def test_a_bucket_of_both_ends_of_a_model_leaves_last():
 
 
 @on_both
-@pytest.mark.parametrize("way", [2, 3])
+@parametrize("way", [2, 3])
 @on_ranks(2)
 def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
     """A bucket that the first one has left incomplete is no earlier complete in the second. After backward no unit is
@@ -260,7 +260,7 @@ def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
 
 
 @on_both
-@pytest.mark.parametrize("way", [0, 1, 2, 3])
+@parametrize("way", [0, 1, 2, 3])
 @on_ranks(2)
 def test_16_bit_gradients_add_up_in_float32(way):
     """Of 300 backwards that leave a parameter of the bucket out. (bf16 itself cannot count beyond 256.)"""
@@ -289,7 +289,7 @@ def test_gradients_that_have_left_keep_no_memory():
 
 
 @on_both
-@pytest.mark.parametrize("way", ["ddp", 1, 2, 3])
+@parametrize("way", ["ddp", 1, 2, 3])
 @on_ranks(2)
 def test_an_optimizer_that_is_zeroed_drops_its_step(way):
     """After a backward that was to be the last. One of PyTorch's does not know what DDP and FSDP have sent: they refuse
