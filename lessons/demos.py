@@ -17,8 +17,10 @@ from further.expert_parallel import split_experts
 from further.experts import count_of_each, ExpertsConfig
 from further.schedules import SCHEDULES
 from lessons import kernels as errors, pages, puzzles
+from lessons.extension import demo_extension
 from lessons.hardware import demo_machine
 from lessons.measure import of_all_ranks, off, patched, readable, say, traffic_of
+from lessons.measuring import demo_measuring
 from lessons.overlap import demo_overlap
 from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
@@ -399,9 +401,12 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
+    "measuring": (demo_measuring, {"ranks": 2}),
+    "extension": (demo_extension, {}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
     "pages": (pages.pages, {"out": "runs/site"})}
-ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts  # each rank is a process and runs the demo
+# Each rank is a process and runs the demo.
+ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_measuring
 
 
 def main():

@@ -32,7 +32,7 @@ def bank_passes(stride):
 
 
 def branch_passes(ways):
-    """Mean passes of a warp, if thread i takes branch ways[i]. A warp runs each branch that one of its threads takes."""
+    """Mean passes of a warp, where thread i takes branch ways[i]. A warp runs each branch that its threads take."""
     return sum(len({*ways[i:i + WARP]}) for i in range(0, len(ways), WARP)) / math.ceil(len(ways) / WARP)
 
 

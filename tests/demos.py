@@ -28,6 +28,9 @@ SHOWN = [
     *(("overlap", 1, shown) for shown in (
         "0.460     3.370                      1.79e+08", "0.230     1.685", "3.138    23.009", "0.019     0.137",
         "cp, ring: hidden from 2,894", "Of 27 ms of traffic 6 show")),
+    # K is 0.84M, of 4 bytes
+    ("measuring", 2, """
+          zero 0                parameters 3.2 MiB (3.2 MiB)  gradients 3.2 MiB (3.2 MiB)  optimizer 6.4 MiB (6.4"""),
     # The next unit is gathered under this one, and waited for when it computes; the last one stays whole, because
     # backward begins with it.
     ("fsdp", 2, """

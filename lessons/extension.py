@@ -1,0 +1,79 @@
+"""A kernel of one's own in C++ or CUDA, built by torch.utils.cpp_extension, called with the addresses of tensors.
+
+    python -m lessons extension
+
+It needs ninja and a C++ compiler, on a GPU also nvcc. Ultra-Scale Playbook, "C++ extension".
+"""
+
+import ctypes
+import os
+import shutil
+import tempfile
+
+import torch
+from torch.utils import cpp_extension
+
+from lessons.measure import say, seconds_of
+
+LOOP = """
+extern "C" void add(const float *x, const float *y, float *out, long n) {
+    for (long i = 0; i < n; i++) out[i] = x[i] + y[i];
+}
+"""
+
+KERNELS = """
+__global__ void add_kernel(const float *x, const float *y, float *out, long n) {
+    long i = blockIdx.x * (long) blockDim.x + threadIdx.x;  // this thread's element: neighbours have neighbours
+    if (i < n) out[i] = x[i] + y[i];                        // the last block may reach beyond the end
+}
+
+__global__ void branch_kernel(float *x, int ways) {  // thread t takes branch t % ways, each as long as the others
+    long i = blockIdx.x * (long) blockDim.x + threadIdx.x;
+    float v = x[i];
+    for (int way = 0; way < ways; way++)
+        if (threadIdx.x % ways == way)
+            for (int k = 0; k < 1000; k++) v = v * 0.999f + way;
+    x[i] = v;
+}
+
+extern "C" void add(const float *x, const float *y, float *out, long n) {  // host code: blocks of 256 threads
+    add_kernel<<<(n + 255) / 256, 256>>>(x, y, out, n);
+}
+
+extern "C" void branch(float *x, int ways, long n) {
+    branch_kernel<<<n / 256, 256>>>(x, ways);
+}
+"""
+
+
+def build(cuda):
+    """The library of these functions, as ctypes sees it: built in a folder that is then removed."""
+    with tempfile.TemporaryDirectory() as folder:
+        cpp_extension.load_inline("add", [] if cuda else [LOOP], [KERNELS] if cuda else None, is_python_module=False,
+                                  no_implicit_headers=True, with_cuda=cuda, build_directory=folder)
+        return ctypes.CDLL(os.path.join(folder, "add.so"))
+
+
+def addresses(*tensors):
+    return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+
+
+def demo_extension():
+    """Build an addition in C++ or CUDA, run it beside PyTorch's; on a GPU also time branches."""
+    cuda = torch.cuda.is_available()
+    compiler = "nvcc" if cuda else cpp_extension.get_cxx_compiler()
+    missing = [what for what in ("ninja", compiler) if not shutil.which(what)]
+    if missing:
+        return say(f"not built: {' and '.join(missing)} not found")
+    device, library = torch.device("cuda" if cuda else "cpu"), build(cuda)
+    x, y, out = torch.randn(3, 1 << 24, device=device)
+    library.add(*addresses(x, y, out), ctypes.c_long(x.numel()))
+    say(f"add in {'CUDA' if cuda else 'C++'}: {'equal to' if torch.equal(out, x + y) else 'not'} PyTorch's")
+    functions = {"ours": (lambda: library.add(*addresses(x, y, out), ctypes.c_long(x.numel())), []),
+                 "PyTorch's": (lambda: torch.add(x, y, out=out).detach(), [])}
+    if cuda:
+        functions |= {f"a warp takes {ways} branches": (
+            lambda ways=ways: library.branch(*addresses(x), ways, ctypes.c_long(1 << 20)), [])
+            for ways in (1, 2, 4, 32)}
+    for what, (seconds, *_) in seconds_of(functions, device, 5).items():
+        say(f"  {what:28}{1e3 * seconds:10.3f} ms")
