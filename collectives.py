@@ -420,7 +420,7 @@ def batch_isend_irecv(p2p_op_list):
 
 # --------------------------------------------------------------------------------------------- a group seen as messages
 
-DEVICE = {"gloo": "cpu", "nccl": "cuda"}  # the tensors that each backend sends
+DEVICE = {"gloo": "cpu", "nccl": "cuda", "together": "cpu"}  # the tensors that each backend sends
 TAG = 1 << 30  # messages of collectives have tags from here on, so a `recv` of the caller's never takes one
 
 
@@ -685,9 +685,13 @@ LINKS = {"ring": Link, "torch": Library}  # what `use` knows besides "ours"
 
 # -------------------------------------------------------------------------------------------------------- start and end
 
-def initialize(device_type, timeout=600):
+def initialize(device_type, timeout=600, together=0):
     """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device.
-    "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error."""
+    "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error. together:
+    so many ranks are threads of this process, on the CPU, and the program runs again as each (further/together.py)."""
+    if together:
+        from further.together import join
+        return join(together)
     gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device_type == "cuda" else None
     if gpu:
         torch.cuda.set_device(gpu)

@@ -103,6 +103,7 @@ class Flags:
     kernels: str = flag("auto", "auto: Triton from Hopper on, in 16 bits or fp32", choices=["auto", "torch", "triton"])
     comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=["ours", *dist.LINKS])
     plain: bool = flag(False, "run the reference alone, without fast/ and safe/; several processes need torchrun then")
+    together: bool = flag(False, "run the reference alone, with all ranks as threads of this process, to step through")
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
     log_every: int = flag(10, "steps between log lines; 0: never")
     sample: int = flag(200, "tokens to generate at the end; 0: none")
@@ -590,7 +591,8 @@ class Trainer:
     def __init__(self, s, config, source, data, device):
         self.s, self.config, self.device = s, config, device
         self.train_data, self.held_out, self.vocabulary = data
-        self.control = dist.new_group(backend="gloo")  # all ranks, for `agree`; on the CPU, where Python reads it
+        on_cpu = "gloo" if self.device.type == "cuda" else None
+        self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`; on the CPU, where Python reads it
         source = source or (lambda name: initial_weight(config, name, s.seed))
         adamw = partial(self.adamw(), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
         self.net = parallelize(config, layout_of(s), device, source, adamw, self.gpt)
@@ -769,12 +771,12 @@ class Run:
         world = int(os.environ.get("WORLD_SIZE") or 1)
         s = parse(argparse.ArgumentParser(**ABOUT), self.flags, arguments)
         processes = processes_of(s, world)
-        if processes != world:
+        if processes != world and not s.together:
             refuse(f"this layout needs torchrun --nproc_per_node {processes}; {world} were started")
         parts = s.dp * s.micro_batches
         if s.batch_size % parts:
             refuse(f"--batch-size must be a multiple of --dp x --micro-batches: give --batch-size {parts}")
-        s.device = device_for(s.device, dist.processes_of_a_node(world))
+        s.device = "cpu" if s.together else device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
         vocabulary = vocabulary_of(s.tokenizer)
         if s.tokenizer:
@@ -805,7 +807,7 @@ class Run:
 
     def start(self):
         """Meet the other processes, train, part."""
-        device = dist.initialize(self.s.device)
+        device = dist.initialize(self.s.device, together=self.s.together and processes_of(self.s, 1))
         if dist.get_rank() == 0:
             print(f"mode     {self.mode}", flush=True)
         self.trainer(self.s, self.config, self.source, self.data, device).train(self.saved)
@@ -815,7 +817,7 @@ class Run:
 def main():
     """Train with fast/ and safe/, which stand beside this file, or without them."""
     here = pathlib.Path(__file__).parent
-    if "--plain" in sys.argv or not all((here / room).is_dir() for room in ("fast", "safe")):
+    if {"--plain", "--together"} & {*sys.argv} or not all((here / room).is_dir() for room in ("fast", "safe")):
         program = Run
     else:
         import fast

@@ -1,0 +1,237 @@
+"""All ranks in one process: each is a thread, one runs at a time, and messages lie in a dictionary.
+
+    python train.py --together --dp 2 --tp 2               a breakpoint() stops in one rank, and the others stand still
+    dist.initialize("cpu", together=4)                     your own program does so: it runs again as each of 4 ranks
+    together.run(4, body)                                  [what body() returns on each rank]; it initializes as above
+
+collectives.py, parallel.py and train.py run unchanged. PyTorch keeps groups for each thread, as its own tests want it,
+and `Queues` is a backend with isend and irecv. A rank runs until it waits for a message, or has sent one. Then a draw
+says who goes on. A run with the same `Order` is the same run. If nobody can go on, `Deadlock` says who waits for what.
+
+Read with: CS336 lecture 8; Kahn, "The Semantics of a Simple Language for Parallel Programming" (1974): a program whose
+ranks receive in order, and write nothing that is still being sent, computes the same in every order.
+"""
+
+import itertools
+import random
+import runpy
+import sys
+import threading
+from collections import defaultdict, deque
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+import collectives as dist
+from further.deadlock import operation, purpose, told
+
+
+class Deadlock(RuntimeError):
+    """Nobody can go on. Its text says who waits for whom, in what, who has ended, and what nobody has received."""
+
+
+class Order(NamedTuple):
+    """In which order ranks run. No library promises one, so a program that is right gives the same bits in each."""
+    seed: int = 0             # of the draws
+    rendezvous: bool = False  # a send lasts until its irecv has begun, and reads its tensor then; else it copies
+    worker: str = "drawn"     # what `async_op` starts runs "eager", before all else; "late", after all; or when "drawn"
+
+
+# -------------------------------------------------------------------------------------------------------------- threads
+
+class Task:
+    """A thread that runs when it is its turn: a rank, or the worker of one."""
+
+    def __init__(self, world, name, body, rank=None):
+        self.world, self.name, self.body, self.rank = world, name, body, rank or self
+        self.result = self.error = None  # of body()
+        self.waits_for = self.serves = ""
+        self.own = {"traffic_log": defaultdict(dist.Traffic), "links": defaultdict(dict), "registered": {}}
+        self.turn, self.thread = threading.Semaphore(0), threading.Thread(target=self.main, daemon=True)
+        self.thread.task = self
+        world.ready.append(self)
+        self.thread.start()
+
+    def main(self):
+        self.turn.acquire()
+        try:
+            self.result = self.body()
+        except BaseException as error:  # noqa: BLE001  `run` raises it
+            self.error = error
+        for link in [link for made in self.own["links"].values() for link in made.values()]:
+            link.close()
+        self.world.pass_on()
+
+    def frame(self):
+        """Where it stands."""
+        return sys._current_frames()[self.thread.ident]
+
+
+def current():
+    """The Task that runs; None outside of all."""
+    return getattr(threading.current_thread(), "task", None)
+
+
+class Worker:
+    """A rank's collectives.Worker."""
+
+    def __init__(self):
+        me, self.jobs, self.is_open, self.groups = current(), deque(), True, ThreadLocalWorld._world.world
+        self.world, self.task = me.world, Task(me.world, f"{me.name}'s worker", self.work, me)
+
+    def start(self, function):
+        done = Future()
+        self.jobs.append((done, function, purpose(sys._getframe())))
+        self.world.wake(self)
+        if self.world.order.worker == "eager":
+            self.world.sleep()
+
+        def wait():
+            while not done.done():
+                self.world.sleep(done, "its worker")
+            return done.result()
+
+        return dist.Handle(wait, done.done)
+
+    def work(self):
+        ThreadLocalWorld._world.world = self.groups
+        while self.jobs or self.is_open:
+            if not self.jobs:
+                self.world.sleep(self)
+                continue
+            done, function, self.task.serves = self.jobs.popleft()
+            try:
+                done.set_result(function())
+            except BaseException as error:  # noqa: BLE001  its rank raises it, in wait()
+                done.set_exception(error)
+            self.world.wake(done)
+
+    def close(self):
+        self.is_open = False
+        self.world.wake(self)
+
+
+class World:
+    """All tasks. ready: those that can go on; asleep: the others, {event: tasks}; messages: {ticket: (tensor, in what
+    operation)}, sent and not received; posted: {ticket: tensor}, what irecv waits for. A ticket is (group, sender,
+    receiver, tag, number)."""
+
+    def __init__(self, order=Order()):
+        self.order, self.random, self.store = order, random.Random(order.seed), torch_dist.HashStore()
+        self.ready, self.asleep, self.ranks, self.deadlock = [], defaultdict(list), [], ""
+        self.messages, self.posted, self.counts, self.ended = {}, {}, defaultdict(itertools.count), threading.Event()
+
+    def sleep(self, event=None, waits_for=""):
+        """Until `wake(event)`; without one, let others run."""
+        me = current()
+        me.waits_for = waits_for
+        (self.asleep[event] if event else self.ready).append(me)
+        self.pass_on()
+        me.turn.acquire()
+        if self.deadlock and waits_for:
+            raise Deadlock(self.deadlock)
+
+    def wake(self, event):
+        for task in self.asleep.pop(event, ()):
+            task.waits_for = ""
+            self.ready.append(task)
+
+    def moved(self, ticket):
+        """Whether a message is where it belongs; it goes there if both its ends are here."""
+        if ticket in self.messages and ticket in self.posted:
+            self.posted.pop(ticket).copy_(self.messages.pop(ticket)[0])
+            self.wake(ticket)
+        return ticket not in self.messages and ticket not in self.posted
+
+    def pass_on(self):
+        """Draw who runs next. What collectives.py keeps once a process becomes his."""
+        if not self.ready:
+            self.deadlock = told(self)
+            if not self.deadlock:
+                return self.ended.set()
+            for event in [*self.asleep]:
+                self.wake(event)
+        first = [task for task in self.ready if (task.rank is task) == (self.order.worker == "late")]
+        able = first if first and self.order.worker != "drawn" else self.ready
+        task = able[self.random.randrange(len(able))]
+        self.ready.remove(task)
+        vars(dist).update(task.rank.own)
+        task.turn.release()
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+class Queues(torch_dist.ProcessGroup):
+    """A group, of one rank's thread."""
+
+    def getBackendName(self):
+        return "together"
+
+    @property
+    def group_name(self):
+        return c10d._world.pg_names[self]
+
+    def ticket(self, end, sender, receiver, tag):
+        key = self.group_name, *(torch_dist.get_global_rank(self, rank) for rank in (sender, receiver)), tag
+        return *key, next(current().world.counts[end, key])
+
+    def send(self, tensors, dst, tag):
+        world, ticket = current().world, self.ticket("send", self.rank(), dst, tag)
+        tensor = tensors[0].detach() if world.order.rendezvous else tensors[0].detach().clone()
+        world.messages[ticket] = tensor, operation(sys._getframe())
+        world.wake(ticket)
+        world.sleep()
+
+        def wait():
+            while world.order.rendezvous and not world.moved(ticket):
+                world.sleep(ticket, f"rank {ticket[2]} to receive")
+        return dist.Handle(wait)
+
+    def recv(self, tensors, src, tag):
+        world, ticket = current().world, self.ticket("receive", src, self.rank(), tag)
+        world.posted[ticket] = tensors[0].data
+        world.wake(ticket)
+
+        def wait():
+            while not world.moved(ticket):
+                world.sleep(ticket, f"rank {ticket[1]}")
+        return dist.Handle(wait)
+
+
+torch_dist.Backend.register_backend("together", lambda store, rank, size, timeout: Queues(rank, size), devices=["cpu"])
+
+
+# ---------------------------------------------------------------------------------------------------------------- start
+
+def run(n, body, world=None):
+    """[body() of each of n ranks]. Raises the first error, or the Deadlock."""
+    world, isolate = world or World(), torch._C._distributed_c10d._set_thread_isolation_mode
+    kept, groups, hook = {**vars(dist)}, c10d._world, sys.excepthook
+    dist.Worker, c10d._world = Worker, ThreadLocalWorld()
+    isolate(True)
+    try:
+        world.ranks += [Task(world, f"rank {number}", body) for number in range(n)]
+        world.pass_on()
+        world.ended.wait()
+    finally:
+        isolate(False)
+        vars(dist).update(kept)
+        c10d._world, sys.excepthook = groups, hook
+    errors = [rank.error for rank in world.ranks if rank.error]
+    for error in sorted(errors, key=lambda error: isinstance(error, Deadlock)):
+        raise error
+    return [rank.result for rank in world.ranks]
+
+
+def join(n):
+    """Of `dist.initialize`: join the others. Outside of them, run this program again as each of n ranks, and exit."""
+    me = current()
+    if not me:
+        run(n, lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
+        sys.exit()
+    dist.init_process_group("together", rank=me.world.ranks.index(me), world_size=n, store=me.world.store)
+    return torch.device("cpu")

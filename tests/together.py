@@ -1,0 +1,139 @@
+"""All ranks as threads of one process: the bits of real processes in every order, and deadlocks that are named."""
+
+import math
+import runpy
+import sys
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+import collectives as dist
+import parallel
+from further import together
+from tests import layouts
+from tests.pool import close, in_new_process
+from tests.runs import TINY, log_of
+
+ORDERS = [together.Order(seed, rendezvous, worker) for seed, (rendezvous, worker) in enumerate(
+    (sends, when) for sends in (False, True) for when in ("drawn", "eager", "late"))]
+
+
+def in_threads(n, body, order):
+    def joined():
+        dist.initialize("cpu", together=n)
+        return body()
+    return together.run(n, joined, together.World(order))
+
+
+def steps_of(row, orders):
+    """What the steps of a row of tests/layouts.py give on each rank, in each order."""
+    torch.set_num_threads(1)
+    place, options = layouts.arguments_of(layouts.case_of(row))
+    with patch.object(torch_dist, "all_reduce", dist.all_reduce):  # there is no library's
+        return [in_threads(math.prod(place[0].values()), partial(layouts.in_layout, *place, **options), order)
+                for order in orders]
+
+
+def same(a, b):
+    """Bit by bit."""
+    return all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for one, other in zip(a, b, strict=True)
+               for x, y in zip(*(t.values() if isinstance(t, dict) else t for t in (one, other)), strict=True))
+
+
+@pytest.mark.parametrize("row", ["dp=2 zero=0 micro_batches=2", "tp=2", "pp=2 micro_batches=4 schedule=zb-h1",
+                                 "dp=2 zero=3 recompute=block", "cp=2 tokens=8", "dp=2 ep=2 experts=4 tokens=8"])
+def test_ranks_that_are_threads_give_the_bits_of_processes_in_every_order(plain_pool, row):
+    place, options = layouts.arguments_of(layouts.case_of(row))
+    want = plain_pool(2).run(layouts.in_layout, *place, **options)
+    for got in in_new_process(steps_of, row, ORDERS):
+        assert all(map(same, got, want))
+
+
+# ------------------------------------------------------------------------------------------------------ planted faults
+
+def head_on():
+    """Both send first."""
+    mine, theirs = torch.ones(2, 3)
+    dist.send(mine, 1 - dist.get_rank())
+    dist.recv(theirs, 1 - dist.get_rank())
+
+
+def not_all():
+    if dist.get_rank():
+        dist.all_reduce(torch.ones(4))
+
+
+def unlike_sizes():
+    dist.all_reduce(torch.ones(4 + 2 * dist.get_rank()))
+
+
+def too_early():
+    """The result is read before wait()."""
+    t = torch.ones(4)
+    handle, read = dist.all_reduce(t, async_op=True), t.sum().item()
+    handle.wait()
+    return read
+
+
+def still_sent():
+    """A tensor is written while it is being sent."""
+    t = torch.ones(4)
+    if dist.get_rank():
+        dist.recv(t, 0)
+        return t.sum().item()
+    handle = dist.isend(t, 1)
+    t.zero_()
+    handle.wait()
+
+
+def turned():
+    """One rank's buckets leave in another order."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+    net = parallel.DDP(net, bucket_mb=1e-5)
+    if dist.get_rank():
+        net.reducer.buckets.reverse()
+    net(torch.ones(2, 4)).sum().backward()
+    net.finish_grad_sync()
+
+
+def found(body):
+    """What each order gives: results, or the first words of a deadlock."""
+    said = set()
+    for order in [order._replace(seed=seed) for order in ORDERS for seed in range(8)]:
+        try:
+            said.add(str(in_threads(2, body, order)))
+        except together.Deadlock as deadlock:
+            said |= {*str(deadlock).split("; ")}
+    return said
+
+
+@pytest.mark.parametrize("body, some", [
+    (head_on, {"[None, None]", "rank 0 waits for rank 1 to receive"}),
+    (not_all, {"rank 1 waits for rank 0 in all_reduce", "rank 0 has ended"}),
+    (unlike_sizes, {"rank 0 has sent rank 1 8 bytes in all_reduce", "rank 1 has sent rank 0 12 bytes in all_reduce"}),
+    (too_early, {"[4.0, 4.0]", "[4.0, 8.0]"}), (still_sent, {"[None, 4.0]", "[None, 0.0]"}),
+    (turned, {"rank 0's worker waits for rank 1 in all_reduce, 1.bias",
+              "rank 1's worker waits for rank 0 in all_reduce, 0.weight"})],
+    ids=lambda value: getattr(value, "__name__", ""))
+def test_orders_find_what_is_wrong_in_some_and_a_deadlock_is_named(body, some):
+    assert some <= in_new_process(found, body)
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+def trained_together(*flags):
+    sys.argv = ["train.py", "--together", *TINY, *flags]
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path("train.py", run_name="__main__")
+    assert not ended.value.code
+
+
+def test_train_py_runs_again_as_each_rank(text, tmp_path):
+    flags = ["--data", text, "--steps", "2", "--sample", "0", "--dtype", "fp64"]
+    for name, layout in ("four", ["--dp", "2", "--tp", "2"]), ("one", []):
+        in_new_process(trained_together, *flags, "--out", str(tmp_path / name), *layout)
+    four, one = (log_of(tmp_path / name, "step", "loss", "grad_norm") for name in ("four", "one"))
+    assert len(one) == 2 and close(four, one)
