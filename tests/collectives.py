@@ -198,11 +198,10 @@ def test_names_that_are_not_here_are_answered_by_those_that_are():
 @parametrize("size,way", [(1, "ring"), *itertools.product((2, 5), ("plain", "ring", "messages")), (4, 2),
                                       (4, "plain"), *itertools.product((2, 3), ("windows", "kernel"))])
 @on_ranks()
-def test_blocks_may_be_uneven(way):
+def test_blocks_may_be_uneven(way, rank, size):
     """Of any sizes, some of them empty, in lists and as rows of one tensor. What was sent may be written at once."""
     if way == "kernel":
         needs_kernels()
-    rank, size = dist.get_rank(), dist.get_world_size()
 
     def check(name, want, given, *sizes):
         """The collective puts `want` in place of zeros."""
@@ -253,12 +252,12 @@ def test_from_a_call_to_its_messages_lead_seven_functions():
 
 @parametrize("size", [2, 4])
 @on_ranks()
-def test_point_to_point():
+def test_point_to_point(rank, size):
     """Each rank of a group hands a tensor to the next one, whose number in the world or in the group it gives."""
-    everybody = [*range(dist.get_world_size())]
+    everybody = [*range(size)]
     ends = [everybody[0], everybody[-1]]
     for ranks, group in (everybody, None), (ends, dist.new_group(ends)):
-        if dist.get_rank() in ranks:
+        if rank in ranks:
             hand_on(ranks, group)
 
 
@@ -284,9 +283,9 @@ def hand_on(ranks, group):
 
 @parametrize("size", [2, 3, 5])
 @on_ranks()
-def test_barrier_lets_nobody_pass_before_the_last():
+def test_barrier_lets_nobody_pass_before_the_last(rank):
     dist.barrier()  # in a link's first operation ranks wait for each other anyway
-    time.sleep(0.03 * dist.get_rank())
+    time.sleep(0.03 * rank)
     arrived = torch.tensor(time.time(), dtype=torch.float64)
     dist.barrier()
     left = time.time()
@@ -296,9 +295,8 @@ def test_barrier_lets_nobody_pass_before_the_last():
 
 @parametrize("comm", ["ours", "torch"])
 @on_ranks(5)
-def test_subgroups(comm):
+def test_subgroups(comm, rank):
     """Two disjoint groups at work at the same time, roots named by global rank and by rank in the group."""
-    rank = dist.get_rank()
     groups = [dist.new_group([*range(first, 5, 2)]) for first in (0, 1)]
     members, group = range(rank % 2, 5, 2), groups[rank % 2]
     dist.use(group, comm)
@@ -329,9 +327,8 @@ def sent_by(name, elements):
 @parametrize("size,ways,elements", [*((size, (), 400) for size in (1, 2, 3, 4, 5, 8)),
                                                 (2, ("kernel",), 40), (3, ("kernel",), 40)])
 @on_ranks()
-def test_bytes_sent_are_the_formulas(ways, elements):
+def test_bytes_sent_are_the_formulas(ways, elements, rank, size):
     """And the messages. (bench.py's formula of broadcasts, reduces, and recursive doubling is proven with it.)"""
-    size = dist.get_world_size()
     if ways:
         needs_kernels()
     for way in ways or [way for way in ways_of("all_reduce") if way != "torch"]:
@@ -343,15 +340,14 @@ def test_bytes_sent_are_the_formulas(ways, elements):
                 mine = sent_by(name, elements * size).messages
                 torch_dist.all_reduce(every := torch.tensor(mine))
                 root = (size - 1).bit_length() if name in ("broadcast", "scatter") else 0
-                assert every == size - 1 and (dist.get_rank() > 0 or mine == root), name
+                assert every == size - 1 and (rank > 0 or mine == root), name
 
 
 @parametrize("size,node", [(4, 2), (8, 2), (8, 4)])
 @on_ranks()
-def test_between_nodes_every_rank_sends_its_share(node):
+def test_between_nodes_every_rank_sends_its_share(node, rank, size):
     """M nodes of n ranks: an all-reduce sends 2(n-1)/n x K inside, 2(M-1)/M x K/n between; its halves half of each. One
     ring over all nodes leaves the sending between them to one rank of each, the last."""
-    size = dist.get_world_size()
     k = 4 * (elements := 400 * size * size)
     inside, between = (node - 1) * k // node, (size // node - 1) * k // size
     with carried(node, DOUBLING_BYTES=NO_DOUBLING):
@@ -359,15 +355,15 @@ def test_between_nodes_every_rank_sends_its_share(node):
             log, times = sent_by(name, elements), 2 if name == "all_reduce" else 1
             assert "to_all" in name or (log.bytes - log.outside, log.outside) == (times * inside, times * between)
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(node)), served_by(dist.Link):
-        log, last = sent_by("all_reduce", elements), dist.get_rank() % node == node - 1
+        log, last = sent_by("all_reduce", elements), rank % node == node - 1
         assert log.bytes == 2 * (size - 1) * k // size and log.outside == last * log.bytes
 
 
 @parametrize("elements", [10, 300_000])
 @on_ranks(4)
-def test_repeated_calls_on_the_same_memory(elements):
+def test_repeated_calls_on_the_same_memory(elements, rank, size):
     """With new values: each call sees them, and counts the same bytes."""
-    rank, size, counted = dist.get_rank(), dist.get_world_size(), []
+    counted = []
     whole, part = torch.zeros(size, elements), torch.zeros(elements)
     for i in range(6):
         dist.reset_traffic()
@@ -384,8 +380,8 @@ def test_repeated_calls_on_the_same_memory(elements):
 
 @parametrize("size", [3, 4, 5])
 @on_ranks()
-def test_all_reduce_leaves_the_same_bits_on_every_rank():
-    torch.manual_seed(dist.get_rank())
+def test_all_reduce_leaves_the_same_bits_on_every_rank(rank):
+    torch.manual_seed(rank)
     for n in (5, 1000, BIG):
         dist.all_reduce(t := torch.randn(n))
         torch_dist.broadcast(first := t.clone(), 0)

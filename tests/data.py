@@ -126,10 +126,9 @@ def stepped_by(optimizer):
 @parametrize("kind, way", [*itertools.product(["odd", "encoder"], ["naive", "ddp", 0, 1, 2, 3]),
                                        ("branches", "naive"), ("branches", "ddp"), ("crooked", 3)])
 @on_ranks(3)
-def test_data_parallel_and_zero_on_modules_nobody_here_wrote(kind, way):
+def test_data_parallel_and_zero_on_modules_nobody_here_wrote(kind, way, rank, size):
     """Three steps of SGD with momentum over two micro-batches, clipped, against one process, with a forward between
     backward and step. Ranks begin with weights of their own, and the first one's win; they take different branches."""
-    rank, size = dist.get_rank(), dist.get_world_size()
     (one, inputs), (net, _) = module_and_inputs(kind, 0), module_and_inputs(kind, 0 if way == "naive" else rank)
     model, sync, opt = laid_out(net, way, lr=0.1, momentum=0.9)
     reference = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
@@ -160,14 +159,14 @@ def test_data_parallel_and_zero_on_modules_nobody_here_wrote(kind, way):
 
 @parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs the CPU is ahead of all messages anyway
 @on_ranks(2)
-def test_backward_returns_before_its_buckets_have_arrived():
+def test_backward_returns_before_its_buckets_have_arrived(rank):
     """Rank 1 begins its backward when rank 0 has come back from its own, so nothing can have arrived there."""
     net, x, come_back = nn.Linear(8, 8), torch.ones(2, 8), torch.zeros(1)
     wrapped = parallel.DDP(net)
-    if dist.get_rank() == 1:
+    if rank == 1:
         dist.recv(come_back, 0)
-    wrapped(x * (dist.get_rank() + 1)).sum().backward()
-    if dist.get_rank() == 0:
+    wrapped(x * (rank + 1)).sum().backward()
+    if rank == 0:
         (_, handle, *_), = wrapped.reducer.under_way
         assert not handle.is_completed()
         dist.send(come_back, 1)
@@ -177,12 +176,12 @@ def test_backward_returns_before_its_buckets_have_arrived():
 
 @parametrize("way", ["ddp", 0, 1, 2, 3])
 @on_ranks(2)
-def test_gradients_not_zeroed_add_up(way):
+def test_gradients_not_zeroed_add_up(way, rank):
     """Of two synced backwards, as in one process; and nothing outlives its model."""
     (one, inputs), (net, _) = module_and_inputs("encoder", 0), module_and_inputs("encoder", 0)
     model, sync, opt = laid_out(net, way, lr=1.0)
     for of_ranks in inputs:
-        model(*of_ranks[dist.get_rank()]).square().mean().backward()
+        model(*of_ranks[rank]).square().mean().backward()
         sync.finish_grad_sync()
         for x in of_ranks:
             (one(*x).square().mean() / 2).backward()
@@ -197,11 +196,11 @@ def test_gradients_not_zeroed_add_up(way):
 @on_both
 @parametrize("way", ["ddp", 1, 3])
 @on_ranks(2)
-def test_models_that_differ_are_refused_on_all_ranks(way):
+def test_models_that_differ_are_refused_on_all_ranks(way, rank):
     """In a shape, their number, a dtype, what is trained, a buffer; and so are optimizers of whole tensors."""
     def changed(change):
         net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        if dist.get_rank() == 1:
+        if rank == 1:
             change(net)
         return net
 
@@ -255,7 +254,7 @@ def move(net, step):
 @on_both
 @parametrize("change, way", [*itertools.product([freeze, move], ["ddp", 0, 1, 2])])
 @on_ranks(2)
-def test_what_people_do_between_steps_is_what_one_process_does(change, way):
+def test_what_people_do_between_steps_is_what_one_process_does(change, way, rank):
     torch.manual_seed(0)
     one = nn.Sequential(*[nn.Linear(6, 6) if i % 2 == 0 else nn.Tanh() for i in range(5)]).double()
     net, x = copy.deepcopy(one), torch.randn(2, 4, 6, dtype=torch.float64)
@@ -268,7 +267,7 @@ def test_what_people_do_between_steps_is_what_one_process_does(change, way):
         reference.zero_grad()
         opt.zero_grad()
         one(x.view(8, 6)).square().mean().backward()
-        model(x[dist.get_rank()]).square().mean().backward()
+        model(x[rank]).square().mean().backward()
         sync.finish_grad_sync()
         norms = [parallel.clip_grad_norm_(stepped_by(some), 0.01, groups) for some, groups in (
             (reference, []), (opt, [None]))]
@@ -298,7 +297,7 @@ def train_more(net, way, compute_dtype, group, steps, states=None):
 @on_both
 @parametrize("way, compute_dtype", [(0, None), (1, None), (2, torch.bfloat16)], ids=str)
 @on_ranks(3)
-def test_a_sharded_optimizer_goes_on_from_another_number_of_ranks(way, compute_dtype):
+def test_a_sharded_optimizer_goes_on_from_another_number_of_ranks(way, compute_dtype, rank):
     """Of two ranks, then three; as if nothing had happened, and of float64 as one process's own optimizer."""
     def make():
         torch.manual_seed(0)
@@ -306,7 +305,7 @@ def test_a_sharded_optimizer_goes_on_from_another_number_of_ranks(way, compute_d
 
     two = dist.new_group([0, 1])
     whole = train_more(make(), way, compute_dtype, None, range(4))
-    half = [train_more(make(), way, compute_dtype, two, range(2)) if dist.get_rank() < 2 else None]
+    half = [train_more(make(), way, compute_dtype, two, range(2)) if rank < 2 else None]
     torch.distributed.broadcast_object_list(half, 0)
     resumed = train_more(make(), way, compute_dtype, None, range(2, 4), half[0])
     assert [state["step"] for state in whole[1].values()] == [3, 3, 4, 4]
@@ -368,10 +367,10 @@ def test_ranks_leave_out_the_same_steps(way):
 
 @on_both
 @on_ranks(2)
-def test_replicas_have_the_first_one_s_buffers_after_a_step():
+def test_replicas_have_the_first_one_s_buffers_after_a_step(rank):
     net = nn.Sequential(nn.BatchNorm1d(3))
     model = parallel.DDP(net)
-    model(torch.arange(12.0).view(4, 3) * (1 + dist.get_rank())).sum().backward()
+    model(torch.arange(12.0).view(4, 3) * (1 + rank)).sum().backward()
     model.finish_grad_sync()
     assert close(net[0].running_mean, 0.1 * torch.tensor([4.5, 5.5, 6.5]), 1e-6)
 

@@ -76,19 +76,18 @@ def test_experts_are_mlps_of_their_own(k):
 
 @parametrize("size, dtype, error", [(2, torch.float16, 1e-3), (4, torch.float32, 1e-6)], ids=str)
 @on_ranks()
-def test_ring_attention_on_kernels(dtype, error):
+def test_ring_attention_on_kernels(dtype, error, rank, size):
     """Merged by their kernel, with dK and dV of a rank's own keys last; sent as without it: K and V twice, dK and dV,
     in float32, once."""
     needs_kernels()
-    rank, n = dist.get_rank(), dist.get_world_size()
-    B, T, H, D = 4 // n, 128 * n, 1, 16
+    B, T, H, D = 4 // size, 128 * size, 1, 16
     torch.manual_seed(0)
     qkv, dy = torch.randn(B, T, 3, H, D), torch.randn(B, T, H, D)
-    whole, mine = qkv.double().requires_grad_(), further.context.own_tokens(T, rank, n, "ring", qkv.device)
+    whole, mine = qkv.double().requires_grad_(), further.context.own_tokens(T, rank, size, "ring", qkv.device)
     y = kernels.attention(whole)
     y.backward(dy.double())
     kernels.use("triton")
-    with contextlib.nullcontext() if n > 2 or qkv.is_cuda else served_by(DirectGlooLink):
+    with contextlib.nullcontext() if size > 2 or qkv.is_cuda else served_by(DirectGlooLink):
         dist.reset_traffic()
         part = qkv[:, mine].to(dtype).requires_grad_()
         out = further.context.RingAttention.apply(part, None)
@@ -98,4 +97,4 @@ def test_ring_attention_on_kernels(dtype, error):
     for ours, theirs in (out, y), *zip(part.grad.unbind(2), whole.grad.unbind(2)):
         assert (ours.double() - theirs[:, mine]).norm() < error * theirs[:, mine].norm()
     sent, keys_and_values = sum(t.bytes for t in dist.traffic().values()), part.numel() * 2 // 3
-    assert sent == (n - 1) * keys_and_values * (2 * dtype.itemsize + 4)
+    assert sent == (size - 1) * keys_and_values * (2 * dtype.itemsize + 4)

@@ -192,13 +192,13 @@ def test_a_killed_launcher_leaves_no_rank_behind(stay):
 
 
 @on_ranks(8)
-def test_a_tree_goes_round_by_round():
+def test_a_tree_goes_round_by_round(rank):
     """In each exchange one message. Those that leave together share the link, so the largest subtree would get its data
     last."""
     link, t = type(dist.link_of(None)), torch.ones(8, 4)
     with patch.object(link, "exchange", autospec=True, side_effect=link.exchange) as exchange:
         dist.broadcast(t, src=2)
-        dist.scatter(t[0], [*t] if dist.get_rank() == 2 else None, src=2)
+        dist.scatter(t[0], [*t] if rank == 2 else None, src=2)
     assert all(len(some) <= 1 for call in exchange.call_args_list for some in [*call.args[1:], *call.kwargs.values()])
 
 

@@ -45,9 +45,9 @@ def test_async_runs_beside_the_caller():
 
 
 @on_ranks(3)
-def test_wrong_calls_are_refused_before_anything_is_sent():
+def test_wrong_calls_are_refused_before_anything_is_sent(rank):
     """So the group still works."""
-    rank, zeros, t, elsewhere = dist.get_rank(), torch.zeros, torch.ones(2), torch.zeros(2, device="meta")
+    zeros, t, elsewhere = torch.zeros, torch.ones(2), torch.zeros(2, device="meta")
     backend, device = ("nccl", "CUDA") if t.is_cuda else ("gloo", "CPU")
     for name, given, says in [
             ("all_gather_into_tensor", (zeros(5), zeros(2)), "must hold 3 times 2"),
@@ -70,7 +70,7 @@ def test_wrong_calls_are_refused_before_anything_is_sent():
 
 @on_cpus  # NCCL tells of it in the stream
 @on_ranks(2)
-def test_a_peer_lost_as_a_message_starts_is_named():
+def test_a_peer_lost_as_a_message_starts_is_named(rank):
     """Where isend and irecv themselves, not their handles, find out that a peer has gone: by operations, and by a step
     of a pipeline in which rank 0 sends first and rank 1 receives."""
     def gone(*args, **kwargs):
@@ -85,7 +85,7 @@ def test_a_peer_lost_as_a_message_starts_is_named():
             (GlooLink, lambda: dist.all_reduce(t), "all_reduce in a group of 2", some),
             (GlooLink, lambda: dist.all_reduce(t, async_op=True).wait(), "all_reduce in a group of 2", some),
             (GlooLink, dist.barrier, "barrier in a group of 2", some),
-            (GlooLink, lambda: net.forward_backward([x], [y]), *step[dist.get_rank()])]:
+            (GlooLink, lambda: net.forward_backward([x], [y]), *step[rank])]:
         says = f"^{re.escape(what)}: Connection closed by peer$"
         with (replaced(WAYS["messages"][1]), served_by(kind), patched(broken), pytest.raises(PeerError, match=says)):
             call()
@@ -104,10 +104,9 @@ def needs_mailboxes():
 @parametrize("slot_bytes", [16, 1024])
 @parametrize("size", [2, 3, 5])
 @on_ranks()
-def test_ranks_of_a_machine_hand_on_messages_of_any_size(slot_bytes):
+def test_ranks_of_a_machine_hand_on_messages_of_any_size(slot_bytes, rank, size):
     """All at once, both ways and in order."""
     needs_mailboxes()
-    rank, size = dist.get_rank(), dist.get_world_size()
     sizes = [1, slot_bytes - 1, slot_bytes, slot_bytes + 1, 3, 9 * slot_bytes + 5, 0, 2]
     pairs = [(i, r) for i in range(len(sizes)) for r in range(size) if r != rank]
 
@@ -141,22 +140,22 @@ OBSTACLES = {  # why a rank cannot take part in mailboxes: what is otherwise the
 
 @parametrize("cause", OBSTACLES)
 @on_ranks(3)
-def test_ranks_that_share_no_memory_send_over_gloo(cause):
+def test_ranks_that_share_no_memory_send_over_gloo(cause, rank):
     """Rank 1 cannot take part in mailboxes."""
     needs_mailboxes()
     obstacle = patch.object(*OBSTACLES[cause])
-    with obstacle if dist.get_rank() == 1 else contextlib.nullcontext(), served_by(GlooLink) as link:
-        t = torch.ones(3) * (1 + dist.get_rank())
+    with obstacle if rank == 1 else contextlib.nullcontext(), served_by(GlooLink) as link:
+        t = torch.ones(3) * (1 + rank)
         dist.all_reduce(t)
         assert link.mailboxes is False and t.eq(6).all()
 
 
 @on_ranks(2)
-def test_a_wrong_first_call_waits_for_nobody():
+def test_a_wrong_first_call_waits_for_nobody(rank):
     """Rank 0 hears of it at once though rank 1 never calls."""
     needs_mailboxes()
     with served_by(GlooLink):
-        if dist.get_rank() == 0:
+        if rank == 0:
             with pytest.raises(ValueError, match="all_reduce: a gloo group takes CPU tensors, but tensor is on meta"):
                 dist.all_reduce(torch.zeros(2, device="meta"))
             assert progress()[1] == "all_reduce"
@@ -177,10 +176,10 @@ def test_a_closed_link_keeps_no_memory():
 
 
 @on_ranks(2)
-def test_ranks_that_call_different_things_hear_of_it():
+def test_ranks_that_call_different_things_hear_of_it(rank):
     """Mailboxes name both sides. Without them no message is taken for another, so the group's timeout ends the call."""
     needs_mailboxes()
-    rank, t = dist.get_rank(), torch.ones(4)
+    t = torch.ones(4)
     calls = {"16 bytes of all_reduce in torch.float32": lambda group=None: dist.all_reduce(t, group=group),
              "32 bytes of all_reduce in torch.float32": lambda group=None: dist.all_reduce(t.repeat(2), group=group),
              "16 bytes of all_reduce in torch.int32": lambda group=None: dist.all_reduce(t.int(), group=group),
@@ -200,11 +199,11 @@ def test_ranks_that_call_different_things_hear_of_it():
 @parametrize("silent,seconds,says", [(False, 60, "Connection closed by rank 1 of the group"),
                                                  (True, 0.2, "nothing arrived for 0.2 s")])
 @on_ranks(2)
-def test_message_of_a_lost_or_silent_peer_is_named(silent, seconds, says):
+def test_message_of_a_lost_or_silent_peer_is_named(silent, seconds, says, rank):
     needs_mailboxes()
     with served_by(GlooLink):
         dist.barrier()
-        if dist.get_rank() == 0:
+        if rank == 0:
             with (patch.dict(safe.launch.waits, timeout=seconds),
                   pytest.raises(PeerError, match=f"^all_reduce in a group of 2: {says}$")):
                 dist.all_reduce(torch.ones(3))

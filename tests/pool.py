@@ -269,7 +269,7 @@ on_gpus = parametrize("pool", DEVICES[1:], indirect=True)
 
 def on_ranks(size=None):
     """Make a test of a function that all ranks of a pool run, `size` of them or as the test's parameter `size` says.
-    Its parameters are the test's; what it asserts, it asserts on its rank.
+    Its parameters are the test's, but for `rank` and `size`, which are its place; what it asserts, it asserts there.
 
         @parametrize("stage", [1, 2])
         @on_ranks(2)
@@ -280,7 +280,8 @@ def on_ranks(size=None):
         def test(pool, size=size, **parameters):
             pool(size).run(run_body, function.__module__, function.__name__, **parameters)
 
-        names = ["pool", *["size"] * (size is None), *inspect.signature(function).parameters]
+        own = [name for name in inspect.signature(function).parameters if name not in ("rank", "size")]
+        names = ["pool", *["size"] * (size is None), *own]
         test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
         return test
     return test_of
@@ -288,7 +289,9 @@ def on_ranks(size=None):
 
 def run_body(module, name, /, **parameters):
     """What `on_ranks` has made a test of. It travels by name, because the test stands in its place."""
-    getattr(importlib.import_module(module), name).__wrapped__(**parameters)
+    function = getattr(importlib.import_module(module), name).__wrapped__
+    place = {"rank": dist.get_rank(), "size": dist.get_world_size()}
+    function(**parameters, **{key: place[key] for key in inspect.signature(function).parameters.keys() & place})
 
 
 def table(text):

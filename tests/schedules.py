@@ -56,11 +56,11 @@ def test_cuts_that_cannot_be_are_refused():
 
 @parametrize("size,vocab", [(2, 37), (8, 11)])
 @on_ranks()
-def test_vocabulary_parallel_cross_entropy_of_large_logits(vocab):
+def test_vocabulary_parallel_cross_entropy_of_large_logits(vocab, rank, size):
     """Gradients, and targets that do not count, are proven by layouts."""
     torch.manual_seed(1)
     z, y = 300 * torch.randn(18, vocab, dtype=torch.float64), torch.randint(vocab, (18,))
-    mine = z.tensor_split(dist.get_world_size(), -1)[dist.get_rank()]
+    mine = z.tensor_split(size, -1)[rank]
     loss = parallel.cross_entropy(mine[None], y[None], vocab, None)
     assert close(loss.cpu(), F.cross_entropy(z, y, reduction="sum").cpu())
 
@@ -204,14 +204,14 @@ def test_a_pipeline_keeps_its_latest_two_outputs_that_are_sent():
 
 @parametrize("virtual_stages, tied", [(1, False), (2, True)])
 @on_ranks(3)
-def test_pipelines_make_the_groups_they_use(virtual_stages, tied):
+def test_pipelines_make_the_groups_they_use(virtual_stages, tied, rank):
     """A rank with one stage sends nothing round from the last to the first; an untied embedding is nobody's twice."""
     made, config = [], dataclasses.replace(SMALL, n_layer=6, tied=tied)
     with patch.object(dist, "new_group", lambda ranks: made.append(tuple(ranks))):
         net = small_gpt(config, pp=3, schedule="interleaved", virtual_stages=virtual_stages)
     line, back = [(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 2), (2, 0)]
     assert made == sorted(line + back * (virtual_stages > 1))
-    assert (net.groups.ends is None) == (not tied or dist.get_rank() == 1)
+    assert (net.groups.ends is None) == (not tied or rank == 1)
 
 
 def test_layers_are_split_by_cost():

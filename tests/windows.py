@@ -30,9 +30,8 @@ def counted(kind, *methods):
 @on_cpus  # GPUs have windows of their own
 @parametrize("size", [2, 4])
 @on_ranks()
-def test_windows_are_used():
+def test_windows_are_used(rank, size):
     """All that a window can do has been done. That it was right is seen where collectives equal the library's."""
-    rank, size = dist.get_rank(), dist.get_world_size()
     methods = "scatter", "gather", "all_reduce", "all_to_all_by_copies", "shift"
     with carried("windows"), counted(fast.windows.Window, *methods) as calls:
         for name in DIRECT:
@@ -49,9 +48,9 @@ def test_windows_are_used():
 @on_cpus
 @parametrize("elements", [4, 32, 33, 71])  # a turn takes 32: one turn, one, two, three
 @on_ranks(2)
-def test_copies_wait_for_who_reads_his_window(elements):
+def test_copies_wait_for_who_reads_his_window(elements, rank):
     """Rank 1 sums late what lies in its window."""
-    scatter, rank, result = fast.windows.Window.scatter, dist.get_rank(), torch.zeros(elements)
+    scatter, result = fast.windows.Window.scatter, torch.zeros(elements)
     numbers = [torch.arange(elements) + 100.0 * r for r in range(2)]
 
     def late(window, parts):
@@ -167,13 +166,13 @@ def test_windows_of_some_ranks_do_not_stop_the_others():
 
 @on_gpus
 @on_ranks(2)
-def test_copies_are_not_replayed_on_memory_that_was_given_back():
+def test_copies_are_not_replayed_on_memory_that_was_given_back(rank):
     """Sums over memory that is given back to the driver, and comes again at the same address as another allocation."""
     where, right = [], []
     for elements in (1 << 23, 1 << 23, 1 << 24, 1 << 23, 1 << 20, 1 << 20):  # the last two go by messages
         t = torch.empty(elements)[:1 << 23]
         for _ in range(5):  # often enough to be recorded, and replayed; beside the caller, so by copies
-            dist.all_reduce(t.fill_(1.0 + dist.get_rank()), async_op=True).wait()
+            dist.all_reduce(t.fill_(1.0 + rank), async_op=True).wait()
             right.append((t == 3).all())
         where.append(t.data_ptr())
         del t
@@ -184,9 +183,9 @@ def test_copies_are_not_replayed_on_memory_that_was_given_back():
 
 @parametrize("size", [2, 3])
 @on_ranks()
-def test_all_to_alls_in_a_row():
+def test_all_to_alls_in_a_row(rank, size):
     """Other sizes in each, none waited for by the CPU, some beside the caller, some in another group, sums between."""
-    rank, size, rng, wrong = dist.get_rank(), dist.get_world_size(), np.random.default_rng(0), []
+    rng, wrong = np.random.default_rng(0), []
     other, most = dist.new_group(), 40_000 if torch.get_default_device().type == "cuda" else 400
     for i in range(40):
         rows = rng.integers(-most // 4, most, (size, size)).clip(0).tolist()  # of rank a for rank b
@@ -211,8 +210,8 @@ def test_all_to_alls_in_a_row():
 
 @on_gpus
 @on_ranks(2)
-def test_all_to_all_in_a_graph():
-    rank, graph = dist.get_rank(), torch.cuda.CUDAGraph()
+def test_all_to_all_in_a_graph(rank):
+    graph = torch.cuda.CUDAGraph()
     x, y = torch.zeros(2 * 5000, 64), torch.zeros(2 * 5000, 64)
     dist.all_to_all_single(y, x)
     with torch.cuda.graph(graph):
@@ -229,9 +228,8 @@ def test_all_to_all_in_a_graph():
 @on_gpus
 @parametrize("size", [2, 3])
 @on_ranks()
-def test_trees_are_replayed():
+def test_trees_are_replayed(rank, size):
     """Each tree is recorded by its third call; a call with another root in between must not take its graph."""
-    rank, size = dist.get_rank(), dist.get_world_size()
     t, parts = torch.empty(100), [torch.empty(100) for _ in range(size)]
     for i, root in itertools.product(range(5), range(size)):
         values, is_root = [10 * i + r for r in range(size)], rank == root
