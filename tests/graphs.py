@@ -4,7 +4,6 @@ import contextlib
 import gc
 import math
 import weakref
-from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -15,8 +14,7 @@ from torch.utils._pytree import tree_map_only
 import collectives as dist
 import fast.recorded
 import parallel
-import train
-from tests.layouts import case_of, differences_in, expanded, in_layout, SMALL, tokens_of
+from tests.layouts import case_of, differences_in, expanded, in_layout, small_gpt, tokens_of
 from tests.pool import close, on_cpus, on_ranks, parametrize
 from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
@@ -152,11 +150,9 @@ def test_replayed_graphs_equal_one_process(pool, row):
 
 def recorded_net(**options):
     """(a model whose micro-batches are replayed, its optimizer, a batch)"""
-    device = torch.get_default_device()
-    layout = train.Layout(dp=dist.get_world_size(), dtype=torch.float64, **options)
-    net = train.parallelize(SMALL, layout, device, optimizer=partial(torch.optim.SGD, lr=0.1))
+    net = small_gpt(dp=dist.get_world_size(), dtype=torch.float64, **options)
     replay_micro_batches(net)
-    return net, net.optimizer, [t.to(device) for t in tokens_of(0)]
+    return net, net.optimizer, [t.to(net.device) for t in tokens_of(0)]
 
 
 @on_cpus  # the tape stands for graphs

@@ -108,10 +108,9 @@ def margin_of(router, x):
 
 # ---------------------------------------------------------------------------------------------------------- in a layout
 
-def small_gpt(config=SMALL, **options):
-    """A ParallelGPT in a layout on this process's device, with an optimizer."""
-    return train.parallelize(config, train.Layout(**options), torch.get_default_device(),
-                             optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+def small_gpt(config=SMALL, optimizer=functools.partial(torch.optim.SGD, lr=0.1), gpt=None, **options):
+    """A ParallelGPT in a layout on this process's device."""
+    return train.parallelize(config, train.Layout(**options), torch.get_default_device(), optimizer=optimizer, gpt=gpt)
 
 
 SABOTAGED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "batch_isend_irecv"
@@ -600,9 +599,9 @@ def test_a_step_begins_from_nothing_and_gives_what_stays(zero):
 @on_ranks(1)
 def test_second_derivatives_through_tensor_parallelism_are_refused():
     """An all-reduce inside of a backward is nothing that autograd could differentiate."""
-    device = torch.get_default_device()
-    net = parallel.tensor_parallel(model.GPT(SMALL).to(device), None)
-    loss = net(tokens_of(0)[0].to(device)).square().sum()
+    net = small_gpt().module(0)
+    parallel.tensor_parallel(net, None)
+    loss = net(tokens_of(0)[0].to(torch.get_default_device())).square().sum()
     grads = torch.autograd.grad(loss, [*net.parameters()], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         sum(grad.square().sum() for grad in grads).backward()
@@ -612,12 +611,11 @@ def test_second_derivatives_through_tensor_parallelism_are_refused():
 @parametrize("zero", range(4))
 def test_without_an_optimizer_a_gpt_is_for_evaluation(zero):
     """In 16 bits, too, whoever keeps the masters."""
-    of = [train.parallelize(SMALL, train.Layout(dtype=torch.bfloat16, zero=zero), torch.get_default_device(),
-                            optimizer=optimizer) for optimizer in (None, functools.partial(torch.optim.SGD, lr=0.1))]
-    x, y = ([t.to(of[0].device)] for t in tokens_of(0))
-    assert of[0].forward(x, y).equal(of[1].forward(x, y))
+    net, other = small_gpt(optimizer=None, dtype=torch.bfloat16, zero=zero), small_gpt(dtype=torch.bfloat16, zero=zero)
+    x, y = ([t.to(net.device)] for t in tokens_of(0))
+    assert net.forward(x, y).equal(other.forward(x, y))
     with pytest.raises(RuntimeError, match="built for evaluation"):
-        of[0].forward_backward(x, y)
+        net.forward_backward(x, y)
 
 
 @on_ranks(2)
@@ -629,8 +627,7 @@ def test_frozen_experts_stay_each_rank_s_own():
             self.module(0).get_parameter(name).requires_grad_(False)
             return super().param_groups()
 
-    net = train.parallelize(config, train.Layout(dp=2, ep=2, zero=1), torch.get_default_device(),
-                            optimizer=functools.partial(torch.optim.SGD, lr=0.1), gpt=Frozen)
+    net = small_gpt(config, gpt=Frozen, dp=2, ep=2, zero=1)
     assert net.whole_parameter(name).cpu().equal(model.initial_weight(config, name, 0))
 
 

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import importlib
 import operator
 import os
@@ -33,7 +32,7 @@ import theory.clock
 import train
 from further.expert_parallel import split_experts
 from tests.kernels import no_worse_than_pytorch, random
-from tests.layouts import SMALL, tokens_of
+from tests.layouts import small_gpt, tokens_of
 from tests.pool import HERE, in_new_process, parametrize
 from tests.runs import TRAIN, command, output_of, ran, slow
 from tests.walls import CORE, REFERENCE, ROOMS, SOURCES, room_of
@@ -312,8 +311,7 @@ def sign_gradients(file):
     strategy(torch.tensor([[1.0, -1.0, 1.0 if dist.get_rank() else -5.0]], dtype=torch.float64)).sum().backward()
     strategy.finish_grad_sync()
     with patch.object(parallel, "DDP", lambda module, group, **_: type(strategy)(module, group)):
-        gpt = train.parallelize(SMALL, train.Layout(dp=dist.get_world_size()), torch.get_default_device(),
-                                optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+        gpt = small_gpt(dp=dist.get_world_size())
     gpt.forward_backward(*([t.to(gpt.device)] for t in tokens_of(0)))
     assert all(p.grad.abs().eq(1).logical_or(p.grad == 0).all() for p in gpt.params)
     return [p.grad.tolist() for p in net.parameters()]

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import types
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import collectives as dist
-import further.context
-import further.expert_parallel
 import kernels
 import model
 import parallel
@@ -38,20 +35,6 @@ def test_f_and_g_change_nothing_in_place():
     x.grad = None
     parallel.ReduceFromGroup.apply(x.tanh(), None).backward(dy)  # tanh keeps its output
     assert close(x.grad.cpu(), 1 - x.detach().cpu().tanh() ** 2, 1e-6)
-
-
-@on_ranks(2)
-def test_cuts_that_cannot_be_are_refused():
-    """Of ranks, layers, tokens, experts' ranks."""
-    for error, says, cut, *given in [
-            (ValueError, "needs 9 processes, there are 2", parallel.make_mesh, torch.get_default_device().type, 3, 3),
-            (ValueError, "4 stages are more than the model's 3 pieces", train.parallelize,
-             dataclasses.replace(SMALL, n_layer=1), train.Layout(pp=2, schedule="zb-v"), "cpu"),
-            (RuntimeError, "invalid for input of size 10", further.context.own_tokens, 10, 0, 2, "ring"),
-            (RuntimeError, "multiply up to the size of dim 1", further.expert_parallel.split_experts,
-             types.SimpleNamespace(mesh=torch.zeros(2, 3, 1, 1, device="cpu")), 2)]:
-        with pytest.raises(error, match=says):
-            cut(*given)
 
 
 @parametrize("size,vocab", [(2, 37), (8, 11)])
@@ -81,6 +64,8 @@ def test_cut_layers_refuse_what_they_cannot_do():
             ("hooks", columns, hooked), ("nn.Linear, not Conv1d", columns, nn.Conv1d(4, 4, 1))]:
         with pytest.raises(ValueError, match=says):
             parallel.tensor_parallel(nn.Sequential(layer), None, plan_of)
+    with pytest.raises(ValueError, match="needs 9 processes, there are 2"):
+        parallel.make_mesh("cpu", 3, 3)
     net = parallel.tensor_parallel(nn.Sequential(nn.Embedding(10, 4)), None, plan)
     z = torch.ones(1, 2, 5, requires_grad=True)
     for bad, read in itertools.product((-2, 10), (True, False)):
