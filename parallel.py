@@ -541,10 +541,10 @@ def show_overflow_to_all(shards, group):
     """Where a rank's shards have gradients that are not finite, one of every other rank's becomes NaN, too. All ranks
     add up 0 x their largest gradient: 0, or NaN."""
     grads = [shard.grad for shard in shards if shard.grad is not None and shard.grad.numel()]
-    if grads:
-        nothing = 0 * torch.nn.utils.get_total_norm(grads, math.inf)
-        dist.all_reduce(nothing, group=group)
-        grads[0][:1] += nothing
+    nothing = (0 * torch.nn.utils.get_total_norm(grads, math.inf)).to(dist.link_of(group).device, torch.float32)
+    dist.all_reduce(nothing, group=group)
+    for grad in grads[:1]:
+        grad[:1] += nothing
 
 
 # Optimizers whose update of an element depends on others of its tensor.
@@ -1001,13 +1001,13 @@ def same_version(tensor, version):
                            f"operation: {tuple(tensor.shape)}, at version {tensor._version}, expected {version}")
 
 
-class FSDP(nn.Module):
+class FlatFSDP(nn.Module):
     """ZeRO-3: parameters exist whole only while their layer computes.
 
-        model = FSDP(module, group)                               not inside of another module
-        optimizer = torch.optim.AdamW(model.parameters(), ...)    on this rank's shards, in the master dtype
+        model = FlatFSDP(module, group)                           not inside of another module
+        optimizer = torch.optim.AdamW(model.parameters(), ...)    on this rank's shards, few vectors without names
         with model.no_sync(): loss.backward()                     every micro-batch but the last
-        loss.backward(); model.finish_grad_sync(); optimizer.step()
+        loss.backward(); model.finish_grad_sync(); optimizer.step(); model.zero_grad()
 
     A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each layer outside of those.
     Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too.
@@ -1025,6 +1025,9 @@ class FSDP(nn.Module):
     def __init__(self, module, group=None, compute_dtype=None, device=None):
         super().__init__()
         self.module, self.group, self.compute_dtype = module, group_or_world(group), compute_dtype
+        self.named = dict(module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        self.saved_buffers = [name for name in module.state_dict() if name in buffers]
         refuse_unlike([*module.parameters(), *module.buffers()], self.group)
         for buffer in module.buffers():
             if not buffer.is_meta:
@@ -1039,22 +1042,24 @@ class FSDP(nn.Module):
             return [kind(some, self.group, sharded, compute_dtype, device)
                     for some in make_buckets(params, math.inf, same)]
 
-        def trained(buckets):
-            return [bucket for bucket in buckets if bucket.shard.requires_grad]
-
         matrices = [p for p in module.parameters() if is_matrix(p)]
         vectors = [p for p in module.parameters() if not is_matrix(p)]
         self.flats = flat_buckets(matrices, FlatParameter, True, unit_of.get)
         self.vectors = flat_buckets(vectors, FlatBucket, False, lambda p: None)
         self.buckets = self.flats + self.vectors
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        of_matrices = EveryBackward(trained(self.flats), free_and_scatter, add_to_shard)
-        of_vectors = FlatReducer(trained(self.vectors), all_reduce_bucket, add_to_shard)
+        of_matrices = EveryBackward(self.flats, free_and_scatter, add_to_shard)
+        of_vectors = FlatReducer(self.vectors, all_reduce_bucket, add_to_shard)
         self.reducers = [of_matrices, of_vectors]
-        self.no_sync = of_vectors.no_sync  # vectors' gradients add up; matrices' leave in every backward
         flats_of = {unit: list(dict.fromkeys(self.bucket_of[p] for p in params if is_matrix(p)))
                     for unit, params in units}
         self.prefetcher = Prefetcher(flats_of, of_matrices.expect)
+
+    @contextmanager
+    def no_sync(self):
+        of_matrices, of_vectors = self.reducers  # matrices' gradients leave in every backward, vectors' add up
+        with of_matrices.no_sync(), of_vectors.no_sync():
+            yield
 
     def forward(self, *args, **kwargs):
         cast_masters(self.vectors)
@@ -1065,9 +1070,11 @@ class FSDP(nn.Module):
             return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none=True):
-        """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
+        """Drop the gradients, and an unfinished step. Call it on all ranks."""
         for reducer in self.reducers:
             reducer.reset()
+        for bucket in self.buckets:
+            bucket.shard.grad = None
         super().zero_grad(set_to_none)
 
     def finish_grad_sync(self):
@@ -1077,31 +1084,137 @@ class FSDP(nn.Module):
         self.prefetcher.free()
 
     def named_parameters(self, *args, **kwargs):
-        """What an optimizer steps: this rank's shards, of vectors all. (parameters() asks here; self.module's own are
-        the views.)"""
+        """What an optimizer steps: this rank's shards, of vectors all. (parameters() asks here.)"""
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
+
+    def kept(self, param):
+        """Where this rank keeps a parameter: of `whole_optimizer_state`."""
+        bucket = self.bucket_of[param]
+        there, here = overlap(bucket, param, bucket.own)
+        return bucket.shard, here, there, [bucket.group] if bucket in self.flats else []
 
     def state_dict(self, *args, **kwargs):
         raise RuntimeError("FSDP's parameters have no memory between steps: call full_state_dict() on all ranks")
 
     @torch.no_grad()
     def full_state_dict(self):
-        """{name: whole tensor in the master dtype} on every rank. Call it on all ranks."""
+        """{name: whole tensor} on every rank: parameters, in the master dtype, and the first rank's buffers. Call it on
+        all ranks."""
         whole = {}
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            bucket = self.bucket_of[param]
-            there, here = overlap(bucket, param, bucket.own)
-            groups = [bucket.group] if bucket in self.flats else []
-            whole[name] = put_together(param.shape, there, bucket.shard[here], groups)
+        for name, param in self.named.items():
+            stepped, here, there, groups = self.kept(param)
+            whole[name] = put_together(param.shape, there, stepped.detach()[here], groups)
+        for name in self.saved_buffers:
+            whole[name] = self.module.get_buffer(name).clone()
+            dist.broadcast(whole[name], group=self.group, group_src=0)
         return whole
 
     @torch.no_grad()
+    def load_state_dict(self, whole):
+        """The inverse. RuntimeError where names lack or are unknown, or a shape is another."""
+        if names := whole.keys() ^ {*self.named, *self.saved_buffers}:
+            raise RuntimeError(f"the state has other names than the model: {min(names)} is in one of the two alone")
+        self.load(lambda param, name: whole[name])
+        for name in self.saved_buffers:
+            buffer = self.module.get_buffer(name)
+            buffer.copy_(same_shape(name, whole[name], buffer.shape))
+
+    @torch.no_grad()
     def load(self, get):
-        """Set every parameter to get(param, name), a whole tensor, of which this rank keeps its shard."""
-        for name, param in self.module.named_parameters():
-            bucket = self.bucket_of[param]
-            there, here = overlap(bucket, param, bucket.own)
-            bucket.shard[here] = get(param, name).reshape(-1)[there].to(bucket.shard)
+        """Set every parameter to get(param, name), a whole tensor, of which this rank keeps its shard. RuntimeError for
+        one of another shape."""
+        for name, param in self.named.items():
+            stepped, here, there, _ = self.kept(param)
+            stepped[here] = same_shape(name, get(param, name), param.shape).reshape(-1)[there].to(stepped)
+
+    def full_optimizer_state(self, optimizer):
+        """{parameter's name: {key: whole tensor}} on every rank, from which any number of ranks can go on. Call it on
+        all ranks."""
+        return whole_optimizer_state(optimizer, self.named.items(), self.kept)
+
+    def load_optimizer_state(self, optimizer, whole):
+        """The inverse, after the module has its weights."""
+        load_whole_optimizer_state(optimizer, self.named.items(), self.kept, whole)
+
+
+def same_shape(name, tensor, shape):
+    if tensor.shape != shape:
+        raise RuntimeError(f"size mismatch: {name} is {tuple(tensor.shape)}, and in the model {tuple(shape)}")
+    return tensor
+
+
+class FSDP(FlatFSDP):
+    """A FlatFSDP whose parameters keep their names, for an optimizer with groups by name, schedulers, and readers.
+
+        model = FSDP(module, group)
+        optimizer = torch.optim.AdamW(model.parameters(), ...)    by name: model.named_parameters()
+        loss.backward(); model.finish_grad_sync(); optimizer.step(); optimizer.zero_grad()
+
+    Between steps, from finish_grad_sync to the next forward, the module's parameters are this rank's parts: vectors in
+    the master dtype, maybe empty, each with a .grad alike. They may be frozen, unfrozen, written, or moved. From forward
+    to finish_grad_sync the module has its whole parameters in their place. grad_scaler: as for ShardedOptimizer.
+    """
+
+    def __init__(self, module, group=None, compute_dtype=None, device=None, grad_scaler=True):
+        super().__init__(module, group, compute_dtype, device)
+        self.agrees = grad_scaler
+        self.owners = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
+        self.memory = {}  # parameter -> what of it lies in the shard
+        self.parts = {}   # parameter -> that as a Parameter
+        for p in self.bucket_of:
+            shard, here, *_ = super().kept(p)
+            self.memory[p] = shard.detach()[here]
+            self.parts[p] = PlacedParameter(self.memory[p], p.requires_grad)
+            self.parts[p].placement = replace(shard.placement, decays=is_matrix(p))
+        self.show_parts()
+
+    def show_parts(self, shown=True):
+        self.shows_parts = shown
+        for module, name, p in self.owners:
+            module._parameters[name] = self.parts[p] if shown else p
+
+    def forward(self, *args, **kwargs):
+        between = self.shows_parts
+        if between:
+            self.take_up_changes()
+            self.show_parts(False)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            if between and not torch.is_grad_enabled():
+                self.show_parts()
+
+    @torch.no_grad()
+    def take_up_changes(self):
+        """Take up what somebody has done to the parts between steps: frozen them, or moved them by p.data = ..."""
+        for p, part in self.parts.items():
+            memory = self.memory[p]
+            if part.data_ptr() != memory.data_ptr():
+                part.data = memory.copy_(same_shape("a parameter's part", part, memory.shape))
+            p.requires_grad_(part.requires_grad)
+
+    @torch.no_grad()
+    def finish_grad_sync(self):
+        super().finish_grad_sync()
+        for p, part in self.parts.items():
+            shard, here, *_ = super().kept(p)
+            if p.requires_grad and shard.grad is not None:
+                part.grad = shard.grad[here] if part.grad is None else part.grad + shard.grad[here]
+            part.requires_grad_(p.requires_grad)
+        for bucket in self.buckets:
+            bucket.shard.grad = None  # so that the parts' are the only ones
+        if self.agrees:
+            show_overflow_to_all(self.parts.values(), self.group)
+        self.show_parts()
+
+    def named_parameters(self, *args, **kwargs):
+        """This rank's parts, at any time."""
+        for name, p in self.module.named_parameters(*args, **kwargs):
+            yield name, self.parts.get(p, p)
+
+    def kept(self, param):
+        _, _, there, groups = super().kept(param)
+        return self.parts[param], slice(None), there, groups
 
 
 # --------------------------------------------------------------------------------------------- tensor parallel: f and g

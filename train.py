@@ -254,7 +254,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if layout.zero == 3:
             materialize_buffers(model.to(master), source, device)
-            model = parallel.FSDP(model, groups.within, layout.dtype, device)
+            model = parallel.FlatFSDP(model, groups.within, layout.dtype, device)
             model.load(lambda param, name: parallel.cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, parallel.cut_like)
@@ -451,7 +451,7 @@ class ParallelGPT:
             averager.finish_grad_sync()
         if self.groups.between:
             from further.nodes import average_between
-            average_between(self.reducers, self.groups.between)
+            average_between(self.params, self.groups.between)
         self.add_up_gradients()
         add_up_twins(self.params)
         return loss

@@ -37,6 +37,7 @@ SWAPS = [  # (module, name there, what takes its place)
     (parallel, "FlatReducer", overlap.FastFlatReducer),
     (parallel, "EveryBackward", overlap.FastEveryBackward),
     (parallel, "ShardedOptimizer", zero.GuardedOptimizer),
+    (parallel, "FlatFSDP", zero.GuardedFlatFSDP),
     (parallel, "FSDP", zero.GuardedFSDP),
     (parallel, "ColumnParallelLinear", sequence.RegatheringColumns),
     (parallel, "even_pieces", split_pieces),

@@ -13,7 +13,7 @@ import collectives as dist
 from fast.pipeline import CollectingMicroBatch, PatientPipeline, PatientStep
 from fast import recorded
 from fast.zero import GuardedOptimizer
-from parallel import EveryBackward, FlatBucket, FSDP
+from parallel import EveryBackward, FlatBucket, FlatFSDP
 from theory.clock import most_held
 
 
@@ -79,7 +79,7 @@ class Totals:
 
 
 class ShardTotals(Totals):
-    """The totals of ZeRO-2 and 3, which send gradients in every micro-batch. sync: an FSDP or a ShardedOptimizer.
+    """The totals of ZeRO-2 and 3, which send gradients in every micro-batch. sync: a FlatFSDP or a ShardedOptimizer.
 
     The averages of several micro-batches add up in the shards' .grad, and 1-D gradients in `bucket.total`. Both keep
     their addresses from step to step. If a step has one micro-batch, both lie in its graph's memory.
@@ -87,7 +87,7 @@ class ShardTotals(Totals):
 
     def __init__(self, sync):
         self.sync, self.flats = sync, {}
-        self.reducers, self.units = (sync.reducers, sync.flats) if isinstance(sync, FSDP) else ([sync.reducer], [])
+        self.reducers, self.units = (sync.reducers, sync.flats) if isinstance(sync, FlatFSDP) else ([sync.reducer], [])
 
     def begin(self, overwrite):
         """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch.

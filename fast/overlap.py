@@ -49,6 +49,10 @@ def collect_all(bucket):
 
 class FastReducer(Reducer):
     """A Reducer that moves gradients a bucket at a time. Until then they stay in .grad: the memory of a bucket."""
+    holds = False  # whether buckets leave in `finish` alone
+
+    def complete(self, bucket):
+        return not self.holds and super().complete(bucket)
 
     def begin_step(self):
         super().begin_step()

@@ -10,7 +10,7 @@ import torch
 
 import collectives as dist
 from fast.adamw import AdamW
-from parallel import cast_masters, FSDP, fsdp_units, overlap, ShardedOptimizer
+from parallel import cast_masters, FlatFSDP, FSDP, fsdp_units, overlap, ShardedOptimizer
 
 
 class GuardedOptimizer(ShardedOptimizer):
@@ -92,12 +92,12 @@ class GuardedOptimizer(ShardedOptimizer):
                 self.gathering.pop(bucket).wait()
 
 
-class GuardedFSDP(FSDP):
-    """An FSDP whose module is not read or moved by mistake."""
+class Guarded:
+    """A FlatFSDP or FSDP whose module is not read or moved by mistake."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.reducers[1].syncing = False  # 1-D gradients have few elements: send them in finish_grad_sync
+        self.reducers[1].holds = True  # 1-D gradients have few elements: send them in finish_grad_sync
         for part in self.module.modules():
             part.register_state_dict_pre_hook(self._refuse)
             part.register_load_state_dict_pre_hook(self._refuse)
@@ -108,3 +108,11 @@ class GuardedFSDP(FSDP):
                            "with load(), and copy, move or cast a module before you wrap it")
 
     _apply = __deepcopy__ = _refuse
+
+
+class GuardedFlatFSDP(Guarded, FlatFSDP):
+    pass
+
+
+class GuardedFSDP(Guarded, FSDP):
+    pass

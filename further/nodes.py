@@ -7,7 +7,6 @@ group on each node.
 """
 
 import functools
-import itertools
 from collections import defaultdict
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed import ReduceOp
 
 import collectives as dist
 from collectives import average, Link, link_of, node_of
+from parallel import placement_of
 
 
 # Hybrid sharding: the n ranks of a node shard among themselves (`Layout.zero_within`), so ZeRO's gathers and
@@ -23,15 +23,15 @@ from collectives import average, Link, link_of, node_of
 # however many micro-batches it has, the nodes average the gradient of each shard: an all-reduce of K/n elements.
 
 @torch.no_grad()
-def average_between(reducers, group):
-    """Average the gradients of shards over the ranks that have the same shard. Call it after finish_grad_sync.
+def average_between(shards, group):
+    """Average the gradients of shards, or parts, over the ranks that have the same. Call it after finish_grad_sync.
 
     It leaves experts out, because all ranks that keep an expert have averaged its gradient at once.
     """
     handles = []
-    for bucket in itertools.chain(*(reducer.buckets for reducer in reducers)):
-        if bucket.shard.grad is not None and not bucket.placement.average_over:
-            handles.append(dist.all_reduce(bucket.shard.grad, dist.ReduceOp.AVG, group, async_op=True))
+    for shard in shards:
+        if shard.grad is not None and not placement_of(shard).average_over:
+            handles.append(dist.all_reduce(shard.grad, dist.ReduceOp.AVG, group, async_op=True))
     for handle in handles:
         handle.wait()
 

@@ -99,7 +99,7 @@ def predicted_traffic(trainer, routes):
     stages = stages_in(s, trainer.config, pp_rank)
     # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights. (That of positions
     # is gathered ahead all the same.)
-    wrapped = [model for model in net.stages.values() if isinstance(model, parallel.FSDP)]
+    wrapped = [model for model in net.stages.values() if isinstance(model, parallel.FlatFSDP)]
     once = {flat for model in wrapped for flat in model.prefetcher.kept}
     once |= {model.bucket_of[model.module.wte.weight] for model in wrapped if hasattr(model.module, "wte")}
     total, buckets, of_experts = Counter(), [], []

@@ -111,7 +111,7 @@ def laid_out(net, way, optimizer=torch.optim.SGD, group=None, compute_dtype=None
         return net, sync, optimizer([p for p in net.parameters() if p.requires_grad], **options)
     if way in ("ddp", 3):
         wrapped = (parallel.DDP(net, group, bucket_mb=4e-4) if way == "ddp" else  # 400 bytes: many buckets
-                   parallel.FSDP(net, group, compute_dtype=compute_dtype))
+                   parallel.FSDP(net, group, compute_dtype=compute_dtype, grad_scaler=grad_scaler))
         return wrapped, wrapped, optimizer(wrapped.parameters(), **options)
     sharded = parallel.ShardedOptimizer(net.parameters(), optimizer, group, way, 0.009,
                                         compute_dtype=compute_dtype, grad_scaler=grad_scaler, **options)
@@ -148,12 +148,8 @@ def test_data_parallel_and_zero_on_modules_nobody_here_wrote(kind, way, rank, si
         opt.step()
     with torch.no_grad():
         assert close(model(*inputs[0][0]), one(*inputs[0][0]))
-    state = dict(net.named_buffers()) if way in ("ddp", 3) else {}
-    if way != 3:
-        state |= net.named_parameters()
-    elif not is_plain():
-        state |= model.full_state_dict()
-    for name, value in state.items():
+    state = net.state_dict if way == "ddp" else model.full_state_dict if way == 3 else net.named_parameters
+    for name, value in dict(state()).items():
         assert close(value.detach(), one.state_dict()[name]), name
 
 
@@ -245,7 +241,7 @@ def move(net, step):
 
 
 @on_both
-@parametrize("change, way", [*itertools.product([freeze, move], ["ddp", 0, 1, 2])])
+@parametrize("change, way", [*itertools.product([freeze, move], ["ddp", 0, 1, 2]), (freeze, 3)])
 @on_ranks(2)
 def test_what_people_do_between_steps_is_what_one_process_does(change, way, rank):
     torch.manual_seed(0)
@@ -266,31 +262,40 @@ def test_what_people_do_between_steps_is_what_one_process_does(change, way, rank
             (reference, []), (opt, [None]))]
         reference.step()
         opt.step()
-        assert close(*norms) and all(map(close, net.parameters(), one.parameters())), step
+        weights = model.full_state_dict() if way == 3 else net.state_dict()
+        assert close(*norms) and all(map(close, weights.values(), one.state_dict().values())), step
 
 
 def train_more(net, way, compute_dtype, group, steps, states=None):
     """(weights, optimizer's state), both whole, after steps on all ranks' inputs, from `states` on. The first layer is
     frozen in the first step, so it has been stepped less often."""
+    model = net
+    if way == 3:
+        model = parallel.FSDP(net, group, compute_dtype)
+        opt = torch.optim.AdamW(model.named_parameters(), lr=0.05)
+        sync, of_opt = model, [opt]
+    else:
+        sync = opt = parallel.ShardedOptimizer(net.named_parameters(), torch.optim.AdamW, group, way, lr=0.05,
+                                               compute_dtype=compute_dtype)
+        of_opt = []
     if states:
-        net.load_state_dict(states[0])
-    opt = parallel.ShardedOptimizer(net.named_parameters(), torch.optim.AdamW, group, way, lr=0.05,
-                                    compute_dtype=compute_dtype)
-    if states:
-        opt.load_optimizer_state(states[1])
+        model.load_state_dict(states[0])
+        sync.load_optimizer_state(*of_opt, states[1])
     for step in steps:
         net[0].requires_grad_(step > 0)
         opt.zero_grad()
-        net(torch.linspace(-1, 1, 5, dtype=net[0].weight.dtype) + step).square().mean().backward()
-        opt.finish_grad_sync()
+        model(torch.linspace(-1, 1, 5, dtype=net[0].weight.dtype) + step).square().mean().backward()
+        sync.finish_grad_sync()
         opt.step()
-    return {name: value.clone() for name, value in net.state_dict().items()}, opt.full_optimizer_state()
+    weights = model.full_state_dict() if way == 3 else net.state_dict()
+    return {name: value.clone() for name, value in weights.items()}, sync.full_optimizer_state(*of_opt)
 
 
 @on_both
-@parametrize("way, compute_dtype", [(0, None), (1, None), (2, torch.bfloat16)], ids=str)
+@parametrize("way, compute_dtype", [(0, None), (1, None), (2, torch.bfloat16), (3, None), (3, torch.bfloat16)],
+             ids=str)
 @on_ranks(3)
-def test_a_sharded_optimizer_goes_on_from_another_number_of_ranks(way, compute_dtype, rank):
+def test_training_goes_on_from_another_number_of_ranks(way, compute_dtype, rank):
     """Of two ranks, then three; as if nothing had happened, and of float64 as one process's own optimizer."""
     def make():
         torch.manual_seed(0)
@@ -338,7 +343,7 @@ def test_masters_follow_16_bit_weights_that_are_loaded():
 
 
 @on_both
-@parametrize("way", [1, 2])
+@parametrize("way", [1, 2, 3])
 @on_ranks(2)
 def test_ranks_leave_out_the_same_steps(way):
     """torch.amp.GradScaler looks at a rank's own shard; one has what is not finite. So do all, with unscale_ or not."""
@@ -355,7 +360,38 @@ def test_ranks_leave_out_the_same_steps(way):
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
-    assert scaler.get_scale() == 1 and net.weight.equal(before)
+    assert scaler.get_scale() == 1 and net.weight.equal(before)  # or this rank's part of it
+
+
+@on_both
+@on_ranks(3)
+def test_fsdp_s_parameters_keep_their_names(rank):
+    """For groups by name, a schedule, and who moves a weight between steps; its state has buffers, and can be loaded."""
+    def make(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double().eval()
+
+    one, net, x = make(0), make(0), torch.randn(2, 4, dtype=torch.float64)
+    model = parallel.FSDP(net)
+    for some in one, model:
+        first, *others = named = dict(some.named_parameters())
+        assert [*named] == [*dict(one.named_parameters())]
+        opt = torch.optim.SGD([{"params": [named[first]], "lr": 0.5}, {"params": [named[name] for name in others]}])
+        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+        for _ in range(3):
+            some(x).square().mean().backward()
+            getattr(some, "finish_grad_sync", int)()
+            opt.step()
+            schedule.step()
+            opt.zero_grad()
+            named[first].data = named[first].data / 2
+    net[1].running_mean += rank  # the first one's counts
+    whole, other = model.full_state_dict(), parallel.FSDP(make(1))
+    other.load_state_dict(whole)
+    assert whole.keys() == one.state_dict().keys() and close(other(x), one(x))
+    for state, message in (whole | {"0.weight": whole["2.bias"]}, "size mismatch: 0.weight is"), ({}, "other names"):
+        with pytest.raises(RuntimeError, match=message):
+            other.load_state_dict(state)
 
 
 @on_both

@@ -22,6 +22,7 @@ import torch
 import collectives as dist
 import fast
 import kernels
+import parallel
 import safe
 from tests.collectives import (
     COLLECTIVES, test_between_nodes_every_rank_sends_its_share, test_blocks_may_be_uneven,
@@ -237,9 +238,15 @@ def rows_entered(run, *args, **options):
     return ran
 
 
-def rows_entered_at_the_start():
+def own_model():
+    """What somebody enters who has no Layout."""
+    dist.initialize("cpu")
+    parallel.FSDP(torch.nn.Linear(2, 2))
+
+
+def rows_entered_by_own_model():
     fast.on()
-    return rows_entered(dist.initialize, "cpu")
+    return rows_entered(own_model)
 
 
 def kernels_alone():
@@ -255,7 +262,7 @@ ENTERED = {  # a layout, and the rows that it enters
     "dp=2 n_layer=5": "collectives.make_link kernels.use kernels.linear model.Block parallel.even_pieces "
                       "parallel.Pipeline parallel.make_buckets parallel.Bucket parallel.Reducer",
     "dp=2 micro_batches=2 zero=1": "parallel.ShardedOptimizer parallel.FlatReducer",
-    "dp=2 micro_batches=2 zero=3": "parallel.EveryBackward parallel.FSDP",
+    "dp=2 micro_batches=2 zero=3": "parallel.EveryBackward parallel.FlatFSDP",
     "dp=4 node=2": "further.nodes.TwoLevels",
     "tp=2": "parallel.ColumnParallelLinear",
     "tp=2 sp=1": "further.sequence.gather_tokens further.sequence.scatter_tokens",
@@ -276,7 +283,7 @@ def test_rows_are_entered(pool, layout):
 
 
 def test_every_row_is_entered_by_a_named_layout(triton_kernels):
-    started = in_new_process(rows_entered_at_the_start)
+    started = in_new_process(rows_entered_by_own_model)
     by_layouts = set(" ".join(ENTERED.values()).split())
     every = {f"{module.__name__}.{name}" for module, name, _ in safe.SWAPS + fast.SWAPS}
     assert every - by_layouts - started - rows_entered(kernels_alone) == set()

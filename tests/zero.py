@@ -62,7 +62,7 @@ def step_of_zero(stage, micro_batches, group, between):
         assert stage in ("ddp", 0, 1) or bytes_alive() - before <= K / n + 2 * (K / 4 + K / 4 / n)
     sync.finish_grad_sync()
     if between:
-        average_between(reducers, between)
+        average_between(stepped_by(opt), between)
     opt.step()
     opt.zero_grad()
     assert bytes_alive() <= before  # the next forward needs the room
@@ -185,7 +185,7 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     net, seen = Forks(4), []
     forks = [*net.forks]
     net.forks.insert(2, nn.LayerNorm(4))  # its vectors are always whole
-    model = parallel.FSDP(net)
+    model = parallel.FlatFSDP(net)
 
     def whole():
         return [i for i, fork in enumerate(forks) if model.bucket_of[fork.always.weight].weights is not None]
@@ -316,15 +316,15 @@ def test_an_optimizer_that_is_zeroed_drops_its_step(way):
 @on_both
 @on_ranks(2)
 def test_fsdp_computes_with_the_shards_and_is_not_read_or_moved():
-    """Its parameters are views of freed memory: who reads one crashes. fast/ guards the module inside, too."""
+    """fast/ guards the module inside, too."""
     net, ((x, _), _) = module_and_inputs("odd", 0)
-    model, *_ = laid_out(net, 3, lr=0.0)
+    model = parallel.FlatFSDP(net)
     refused = [model.state_dict]
     if not is_plain():
         for p in model.parameters():
             p.data.mul_(2)
         assert net(*x).equal(model(*x))  # past the wrapper: with the weights of the last step, of layers and its own
-        refused += [net.state_dict, lambda: model.load_state_dict({}), lambda: copy.deepcopy(model), model.half,
+        refused += [net.state_dict, lambda: copy.deepcopy(model), model.half,
                     net.half, net.left.state_dict]
     for what in refused:
         with pytest.raises(RuntimeError, match="full_state_dict"):
