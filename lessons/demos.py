@@ -19,6 +19,7 @@ from further.schedules import SCHEDULES
 from lessons import kernels as errors, pages, puzzles
 from lessons.extension import demo_extension
 from lessons.hardware import demo_machine
+from lessons.lecture8 import demo_lecture8
 from lessons.measure import of_all_ranks, off, patched, readable, say, traffic_of
 from lessons.measuring import demo_measuring
 from lessons.overlap import demo_overlap
@@ -402,11 +403,12 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
     "measuring": (demo_measuring, {"ranks": 2}),
+    "lecture8": (demo_lecture8, {"ranks": 2}),
     "extension": (demo_extension, {}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
     "pages": (pages.pages, {"out": "runs/site"})}
 # Each rank is a process and runs the demo.
-ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_measuring
+ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_measuring, demo_lecture8
 
 
 def main():

@@ -33,11 +33,36 @@ def one_by_one_and_fused(plain, passes, ours):
 
 
 def columns_and_rows(device, n, side):
-    """A copy that reads down columns or along rows. A GPU reads memory in sectors of 32 bytes. Down a column each
-    sector serves one number, unless L2 keeps it for the next column."""
+    """A copy that reads down columns or along rows. A GPU reads memory in sectors of 32 bytes, a CPU in lines of 64.
+    Down a column each serves one number, unless a cache keeps it for the next column."""
     x, y = torch.randn(2, math.isqrt(n), math.isqrt(n), device=device)
-    read = x.numel() * (32 if device.type == "cuda" else 4)
+    read = x.numel() * (32 if device.type == "cuda" else 64)
     return {"columns": (y.copy_, [x.T], read + y.nbytes), "rows": (y.copy_, [x], 2 * x.nbytes)}
+
+
+def columns_and_tiles(device, n, side):
+    """A product column by column, which reads all of A for each, and by PyTorch, in tiles: counted as 128 x 128."""
+    a, b = torch.randn(2, side, side, device=device)
+    tile = min(side, 128)
+
+    def by_columns(a, b):
+        return torch.stack([a @ column for column in b.T], 1)
+    return {"by columns": (by_columns, [a, b], side * a.nbytes),
+            "in tiles": (torch.mm, [a, b], 2 * side // tile * a.nbytes)}
+
+
+def in_memory_and_flash(tokens):
+    """A lesson: causal attention, heads of 64, with S and P in memory and without. Of either, (T, T) in float32 a head,
+    a write and a read are counted."""
+    def ways(device, n, side):
+        t = min(tokens, n >> 12)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        qkv = torch.randn(1, t, 3, max(1, (n >> 12) // t), 64, device=device, dtype=dtype)
+        moved = 4 * qkv.nbytes // 3  # q, k, v and the output
+        return {"S, P in memory": (lambda qkv: kernels.attention_reference(*qkv.permute(2, 0, 3, 1, 4), True)[0], [qkv],
+                                   moved + 16 * t * qkv.numel() // 192),
+                "flash": (kernels.attention, [qkv], moved)}
+    return ways
 
 
 def ungrouped_and_grouped(device, n, side):
@@ -66,6 +91,9 @@ LESSONS = {
                      one_by_one_and_fused(kernels.gelu_reference, 14, kernels.gelu)),
     "coalescing": Lesson("a burst brings neighbours: use them all", "lessons/gpu.py columns_and_rows",
                          columns_and_rows),
+    "tiling": Lesson("what is read once serves a whole tile", "kernels.py _matmul", columns_and_tiles),
+    **{f"flash-{tokens}": Lesson("S and P need not exist", "kernels.py simple_attention", in_memory_and_flash(tokens))
+       for tokens in (512, 4096)},
     "order": Lesson("programs that run together share L2", "kernels.py tile_of", ungrouped_and_grouped, True),
     "precision": Lesson("fewer bits, and tensor cores", "parallel.py FlatBucket", float32_and_bf16),
     "eight-bits": Lesson("few rows wait for weights: halve their bytes", "lessons/eight_bits.py _few_rows",

@@ -252,7 +252,8 @@ def test_line_through_times_is_found():
 
 
 @parametrize("device, fewer", [  # a lesson, a way, and how many times fewer bytes that moves
-    ("cpu", {("precision", "bfloat16"): 2}), (KERNEL_DEVICE, {("fusion", "ours"): 7, ("elu", "ours"): 8.5 / 2})])
+    ("cpu", {("precision", "bfloat16"): 2, ("flash-512", "flash"): 65 / 64, ("coalescing", "rows"): 8.5}),
+    (KERNEL_DEVICE, {("fusion", "ours"): 7, ("elu", "ours"): 8.5 / 2})])
 def test_bench_lessons(monkeypatch, tmp_path, request, device, fewer):
     """On a CPU all that needs no Triton."""
     on_triton = ("fusion", "ours") in fewer

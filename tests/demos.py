@@ -28,6 +28,10 @@ SHOWN = [
     *(("overlap", 1, shown) for shown in (
         "0.460     3.370                      1.79e+08", "0.230     1.685", "3.138    23.009", "0.019     0.137",
         "cp, ring: hidden from 2,894", "Of 27 ms of traffic 6 show")),
+    # Six layers of 24 x 24, float64: 2/3 of each gradient goes round twice, 2/3 of each layer's outputs or gradients
+    *(("lecture8", 3, shown) for shown in (
+        "all_reduce 36,864 bytes   ~0", "send 9,216 bytes   ~0",
+        "all_gather_into_tensor 18,432 bytes, reduce_scatter_tensor 18,432 bytes   ~0")),
     # K is 0.84M, of 4 bytes
     ("measuring", 2, """
           zero 0                parameters 3.2 MiB (3.2 MiB)  gradients 3.2 MiB (3.2 MiB)  optimizer 6.4 MiB (6.4"""),

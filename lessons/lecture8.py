@@ -1,0 +1,78 @@
+"""Lecture 8's three strategies in its own form, with the backwards that it leaves as exercises, on its deep MLP.
+
+    python -m lessons lecture8 --ranks 2
+
+CS336 lecture 8. The files of the reading path say how each of them is then made fast.
+"""
+
+import torch
+import torch.nn.functional as F
+
+import collectives as dist
+from further.sequence import gathered
+from lessons.measure import off, of_all_ranks, say
+
+
+def mlp(x, params, after=lambda y: y):
+    for param in params:
+        x = after(F.gelu(x @ param))
+    return x
+
+
+def data_parallel(x, params):
+    """Each rank its part of the batch; after backward an all-reduce a parameter. Returns this rank's loss."""
+    loss = mlp(x.chunk(dist.get_world_size())[dist.get_rank()], params).square().mean()
+    loss.backward()
+    for param in params:
+        dist.all_reduce(param.grad, dist.ReduceOp.AVG)
+    return loss.item()
+
+
+def all_gather_tensor_parallel(x, params):
+    """Each rank its columns of each matrix; an all-gather after each. Its backward is a reduce-scatter (exercise 1):
+    each rank's columns have made a term of dX. So the last gradient must be a term, too: N ranks have the same loss."""
+    loss = mlp(x, params, lambda y: gathered(y, None)).square().mean()
+    (loss / dist.get_world_size()).backward()
+    return loss.item()
+
+
+def pipeline(x, params, micro_batches=4):
+    """Each rank its layers: receive, compute, send. Backward is the same loop, the other way round (exercise 2)."""
+    rank, last, kept = dist.get_rank(), dist.get_world_size() - 1, []
+    for h in x.chunk(micro_batches):
+        if rank > 0:
+            dist.recv(h := torch.empty_like(h), rank - 1)
+        y = mlp(h.requires_grad_(), params)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        kept.append((h, y))
+    for h, y in kept:
+        dy = 2 * y.detach() / x.numel()  # of the mean of squares
+        if rank < last:
+            dist.recv(dy, rank + 1)
+        y.backward(dy)
+        if rank > 0:
+            dist.send(h.grad, rank - 1)
+    return sum(y.square().sum().item() for _, y in kept) / x.numel() if rank == last else None
+
+
+def demo_lecture8():
+    """Lecture 8's data, tensor and pipeline parallelism, forward and backward, against one process."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    x, *weights = torch.randn(1 + 2 * n, 8 * n, 8 * n, dtype=torch.float64, generator=generator) / 2
+    one = [weight.clone().requires_grad_() for weight in weights]
+    loss = mlp(x, one).square().mean()
+    loss.backward()
+    say(f"{2 * n} layers of {8 * n} x {8 * n}, float64, {n} ranks; one process: loss {loss:.6f}")
+    for strategy, cut in ((data_parallel, lambda ws: ws), (pipeline, lambda ws: ws[2 * rank:2 * rank + 2]),
+                          (all_gather_tensor_parallel, lambda ws: [w.chunk(n, 1)[rank] for w in ws])):
+        params = [part.clone().requires_grad_() for part in cut(weights)]
+        dist.reset_traffic()
+        mine = strategy(x.clone(), params)
+        sent = {op: log.bytes for op, log in dist.traffic().items() if log.bytes}
+        error = max(off(param.grad, grad) for param, grad in zip(params, cut([p.grad for p in one])))
+        say(f"\n{strategy.__name__}: losses of the ranks, what they send, gradients' errors")
+        for r, (mine, sent, error) in enumerate(of_all_ranks((mine, sent, error))):
+            traffic = ", ".join(f"{op} {k:,} bytes" for op, k in sent.items())
+            say(f"  rank {r}   loss {mine if mine is None else round(mine, 6)!s:12}{traffic}   {error:.0e}")
