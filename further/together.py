@@ -71,6 +71,11 @@ class Task:
         return sys._current_frames()[self.thread.ident]
 
 
+class Worlds(ThreadLocalWorld):
+    """PyTorch's bookkeeping of groups, for each thread."""
+    comms = []  # before 2.12 it has none, and destroy_process_group asks
+
+
 def current():
     """The Task that runs; None outside of all."""
     return getattr(threading.current_thread(), "task", None)
@@ -211,7 +216,7 @@ def run(n, body, world=None):
     """[body() of each of n ranks]. Raises the first error, or the Deadlock."""
     world, isolate = world or World(), torch._C._distributed_c10d._set_thread_isolation_mode
     kept, groups, hook = {**vars(dist)}, c10d._world, sys.excepthook
-    dist.Worker, c10d._world = Worker, ThreadLocalWorld()
+    dist.Worker, c10d._world = Worker, Worlds()
     isolate(True)
     try:
         world.ranks += [Task(world, f"rank {number}", body) for number in range(n)]
