@@ -691,9 +691,15 @@ class Trainer:
         return self.mean_over_ranks(torch.stack(losses).mean())
 
     def whole_model(self):
-        """Each rank gives its parts; rank 0 gets the GPT that one process would hold, the others its shapes alone."""
-        whole, device = GPT(self.config, seed=None), self.device if dist.get_rank() == 0 else "meta"
-        materialize(whole, self.net.whole_parameter, device, parallel.master_dtype(self.net.layout.dtype))
+        """Each rank gives its parts; rank 0 gets the GPT that one process would hold, the others its shapes alone.
+        Where a rank keeps only parts of the weights, it is on the CPU, because a GPU may not have room for all."""
+        layout, device = self.net.layout, self.device
+        if layout.zero == 3 or layout.tp * layout.pp * layout.ep > 1:
+            device = "cpu"
+            kernels.use("auto")  # "triton" refuses what is on the CPU
+        whole = GPT(self.config, seed=None)
+        materialize(whole, self.net.whole_parameter, device if dist.get_rank() == 0 else "meta",
+                    parallel.master_dtype(layout.dtype))
         return whole
 
     def show_sample(self):
@@ -706,7 +712,7 @@ class Trainer:
 
     def stream(self, whole, prompt):
         """Yield tokens (1, 1) that go on after the prompt, without end."""
-        start = torch.tensor([prompt], device=self.device)
+        start = torch.tensor([prompt], device=whole.wte.weight.device)
         return whole.stream(start, self.s.temperature, self.s.top_k_sample, self.s.seed)
 
     # A checkpoint has whole tensors, so every layout can load it. Batches and samples are functions of (seed, step), so

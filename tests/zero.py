@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import types
 from functools import partial
 
 import pytest
@@ -200,6 +201,15 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     with torch.no_grad():
         model(torch.ones(2, 4), order=[0, 3, 4])  # 1, expected after 0, comes for nothing
     assert not whole() and not any(flat.handle for flat in model.flats)
+
+
+@parametrize("layout, device", [(dict(dp=2), "meta"), (dict(dp=2, zero=3), "cpu"), (dict(pp=2), "cpu")])
+@on_ranks(2)
+def test_a_whole_model_is_on_the_cpu_where_ranks_keep_parts_of_it(layout, device, rank):
+    """A GPU, here "meta", may not have room for all."""
+    net = small_gpt(SMALL, **layout)
+    whole = train.Trainer.whole_model(types.SimpleNamespace(config=net.config, net=net, device="meta"))
+    assert {tensor.device.type for tensor in whole.state_dict().values()} == {"meta" if rank else device}
 
 
 @on_ranks(2)
