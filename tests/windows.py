@@ -223,22 +223,3 @@ def test_all_to_all_in_a_graph(rank):
         assert torch.equal(y[:, 7], want)
         dist.all_to_all_single(y, x.neg())  # between replays
         assert torch.equal(y[:, 7], -want)
-
-
-@on_gpus
-@parametrize("size", [2, 3])
-@on_ranks()
-def test_trees_are_replayed(rank, size):
-    """Each tree is recorded by its third call; a call with another root in between must not take its graph."""
-    t, parts = torch.empty(100), [torch.empty(100) for _ in range(size)]
-    for i, root in itertools.product(range(5), range(size)):
-        values, is_root = [10 * i + r for r in range(size)], rank == root
-        dist.broadcast(t.fill_(values[rank]), root)
-        assert (t == values[root]).all()
-        dist.reduce(t.fill_(values[rank]), root)
-        assert (t == (sum(values) if is_root else values[rank])).all()
-        dist.gather(t.fill_(values[rank]), parts if is_root else None, root)
-        assert not is_root or all((part == value).all() for part, value in zip(parts, values))
-        dist.scatter(t, [part.neg_() for part in parts] if is_root else None, root)
-        assert (t == -values[rank]).all()
-    assert len(dist.link_of(None).replays.graphs) == 4 * size
