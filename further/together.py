@@ -6,7 +6,7 @@
 
 collectives.py, parallel.py and train.py run unchanged. PyTorch keeps groups for each thread, as its own tests want it,
 and `Queues` is a backend with isend and irecv. A rank runs until it waits for a message, or has sent one. Then a draw
-says who goes on. A run with the same `Order` is the same run. If nobody can go on, `Deadlock` says who waits for what.
+says who goes on. Two runs of equal `World`s are the same. If nobody can go on, `Deadlock` says who waits for what.
 
 Read with: CS336 lecture 8; Kahn, "The Semantics of a Simple Language for Parallel Programming" (1974): a program whose
 ranks receive in order, and write nothing that is still being sent, computes the same in every order.
@@ -19,7 +19,6 @@ import sys
 import threading
 from collections import defaultdict, deque
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import torch
 import torch.distributed as torch_dist
@@ -34,13 +33,6 @@ class Deadlock(RuntimeError):
     """Nobody can go on. Its text says who waits for whom, in what, who has ended, and what nobody has received."""
 
 
-class Order(NamedTuple):
-    """In which order ranks run. No library promises one, so a program that is right gives the same bits in each."""
-    seed: int = 0             # of the draws
-    rendezvous: bool = False  # a send lasts until its irecv has begun, and reads its tensor then; else it copies
-    worker: str = "drawn"     # what `async_op` starts runs "eager", before all else; "late", after all; or when "drawn"
-
-
 # -------------------------------------------------------------------------------------------------------------- threads
 
 class Task:
@@ -53,7 +45,7 @@ class Task:
         self.own = {"traffic_log": defaultdict(dist.Traffic), "links": defaultdict(dict), "registered": {}}
         self.turn, self.thread = threading.Semaphore(0), threading.Thread(target=self.main, daemon=True)
         self.thread.task = self
-        world.ready.append(self)
+        world.can_go_on(self)
         self.thread.start()
 
     def main(self):
@@ -92,12 +84,13 @@ class Worker:
         done = Future()
         self.jobs.append((done, function, purpose(sys._getframe())))
         self.world.wake(self)
-        if self.world.order.worker == "eager":
+        if self.world.worker == "eager":
             self.world.sleep()
 
         def wait():
             while not done.done():
                 self.world.sleep(done, "its worker")
+            self.world.follow(self.task)
             return done.result()
 
         return dist.Handle(wait, done.done)
@@ -109,6 +102,7 @@ class Worker:
                 self.world.sleep(self)
                 continue
             done, function, self.task.serves = self.jobs.popleft()
+            self.world.follow(self.task.rank)
             try:
                 done.set_result(function())
             except BaseException as error:  # noqa: BLE001  its rank raises it, in wait()
@@ -121,20 +115,35 @@ class Worker:
 
 
 class World:
-    """All tasks. ready: those that can go on; asleep: the others, {event: tasks}; messages: {ticket: (tensor, in what
-    operation)}, sent and not received; posted: {ticket: tensor}, what irecv waits for. A ticket is (group, sender,
-    receiver, tag, number)."""
+    """All ranks, and the order in which they run. No library promises one, so a program that is right gives the same
+    bits in each.
 
-    def __init__(self, order=Order()):
-        self.order, self.random, self.store = order, random.Random(order.seed), torch_dist.HashStore()
-        self.ready, self.asleep, self.ranks, self.deadlock = [], defaultdict(list), [], ""
-        self.messages, self.posted, self.counts, self.ended = {}, {}, defaultdict(itertools.count), threading.Event()
+        seed         of the draws
+        rendezvous   a send lasts until its irecv has begun, and reads its tensor then; else it copies
+        worker       what `async_op` starts runs "eager", before all else; "late", after all; or as "drawn"
+
+    ready: (ranks, workers) that can go on. asleep: the other tasks, {event: tasks}. messages: {ticket: (tensor, in what
+    operation)}, sent and not received; posted: {ticket: tensor}, what irecv waits for. A ticket is (group, sender,
+    receiver, tag, number).
+    """
+
+    def __init__(self, seed=0, rendezvous=False, worker="drawn"):
+        self.random, self.rendezvous, self.worker = random.Random(seed), rendezvous, worker
+        self.ready, self.asleep, self.ranks, self.deadlock = ([], []), defaultdict(list), [], ""
+        self.messages, self.posted, self.counts = {}, {}, defaultdict(itertools.count)
+        self.store, self.ended = torch_dist.HashStore(), threading.Event()
+
+    def can_go_on(self, task):
+        self.ready[task.rank is not task].append(task)
 
     def sleep(self, event=None, waits_for=""):
         """Until `wake(event)`; without one, let others run."""
         me = current()
         me.waits_for = waits_for
-        (self.asleep[event] if event else self.ready).append(me)
+        if event:
+            self.asleep[event].append(me)
+        else:
+            self.can_go_on(me)
         self.pass_on()
         me.turn.acquire()
         if self.deadlock and waits_for:
@@ -143,7 +152,11 @@ class World:
     def wake(self, event):
         for task in self.asleep.pop(event, ()):
             task.waits_for = ""
-            self.ready.append(task)
+            self.can_go_on(task)
+
+    def post(self, ticket, tensor, what):
+        self.messages[ticket] = tensor, what
+        self.wake(ticket)
 
     def moved(self, ticket):
         """Whether a message is where it belongs; it goes there if both its ends are here."""
@@ -152,18 +165,20 @@ class World:
             self.wake(ticket)
         return ticket not in self.messages and ticket not in self.posted
 
+    def follow(self, task):
+        """What runs needs what the task has done. For a subclass with a clock."""
+
     def pass_on(self):
         """Draw who runs next. What collectives.py keeps once a process becomes his."""
-        if not self.ready:
+        if not any(self.ready):
             self.deadlock = told(self)
             if not self.deadlock:
                 return self.ended.set()
             for event in [*self.asleep]:
                 self.wake(event)
-        first = [task for task in self.ready if (task.rank is task) == (self.order.worker == "late")]
-        able = first if first and self.order.worker != "drawn" else self.ready
-        task = able[self.random.randrange(len(able))]
-        self.ready.remove(task)
+        able = [*filter(None, self.ready)]
+        tasks = {"late": able[0], "eager": able[-1]}.get(self.worker) or self.random.choice(able)
+        task = tasks.pop(self.random.randrange(len(tasks)))
         vars(dist).update(task.rank.own)
         task.turn.release()
 
@@ -186,13 +201,12 @@ class Queues(torch_dist.ProcessGroup):
 
     def send(self, tensors, dst, tag):
         world, ticket = current().world, self.ticket("send", self.rank(), dst, tag)
-        tensor = tensors[0].detach() if world.order.rendezvous else tensors[0].detach().clone()
-        world.messages[ticket] = tensor, operation(sys._getframe())
-        world.wake(ticket)
+        tensor = tensors[0].detach() if world.rendezvous else tensors[0].detach().clone()
+        world.post(ticket, tensor, operation(sys._getframe()))
         world.sleep()
 
         def wait():
-            while world.order.rendezvous and not world.moved(ticket):
+            while world.rendezvous and not world.moved(ticket):
                 world.sleep(ticket, f"rank {ticket[2]} to receive")
         return dist.Handle(wait)
 

@@ -23,6 +23,7 @@ from lessons.lecture8 import demo_lecture8
 from lessons.measure import of_all_ranks, off, patched, readable, say, traffic_of
 from lessons.measuring import demo_measuring
 from lessons.overlap import demo_overlap
+from lessons.together import demo_together
 from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
 import safe
@@ -406,6 +407,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "lecture8": (demo_lecture8, {"ranks": 2}),
     "extension": (demo_extension, {}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
+    "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "out": None, "many_ranks": 0, "break": None}),
     "pages": (pages.pages, {"out": "runs/site"})}
 # Each rank is a process and runs the demo.
 ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_measuring, demo_lecture8

@@ -1,8 +1,13 @@
 """All ranks as threads of one process: the bits of real processes in every order, and deadlocks that are named."""
 
+import builtins
+import itertools
 import math
+import pdb
+import re
 import runpy
 import sys
+import xml.etree.ElementTree
 from functools import partial
 from unittest.mock import patch
 
@@ -11,21 +16,21 @@ import torch
 import torch.distributed as torch_dist
 
 import collectives as dist
+import lessons.demos
 import parallel
 from further import together
 from tests import layouts
 from tests.pool import close, in_new_process
-from tests.runs import TINY, log_of
+from tests.runs import TINY, log_of, output_of
 
-ORDERS = [together.Order(seed, rendezvous, worker) for seed, (rendezvous, worker) in enumerate(
-    (sends, when) for sends in (False, True) for when in ("drawn", "eager", "late"))]
+ORDERS = [*itertools.product(range(10), (False, True), ("drawn", "eager", "late"))]
 
 
 def in_threads(n, body, order):
     def joined():
         dist.initialize("cpu", together=n)
         return body()
-    return together.run(n, joined, together.World(order))
+    return together.run(n, joined, together.World(*order))
 
 
 def steps_of(row, orders):
@@ -48,7 +53,7 @@ def same(a, b):
 def test_ranks_that_are_threads_give_the_bits_of_processes_in_every_order(plain_pool, row):
     place, options = layouts.arguments_of(layouts.case_of(row))
     want = plain_pool(2).run(layouts.in_layout, *place, **options)
-    for got in in_new_process(steps_of, row, ORDERS):
+    for got in in_new_process(steps_of, row, ORDERS[:6]):
         assert all(map(same, got, want))
 
 
@@ -102,7 +107,7 @@ def turned():
 def found(body):
     """What each order gives: results, or the first words of a deadlock."""
     said = set()
-    for order in [order._replace(seed=seed) for order in ORDERS for seed in range(8)]:
+    for order in ORDERS:
         try:
             said.add(str(in_threads(2, body, order)))
         except together.Deadlock as deadlock:
@@ -137,3 +142,18 @@ def test_train_py_runs_again_as_each_rank(text, tmp_path):
         in_new_process(trained_together, *flags, "--out", str(tmp_path / name), *layout)
     four, one = (log_of(tmp_path / name, "step", "loss", "grad_norm") for name in ("four", "one"))
     assert len(one) == 2 and close(four, one)
+
+
+def lesson(*words):
+    with patch.object(pdb, "set_trace", lambda: print(builtins.ranks, builtins.ranks[0]["self"])):
+        return output_of(lessons.demos.main, "together", *words)
+
+
+def test_the_lesson_stops_in_a_rank_draws_and_runs_many(tmp_path):
+    said = in_new_process(lesson, "--break", "all_reduce", "--out", str(tmp_path / "step.svg"))
+    assert re.search(r"rank \d waits for rank \d in \w+", said) and re.search(r"\.py:\d+ \w+; \w+ \(\d+", said)
+    lanes = xml.etree.ElementTree.parse(tmp_path / "step.svg").getroot()
+    assert {f"rank {r}" for r in range(4)} | {"rank 3's worker", "compute", "all_reduce", "wait"} <= {*lanes.itertext()}
+    *counted, clock = re.findall(r"([\d.,]+) (?:messages|bytes|on the clock) \(([\d.,]+)\)",
+                                 in_new_process(lesson, "--many-ranks", "8"))
+    assert len(counted) == 7 and all(ours == formula for ours, formula in [*counted, clock])
