@@ -470,6 +470,13 @@ class FlatBucket(Bucket):
     def holds_gradients(self):
         return self.total is not None or any(p.grad is not None and p.requires_grad for p in self.params)
 
+    def overlap(self, param):
+        """What of a parameter lies in the shard: (where in the flat parameter, where in the shard)."""
+        start = self.first[param]
+        low = max(start, self.own.start)
+        high = max(low, min(start + param.numel(), self.own.stop))
+        return slice(low - start, high - start), slice(low - self.own.start, high - self.own.start)
+
     def note_weights(self):
         """Note where each parameter lies, and its version, which grows whenever somebody writes into it."""
         self.noted = [(p.data_ptr(), p._version) for p in self.params]
@@ -488,7 +495,7 @@ class FlatBucket(Bucket):
                                  f"{tuple(view.shape)} {view.dtype} on {view.device}: change a module before its "
                                  "optimizer is made")
             point_into(p, view.copy_(p))
-            there, here = overlap(self, p, self.own)
+            there, here = self.overlap(p)
             new, master = view.reshape(-1)[there], self.shard[here]
             master.copy_(torch.where(new == master.to(new.dtype), master, new))
         self.note_weights()
@@ -610,7 +617,7 @@ class ShardedOptimizer:
         for param, part in self.parts.items():
             bucket = self.reducer.bucket_of[param]
             grad = bucket.shard.grad if param.requires_grad else None
-            part.grad = None if grad is None else grad[overlap(bucket, param, bucket.own)[1]]
+            part.grad = None if grad is None else grad[bucket.overlap(param)[1]]
 
     def split(self, bucket):
         """Let `inner` step the parts of a shard one by one, each with its own state, because it must leave out those
@@ -618,7 +625,7 @@ class ShardedOptimizer:
         state = self.inner.state.pop(bucket.shard, {})
         parts = {}
         for param in bucket.params:
-            _, here = overlap(bucket, param, bucket.own)
+            _, here = bucket.overlap(param)
             part = parts[param] = nn.Parameter(bucket.shard.detach()[here], param.requires_grad)
             part.placement = bucket.shard.placement
             if state:
@@ -669,7 +676,7 @@ class ShardedOptimizer:
     def kept(self, param):
         """Of `whole_optimizer_state`."""
         bucket = self.reducer.bucket_of[param]
-        there, here = overlap(bucket, param, bucket.own)
+        there, here = bucket.overlap(param)
         stepped, here = (self.parts[param], slice(None)) if param in self.parts else (bucket.shard, here)
         return stepped, here, there, [self.group] if self.stage else []
 
@@ -1090,7 +1097,7 @@ class FlatFSDP(nn.Module):
     def kept(self, param):
         """Where this rank keeps a parameter: of `whole_optimizer_state`."""
         bucket = self.bucket_of[param]
-        there, here = overlap(bucket, param, bucket.own)
+        there, here = bucket.overlap(param)
         return bucket.shard, here, there, [bucket.group] if bucket in self.flats else []
 
     def state_dict(self, *args, **kwargs):
@@ -1151,8 +1158,9 @@ class FSDP(FlatFSDP):
         loss.backward(); model.finish_grad_sync(); optimizer.step(); optimizer.zero_grad()
 
     Between steps, from finish_grad_sync to the next forward, the module's parameters are this rank's parts: vectors in
-    the master dtype, maybe empty, each with a .grad alike. They may be frozen, unfrozen, written, or moved. From forward
-    to finish_grad_sync the module has its whole parameters in their place. grad_scaler: as for ShardedOptimizer.
+    the master dtype, maybe empty, each with a .grad alike. They may be frozen, unfrozen, written, or moved by p.data =
+    ... From forward to finish_grad_sync the module has its whole parameters in their place. grad_scaler: as for
+    ShardedOptimizer.
     """
 
     def __init__(self, module, group=None, compute_dtype=None, device=None, grad_scaler=True):
@@ -1918,8 +1926,8 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
 # -------------------------------------------------------------------------------- whole tensors: the inverse of cutting
 #
 # Checkpoints hold whole tensors, so that any layout can go on from them. A rank's part of one is `cut_like`'s, and of
-# that, with ZeRO, what `overlap` says lies in its shard. Back: every rank puts what it has where it belongs, and
-# `put_together` merges them. One tensor at a time is whole; large models' trainers write shards, and cut when they
+# that, with ZeRO, what a bucket's `overlap` says lies in its shard. Back: every rank puts what it has where it belongs,
+# and `put_together` merges them. One tensor at a time is whole; large models' trainers write shards, and cut when they
 # load.
 
 def cut_like(param, whole):
@@ -1927,15 +1935,6 @@ def cut_like(param, whole):
     for cut in placement_of(param).cuts:
         whole = cut.part(whole)
     return whole
-
-
-def overlap(bucket, param, part):
-    """What of a parameter lies in `part`, a slice of its bucket's vector: (where in the flat parameter, where in
-    `part`)."""
-    start = bucket.first[param]
-    low = max(start, part.start)
-    high = max(low, min(start + param.numel(), part.stop))
-    return slice(low - start, high - start), slice(low - part.start, high - part.start)
 
 
 def put_together(shape, places, values, groups):

@@ -511,7 +511,7 @@ class ParallelGPT:
         """Where this rank keeps a parameter: (what the optimizer steps for it, which of these elements are the
         parameter's, which elements of the parameter they are)."""
         if bucket := self.bucket_of.get(param):
-            there, here = parallel.overlap(bucket, param, bucket.own)
+            there, here = bucket.overlap(param)
             return bucket.shard, here, there
         return param, slice(None), slice(None)
 

@@ -10,7 +10,7 @@ import torch
 
 import collectives as dist
 from fast.adamw import AdamW
-from parallel import cast_masters, FlatFSDP, FSDP, fsdp_units, overlap, ShardedOptimizer
+from parallel import cast_masters, FlatFSDP, FSDP, fsdp_units, ShardedOptimizer
 
 
 class GuardedOptimizer(ShardedOptimizer):
@@ -48,7 +48,7 @@ class GuardedOptimizer(ShardedOptimizer):
         super().split(bucket)
         if isinstance(self.inner, AdamW) and bucket.shard in self.inner.copies:
             copy = self.inner.copies.pop(bucket.shard)
-            self.inner.copies |= {self.parts[p]: copy[overlap(bucket, p, bucket.own)[1]] for p in bucket.params}
+            self.inner.copies |= {self.parts[p]: copy[bucket.overlap(p)[1]] for p in bucket.params}
 
     def gather_weights(self, buckets, wait=True):
         """wait: until they are there, unless forward does."""
