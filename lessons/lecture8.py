@@ -70,9 +70,7 @@ def demo_lecture8():
         params = [part.clone().requires_grad_() for part in cut(weights)]
         dist.reset_traffic()
         mine = strategy(x.clone(), params)
-        sent = {op: log.bytes for op, log in dist.traffic().items() if log.bytes}
+        sent = ", ".join(f"{op} {log.bytes:,} bytes" for op, log in dist.traffic().items() if log.bytes)
         error = max(off(param.grad, grad) for param, grad in zip(params, cut([p.grad for p in one])))
         say(f"\n{strategy.__name__}: losses of the ranks, what they send, gradients' errors")
-        for r, (mine, sent, error) in enumerate(of_all_ranks((mine, sent, error))):
-            traffic = ", ".join(f"{op} {k:,} bytes" for op, k in sent.items())
-            say(f"  rank {r}   loss {mine if mine is None else round(mine, 6)!s:12}{traffic}   {error:.0e}")
+        say("\n".join(of_all_ranks(f"  rank {rank}   loss {mine!s:.8}   {sent}   {error:.0e}")))
