@@ -158,7 +158,7 @@ def cases_for(name, size):
     root, reduces = size - 1, "reduce" in name
     big = LARGE if name in OF_WHOLE else LARGE // size
     cases = [Case((n,), root=root, layout=layout, async_op=layout == "gaps")
-             for n in (0, 1, 7, 1001) for layout in ("plain", "gaps")]
+             for n in (0, 1, 7, 1001) for layout in ("plain", "gaps")[:1 + (size < 5)]]
     cases += [Case((big,), root=root, async_op=True), Case((big // 7, 7), torch.float32, root=size // 2, layout="gaps")]
     if reduces:
         cases.append(Case((big + 1,), op=dist.ReduceOp.AVG))
@@ -359,8 +359,7 @@ def test_between_nodes_every_rank_sends_its_share(node, rank, size):
         assert log.bytes == 2 * (size - 1) * k // size and log.outside == last * log.bytes
 
 
-@parametrize("size", [2, 4])
-@parametrize("elements", [12, BIG])
+@parametrize("size, elements", [(2, 12), (4, BIG)])
 @parametrize("name", [*TREES, *NTHS, "all_reduce"])
 @on_ranks()
 def test_calls_that_come_again_see_new_values(name, elements, rank, size):

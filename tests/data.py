@@ -366,7 +366,7 @@ def test_ranks_leave_out_the_same_steps(way):
 @on_both
 @on_ranks(3)
 def test_fsdp_s_parameters_keep_their_names(rank):
-    """For groups by name, a schedule, and who moves a weight between steps; its state has buffers, and can be loaded."""
+    """For groups by name, a schedule, and who moves a weight between steps; its state has buffers, and loads."""
     def make(seed):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double().eval()

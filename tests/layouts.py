@@ -424,7 +424,7 @@ pipeline  schedule=interleaved n_layer=7
     pp=4 virtual_stages=2 micro_batches=8
 # Stages in a V: two on each rank, the first and the last on one.
 pipeline  n_layer=6
-    pp=2,4 schedule=zb-v,v-half,v-min,dualpipe-v micro_batches=4
+    pp=4 schedule=zb-v,v-half,v-min,dualpipe-v micro_batches=4
     dp=1 schedule=zb-v micro_batches=2
     pp=2 schedule=dualpipe-v micro_batches=1 tied=0
     pp=3 schedule=zb-v,v-min micro_batches=8 tied=0
@@ -540,7 +540,7 @@ def test_layout_equals_one_process(pool, subject, row, without):
 
 NEAR = [  # rows that round, and how near they are: layers in 16 bits, the kernels' float32
     ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=bfloat16", 2**-5),
-    ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=float16", 2**-8),
+    ("dp=2 micro_batches=2 zero=1,3 dtype=float16", 2**-8),
     *((f"{layout} choice=triton dtype=float32 n_layer=1 n_head=2 vocab_size=11 seq_len=4 batch=2 tokens=4", 1e-5)
       for layout in ("dp=1 holes=1", "dp=2 zero=3", "tp=2 sp=1 holes=1", "dp=2 ep=2 experts=4 bias=few"))]
 

@@ -68,7 +68,8 @@ SHOWN = {  # a page, and what stands in it: names lead to their definitions, the
     "parallel.html": (
         '.<a href="collectives.html#all_reduce">all_reduce</a>', 'self.<a href="parallel.html#Reducer.start">',
         '<dfn id="Reducer.computed">computed</dfn>'),
-    "train.html": ('<a href="model.html#GPT">GPT</a>(config, seed=', '.<a href="parallel.html#FlatFSDP">FlatFSDP</a>(model, '),
+    "train.html": (
+        '<a href="model.html#GPT">GPT</a>(config, seed=', '.<a href="parallel.html#FlatFSDP">FlatFSDP</a>(model, '),
     "index.html": (
         "Reading path</h2>", '<a href="train.html"><code>train.py</code></a>',
         '"collectives.html#ring_reduce_scatter"', '"parallel.html#ShardedOptimizer"',

@@ -223,8 +223,8 @@ def test_commands_of_the_lecture_run(text, tmp_path):
 
 
 # GPUs, nodes, a person; or it is refused
-NEEDS = (r"srun|HOST|nsys|ncu |dist_op|gpt2|eight-bits|bench.py kernels|\.venv|git |pytest|my\.txt|mine|pdb|--help|NAME|"
-         r"FILE|--tp 3|--check")
+NEEDS = (r"srun|HOST|nsys|ncu |dist_op|gpt2|eight-bits|bench.py kernels|\.venv|git |pytest|my\.txt|mine|pdb|--help|"
+         r"NAME|FILE|--tp 3|--check")
 
 
 @slow
