@@ -1101,7 +1101,7 @@ class FlatFSDP(nn.Module):
         return bucket.shard, here, there, [bucket.group] if bucket in self.flats else []
 
     def state_dict(self, *args, **kwargs):
-        raise RuntimeError("FSDP's parameters have no memory between steps: call full_state_dict() on all ranks")
+        raise RuntimeError("an FSDP keeps parts of its parameters: call full_state_dict() on all ranks")
 
     @torch.no_grad()
     def full_state_dict(self):

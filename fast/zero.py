@@ -104,8 +104,8 @@ class Guarded:
             part._apply = self._refuse
 
     def _refuse(self, *_, **__):
-        raise RuntimeError("FSDP's parameters have no memory between steps: read them with full_state_dict(), set them "
-                           "with load(), and copy, move or cast a module before you wrap it")
+        raise RuntimeError("an FSDP keeps parts of its parameters: read them with full_state_dict(), set them with "
+                           "load_state_dict(), and copy, move or cast a module before you wrap it")
 
     _apply = __deepcopy__ = _refuse
 
