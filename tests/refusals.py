@@ -242,7 +242,7 @@ class Started(BaseException):
 def refusal(monkeypatch, capsys):
     """refusal(main, words): the line with which a program ends before any process starts or meets another; "" if it
     would start."""
-    def start(*_):
+    def start(*_, **__):
         raise Started
 
     monkeypatch.setattr(safe.launch, "start_again", start)
