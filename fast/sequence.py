@@ -76,8 +76,8 @@ class RegatheredProduct(torch.autograd.Function):
 
 
 class RegatheringColumns(ColumnParallelLinear):
-    """In sequence parallelism f is `gathered`. Then f and the product are one RegatheredProduct. A layer without a bias,
-    which in a GPT is the head alone, keeps the gathered X for backward.
+    """In sequence parallelism f is `gathered`. Then f and the product are one RegatheredProduct. A layer without a
+    bias, which in a GPT is the head alone, keeps the gathered X for backward.
     """
 
     def __init__(self, layer, group, f, parts=1):

@@ -11,11 +11,9 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import time
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.run
@@ -23,9 +21,9 @@ import torch.distributed.run
 import collectives as dist
 import fast.run
 import parallel
-from tests.pool import close, GPUS, HERE, on_cpus, parametrize, table
+from tests.pool import close, GPUS, HERE, on_cpus, on_linux, parametrize, table
 from tests.runs import (
-    end_of, log_of, processes, ran, Ranks, run_training, slow, start, TRAIN, trained)
+    end_of, log_of, processes, ran, Ranks, run_training, start, TRAIN, trained)
 from safe.checkpoints import checkpoints, NUMBERS, open_checkpoint
 from safe.files import Log, read_safetensors
 from safe.flags import Settings
@@ -182,35 +180,6 @@ def test_killed_at_each_point_of_a_write(start, trained, tmp_path):
     assert end_of(out) == end_of(tmp_path / "whole") and not [*out.glob(".step*")]
 
 
-@slow
-def test_killed_runs_lose_nothing(start, tmp_path, kills=100):
-    """SIGKILL at any moment, writes included, to one rank or all: what is under a checkpoint's name is whole, and the
-    same command ends with the loss, and the files, of the run that nobody killed."""
-    flags, out = "--steps 30 --save-every 1 --timeout 120 --dp 2 --zero 1 --out OUT/", tmp_path / "run"
-    start(flags + "whole", 2).said()
-    draw, killed = np.random.default_rng(kills), 0
-
-    def newest():
-        return max([0] + [int(path.name[-8:]) for path in checkpoints(out)])
-
-    while killed < kills:
-        ranks = start(flags + "run", 2)
-        step = draw.integers(newest(), 30) if draw.random() < 0.8 else 0  # in training, or while they start
-        while newest() < step and ranks.processes[0].is_alive():
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.05 if step else 2))
-        victims = [0, 1] if draw.random() < 0.3 else [int(draw.integers(2))]
-        for rank, process in enumerate(ranks.processes):
-            process.kill() if rank in victims else process.terminate()  # as torchrun does with the others
-        killed += -9 in ranks.end()
-        for path in checkpoints(out):
-            open_checkpoint(path, True)
-        if newest() == 30 or killed == kills:
-            start(flags + "run", 2).said()
-            assert end_of(out) == end_of(tmp_path / "whole") and not any(out.glob(".step*"))
-            shutil.rmtree(out)  # and again
-
-
 def test_killed_or_stalled_rank_is_named_by_the_others(start):
     """At once, or within the timeout. A run that is suspended for longer, while the other has its turn, goes on."""
     stalled = start("--steps 1000000 --tp 2 --pp 2 --timeout 5", 4, "stalled")
@@ -341,7 +310,7 @@ def on_a_poor_filesystem(flags):
     return {line.split(" (")[0] for line in warned}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@on_linux
 def test_a_filesystem_without_locks_and_fsync_of_folders(trained, tmp_path):
     said, = trained(1, "--steps 1 --out OUT", on_a_poor_filesystem)
     assert end_of(tmp_path)[0] == 1 and said == {
@@ -381,7 +350,7 @@ def store_of_its_own():
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as README says
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@on_linux
 def test_two_nodes_and_a_killed_rank_that_comes_back(start, text, tmp_path):
     """Two torchrun agents, as on two machines, of two ranks each; ZeRO within each, replicas between. A rank is killed;
     torchrun starts all of them again, and they go on by themselves, to the losses of one process. Ranks are copies of

@@ -23,7 +23,7 @@ import fast.zero
 import kernels
 import parallel
 import train
-from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks, parametrize
+from tests.pool import close, needs_kernels, on_both, on_cpus_both, on_ranks, parametrize
 
 
 # ------------------------------------------------------------------------------------------------------ other modules
@@ -153,7 +153,7 @@ def test_data_parallel_and_zero_on_modules_nobody_here_wrote(kind, way, rank, si
         assert close(value.detach(), one.state_dict()[name]), name
 
 
-@parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs the CPU is ahead of all messages anyway
+@on_cpus_both  # on GPUs the CPU is ahead of all messages anyway
 @on_ranks(2)
 def test_backward_returns_before_its_buckets_have_arrived(rank):
     """Rank 1 begins its backward when rank 0 has come back from its own, so nothing can have arrived there."""

@@ -17,8 +17,7 @@ import torch
 
 import collectives as dist
 import fast
-import tests.pool
-from tests.pool import forkserver, GPUS, in_new_process, on_ranks, parametrize, table
+from tests.pool import forkserver, GPUS, in_new_process, on_linux, on_ranks, parametrize, table
 from tests.refusals import refusal_of_layout
 from tests.runs import TINY, TORCHRUN, Ranks, command, log_of, processes
 import safe.launch
@@ -68,7 +67,7 @@ def by_nohup():
     os.environ.update(PET_NNODES="2", PET_NPROC_PER_NODE="3", OMP_NUM_THREADS="0", WORLD_SIZE="1", LOCAL_RANK="1")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@on_linux
 @parametrize("victim, how, code, launcher", ENDS)
 def test_processes_end_together(text, tmp_path, victim, how, code, launcher):
     """SIGTERM and a closed terminal leave a checkpoint, Ctrl-C no traceback, and a rank's death is told. Under nohup no
@@ -141,13 +140,6 @@ def test_ranks_share_the_cores_of_the_job(tmp_path, monkeypatch):
         assert started.module and started.training_script == main.__spec__.name.split(".")[0]
 
 
-def test_workers_of_xdist_run_no_second_process(monkeypatch):
-    monkeypatch.setattr(tests.pool, "Beside", lambda session: pytest.fail("a second process"))
-    option = types.SimpleNamespace(collectonly=False, usepdb=False, capture="fd")
-    config = types.SimpleNamespace(option=option, workerinput={})
-    assert not tests.pool.pytest_runtestloop(types.SimpleNamespace(config=config, items=[0] * 99, testsfailed=0))
-
-
 def closed_stdout():
     os.close(1)
     sys.stdout = None
@@ -179,7 +171,7 @@ def start_and_stay(stay, pipe):
     time.sleep(300)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@on_linux
 @parametrize("stay", [meet_and_stay, start_ranks_and_stay])
 def test_a_killed_launcher_leaves_no_rank_behind(stay):
     """Nor a rank of torchrun's that is itself a launcher. (Ranks that PyTorch forks get a SIGINT from it.)"""

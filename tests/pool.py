@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 import time
 import traceback
 
@@ -263,6 +264,8 @@ def pool(request):
 BOTH = [*DEVICES, "plain"]
 parametrize = pytest.mark.parametrize
 on_both = parametrize("pool", BOTH, indirect=True)
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+on_cpus_both = parametrize("pool", ["cpu", "plain"], indirect=True)
 on_cpus = parametrize("pool", DEVICES[:1], indirect=True)
 on_gpus = parametrize("pool", DEVICES[1:], indirect=True)
 

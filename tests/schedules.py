@@ -15,11 +15,10 @@ import kernels
 import model
 import parallel
 import theory.clock
-import train
 from tests.layouts import SMALL, small_gpt, tokens_of
 from fast.linear import WeightGradients
 from fast.pipeline import CollectingMicroBatch
-from tests.pool import close, is_plain, on_ranks, parametrize, table
+from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, table
 from further.experts import resized
 from further.schedules import (
     dualpipe_v, HalvedMicroBatch, interleaved, SCHEDULES, v_half, v_min, zb_v, zero_bubble_h1)
@@ -171,7 +170,7 @@ def test_broken_schedules_are_rejected(make, change, says):
 
 # --------------------------------------------------------------------------------------------------- running a schedule
 
-@parametrize("pool", ["cpu", "plain"], indirect=True)  # on GPUs what is sent goes when it has ended
+@on_cpus_both  # on GPUs what is sent goes when it has ended
 @on_ranks(2)
 def test_a_pipeline_keeps_its_latest_two_outputs_that_are_sent():
     net, kept, steps = small_gpt(pp=2, schedule="gpipe"), [], set()
@@ -218,7 +217,7 @@ def halves_of(net):
     return CollectingMicroBatch(net, None, WeightGradients(net))
 
 
-@parametrize("pool", ["cpu", "plain"], indirect=True)
+@on_cpus_both
 @parametrize("first, frozen", [(1, ()), (0, ("wte", "wpe", "ln_"))])
 @on_ranks(1)
 def test_weight_gradients_wait_for_w(first, frozen):

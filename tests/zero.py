@@ -20,7 +20,7 @@ from further.nodes import average_between
 from tests.data import laid_out, module_and_inputs, stepped_by
 from tests.layouts import SMALL, small_gpt, tokens_of
 from tests.links import NO_DOUBLING, replaced, served_by
-from tests.pool import close, is_plain, on_both, on_ranks, parametrize
+from tests.pool import close, is_plain, on_both, on_cpus_both, on_ranks, parametrize
 from safe.flags import Settings
 from theory.memory import memory_bytes
 
@@ -90,7 +90,7 @@ def test_zero_sends_what_the_table_says(m, within):
             assert step_of_zero(stage, m, group, between) == want, stage
 
 
-@parametrize("pool", ["cpu", "plain"], indirect=True)
+@on_cpus_both
 @parametrize("zero, within", [(0, 4), (1, 4), (2, 4), (3, 4), (2, 2), (3, 2)])
 @on_ranks(4)
 def test_zero_keeps_what_the_table_says(zero, within):
