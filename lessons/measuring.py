@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import collectives as dist
-from lessons.measure import is_first, mark, say, synchronize
+from lessons.measure import is_first, mark, of_all_ranks, say, synchronize
 from lessons.strategies import make_trainer
 from model import GPT, PRESETS
 from safe.flags import Settings
@@ -83,6 +83,12 @@ def demo_measuring():
         synchronize(device)
         clocks("a product on the GPU", lambda: torch.mm(a, a), lambda: mark(device), lambda: synchronize(device),
                lambda a, b: a.elapsed_time(b) / 1e3)
+    start = time.perf_counter()
+    time.sleep(0.2 * dist.get_rank())
+    dist.barrier()
+    passed = time.perf_counter() - start
+    say("\nrank r sleeps 0.2 r s; seconds until it has passed the barrier: "
+        + " ".join(f"{seconds:.2f}" for seconds in of_all_ranks(passed)))
     x, took = torch.randn(2000, 1000, device=device, requires_grad=True), []
 
     def step():
