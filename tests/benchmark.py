@@ -22,7 +22,6 @@ from tests.runs import output_of, parse, ran
 from further.experts import ExpertsConfig
 from lessons import gpu, peers, strategies
 from lessons.eight_bits import few_rows, in_int8
-from lessons.kernels import Size, grouped
 from lessons.machine import BUS, calls_of, fit, sent_in
 from lessons.measure import without_collectives
 from lessons.strategies import communication, configs_of, forget, make_trainer, predicted_traffic, routes_of_rows
@@ -236,14 +235,6 @@ def test_a_dense_twin_takes_as_many_flops():
         blocks = sum(map(routed.has_experts, range(config.n_layer)))
         others = blocks * config.n_embd * (routed.experts + routed.top_k - 1)  # routers, k - 1 biases
         assert twin.parameters() == routed.active_parameters() - others
-
-
-def test_flops_and_bytes_of_a_grouped_product_are_those_of_its_tensors():
-    case, = grouped(Size(torch.device("cpu"), torch.float32, 1000))
-    (x, w), y = case.inputs, case.plain(*case.inputs)
-    flops, read = 2 * x.numel() * 24, x.nbytes + w.nbytes
-    assert case.flops == (flops, 2 * flops)
-    assert close([times * x.nbytes for times in case.passes], [read + y.nbytes, 2 * read + y.nbytes])
 
 
 def test_line_through_times_is_found():

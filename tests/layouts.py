@@ -194,15 +194,12 @@ def under_own_rows():
     assert started.called
 
 
-def with_whole_backwards(are_whole, p, m, v=1):
-    """ZB-H1 where the halves of a backward that `are_whole` are in one piece."""
-    return [[half._replace(kind="B") if half.kind == "I" and are_whole(half) else half for half in actions
-             if half.kind != "W" or not are_whole(half)] for actions in zero_bubble_h1(p, m)]
-
-
-MIXED = {name: functools.partial(with_whole_backwards, are_whole) for name, are_whole in {
-    "in-turns": lambda half: half.micro_batch % 2, "whole-0": lambda half: half.stage == 0,
-    "whole-2": lambda half: half.stage == 2, "whole-0-1": lambda half: half.stage < 2}.items()}  # schedules
+def in_turns(p, m, v=1):
+    """ZB-H1 where backwards of stage 0, and each second one of the others, are in one piece."""
+    def is_whole(half):
+        return half.stage == 0 or half.micro_batch % 2
+    return [[half._replace(kind="B") if half.kind == "I" and is_whole(half) else half for half in actions
+             if half.kind != "W" or not is_whole(half)] for actions in zero_bubble_h1(p, m)]
 
 # What fast/ does on GPUs, or with much to send.
 FORCED = {function.__name__: function for function in (rows_in_place, under_own_rows)}
@@ -220,7 +217,7 @@ def in_layout(*args, without=None, node=None, choice="auto", forced=None, **opti
             around.enter_context(FORCED[forced]())
         if without:
             around.enter_context(BREAKS[without]() if without in BREAKS else without_collective(without))
-        around.enter_context(patch.dict(further.schedules.SCHEDULES, MIXED))
+        around.enter_context(patch.dict(further.schedules.SCHEDULES, {"in-turns": in_turns}))
         around.callback(kernels.use, "auto")
         kernels.use(choice)
         return train_steps(*args, **options)
@@ -415,8 +412,7 @@ pipeline  n_layer=5
     pp=4 schedule=1f1b,zb-h1 micro_batches=8
 pipeline
     pp=2 without=ParallelGPT.add_up_gradients,clip_grad_norm_
-    pp=3 micro_batches=4 schedule=whole-0,whole-2,whole-0-1
-    pp=2 micro_batches=4 schedule=in-turns
+    pp=2,3 micro_batches=4 schedule=in-turns
     dp=2 pp=2 micro_batches=4 schedule=in-turns zero=0,1,2,3
 pipeline  schedule=interleaved n_layer=7
     pp=2 virtual_stages=3 micro_batches=8

@@ -56,7 +56,6 @@ def make_trainer(flags):
 MEMORY = """
     12    1  --dtype fp32
     12    1  --dtype bf16 --recompute attention --kernels triton --n-layer 1
-    12    1  --dtype bf16 --recompute block --kernels triton --n-layer 1
     0.02  1  --dtype bf16 --recompute attention
     0.02  1  --dtype bf16 --recompute block
     12    2  --tp 2 --dtype fp32

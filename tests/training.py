@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import sysconfig
 from unittest.mock import patch
 
 import numpy as np
@@ -186,14 +185,6 @@ def test_folders_of_text(tmp_path, flag, path, rest):
     a, b, _ = load_data(Settings(data=str(folder), **{flag: path and str(folder / path)}), train.Bytes(), left_out)
     linked = "\nlinked\nwide é\n".encode() + b"far\xff"
     assert bytes(a) + bytes(b) == b"first\nsecond" + linked + rest and sorted(left_out) == ["c.png", "g"]
-
-
-def test_the_standard_library_may_lie_below_a_folder_of_any_name(tmp_path, monkeypatch):
-    for name in "test/here.py", "test/test/not.py", "test/a/tests/not.py", "test/a/here.py":
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "test")})
-    assert [str(file.relative_to(tmp_path)) for file in train.standard_library()] == ["test/a/here.py", "test/here.py"]
 
 
 def test_restarts_on_several_nodes_need_a_new_store(monkeypatch):

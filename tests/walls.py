@@ -65,11 +65,9 @@ def test_the_reference_s_collectives_alone_pass(plain_pool, test, arguments):
 
 # Processes, flags, whether further/ is there, too.
 PROGRAMS = """
-    1  --dp 1                                         further
     4  --dp 2 --tp 2 --sp --zero 2                    further
     4  --cp 2 --dp 2 --ep 2 --experts 4               further
     4  --zero 3 --zero-within 2                       further
-    2  --pp 2 --schedule interleaved --virtual-stages 2  further
     2  --pp 2 --schedule zb-v                         further
     2  --dtype bf16 --zero 1                          further
     2  --dtype fp16 --zero 3                          further

@@ -289,16 +289,6 @@ def test_16_bit_gradients_add_up_in_float32(way):
 
 
 @on_both
-@on_ranks(2)
-def test_gradients_that_have_left_keep_no_memory():
-    """ZeRO-2 in 16 bits, after a micro-batch that is not the last one."""
-    model, sync, optimizer = laid_out(nn.Linear(4, 4), 2, lr=1.0, compute_dtype=torch.bfloat16)
-    with sync.no_sync():
-        model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
-    assert optimizer.buckets and not any(bucket.holds_gradients() for bucket in optimizer.buckets)
-
-
-@on_both
 @parametrize("way", ["ddp", 1, 2, 3])
 @on_ranks(2)
 def test_an_optimizer_that_is_zeroed_drops_its_step(way):
