@@ -54,10 +54,6 @@ def build(cuda):
         return ctypes.CDLL(os.path.join(folder, "add.so"))
 
 
-def addresses(*tensors):
-    return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
-
-
 def demo_extension():
     """Build an addition in C++ or CUDA, run it beside PyTorch's; on a GPU also time branches."""
     cuda = torch.cuda.is_available()
@@ -67,13 +63,12 @@ def demo_extension():
         return say(f"not built: {' and '.join(missing)} not found")
     device, library = torch.device("cuda" if cuda else "cpu"), build(cuda)
     x, y, out = torch.randn(3, 1 << 24, device=device)
-    library.add(*addresses(x, y, out), ctypes.c_long(x.numel()))
+    addresses, n = [ctypes.c_void_p(t.data_ptr()) for t in (x, y, out)], ctypes.c_long(len(x))
+    library.add(*addresses, n)
     say(f"add in {'CUDA' if cuda else 'C++'}: {'equal to' if torch.equal(out, x + y) else 'not'} PyTorch's")
-    functions = {"ours": (lambda: library.add(*addresses(x, y, out), ctypes.c_long(x.numel())), []),
-                 "PyTorch's": (lambda: torch.add(x, y, out=out).detach(), [])}
+    functions = {"ours": (library.add, [*addresses, n]), "PyTorch's": (torch.add, [x, y])}
     if cuda:
-        functions |= {f"a warp takes {ways} branches": (
-            lambda ways=ways: library.branch(*addresses(x), ways, ctypes.c_long(1 << 20)), [])
-            for ways in (1, 2, 4, 32)}
-    for what, (seconds, *_) in seconds_of(functions, device, 5).items():
+        functions |= {f"a warp takes {ways} branches": (library.branch, [addresses[0], ways, n])
+                      for ways in (1, 2, 4, 32)}
+    for what, (seconds,) in seconds_of(functions, device, 5).items():
         say(f"  {what:28}{1e3 * seconds:10.3f} ms")
