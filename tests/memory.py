@@ -55,7 +55,7 @@ def make_trainer(flags):
 # By how many bytes or what part measured activations may miss the predicted, processes, flags
 MEMORY = """
     12    1  --dtype fp32
-    12    1  --dtype bf16 --recompute attention --kernels triton --n-layer 1
+    12    1  --dtype bf16 --recompute attention --kernels triton --n-layer 1 --seq-len 16
     0.02  1  --dtype bf16 --recompute attention
     0.02  1  --dtype bf16 --recompute block
     12    2  --tp 2 --dtype fp32

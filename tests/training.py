@@ -142,12 +142,21 @@ def test_learning_rate_schedule():
     assert all(a > b for a, b in itertools.pairwise(rates[10:]))
 
 
+PEAKS = """
+    NVIDIA H200              989
+    NVIDIA A100-SXM4-80GB    312
+    NVIDIA L40S              362
+    NVIDIA L4                121
+    NVIDIA GeForce RTX 4090  165
+    NVIDIA L40               unknown
+    NVIDIA H20               unknown
+    AMD Instinct MI300X      unknown"""
+
+
 def test_mfu_is_of_known_gpus_alone(monkeypatch):
-    for name, tflops in {"NVIDIA H200": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA L40S": 362, "NVIDIA L4": 121,
-                         "NVIDIA GeForce RTX 4090": 165, "NVIDIA L40": None, "NVIDIA H20": None,
-                         "AMD Instinct MI300X": None}.items():
+    for name, tflops in table(PEAKS):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert theory.speed.peak_flops(torch.device("cuda")) == (tflops and 1e12 * tflops), name
+        assert theory.speed.peak_flops(torch.device("cuda")) == (None if tflops == "unknown" else 1e12 * tflops), name
     assert theory.speed.peak_flops(torch.device("cpu")) is None
 
 

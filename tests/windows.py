@@ -16,7 +16,7 @@ import fast.windows
 import kernels
 from tests.collectives import Case, compare_with_library, DIRECT, left_by, NTHS
 from tests.links import carried, DirectGlooLink
-from tests.pool import needs_kernels, on_cpus, on_gpus, on_ranks, parametrize
+from tests.pool import needs_kernels, on_cpus, on_gpus, on_ranks, parametrize, table
 
 
 @contextlib.contextmanager
@@ -87,15 +87,24 @@ def test_kernels_sum_and_gather(name):
     assert calls[kernel].call_count == len(cases)
 
 
-@parametrize("elements,async_op,ways", [
-    (1023, False, "reduce_scatter"), (1024, False, "kernel"), (1 << 18, True, "reduce_scatter"),
-    (22 << 20, False, "kernel"), (1 << 19, True, "reduce_scatter all_gather"), (3 << 21, True, "copies"),
-    (21 << 20, True, "copies"), (22 << 20, True, "reduce_scatter all_gather")])
-def test_how_an_all_reduce_between_gpus_goes(elements, async_op, ways, monkeypatch):
+# Numbers of 4 bytes, who waits for their sum, and how it goes.
+ALL_REDUCES = """
+    1023      caller  reduce_scatter
+    1024      caller  kernel
+    23068672  caller  kernel
+    262144    nobody  reduce_scatter
+    524288    nobody  reduce_scatter all_gather
+    6291456   nobody  copies
+    22020096  nobody  copies
+    23068672  nobody  reduce_scatter all_gather"""
+
+
+@parametrize("elements, who, ways", table(ALL_REDUCES))
+def test_how_an_all_reduce_between_gpus_goes(elements, who, ways, monkeypatch):
     """From SUM_FROM bytes it is one kernel if the caller waits; smaller ones, and those beside the caller, are
     messages; from WINDOW_FROM bytes, as long as one step does, copies; then halves."""
     goes, link = Mock(), object.__new__(DirectGlooLink)
-    link.rank, link.size, link.aside, link.name, link.device = 0, 2, async_op, "this", "cpu"
+    link.rank, link.size, link.aside, link.name, link.device = 0, 2, who == "nobody", "this", "cpu"
     dist.reset_traffic()
     link.reduce_scatter, link.all_gather = goes.reduce_scatter, goes.all_gather
     link.window = lambda nbytes: types.SimpleNamespace(all_reduce=goes.copies, sums=types.SimpleNamespace(
