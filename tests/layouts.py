@@ -409,7 +409,7 @@ pipeline  n_layer=5
     pp=3 schedule=1f1b,zb-h1 micro_batches=1
     pp=2,3 schedule=1f1b,zb-h1 micro_batches=2 tied=0
     pp=4 schedule=1f1b,zb-h1 micro_batches=3 batch=24
-    pp=4 schedule=1f1b,zb-h1 micro_batches=8
+    pp=4 schedule=1f1b micro_batches=8
 pipeline
     pp=2 without=ParallelGPT.add_up_gradients,clip_grad_norm_
     pp=2,3 micro_batches=4 schedule=in-turns
@@ -441,7 +441,6 @@ pipeline  n_layer=4 micro_batches=4
     dp=2 pp=2 schedule=zb-h1 zero=3 without=reduce_scatter_bucket
 pipeline  optimizer=adamw tied=0 n_layer=4 micro_batches=4
     dp=2 pp=2 schedule=interleaved virtual_stages=2 zero=1,3
-    tp=2 pp=4 recompute=block
     dp=2 pp=2 schedule=gpipe zero=3 recompute=attention
 # Tokens are cut between the layers that tp cuts.
 sequence  sp=1 n_layer=3
@@ -457,7 +456,6 @@ sequence  optimizer=adamw tied=0 sp=1 n_layer=3
     dp=2 tp=2 zero=3 micro_batches=2 recompute=block
     dp=2 tp=2 pp=2 zero=3 micro_batches=2
     tp=2 pp=2 schedule=zb-h1 zero=1 micro_batches=4 without=scatter_tokens
-    dp=4 tp=2 zero=2 zero_within=2
 # All tokens are cut, over cp.
 context  optimizer=adamw tied=0 tokens=8 n_layer=3 cp_kind=ring  tokens=8 n_layer=3 cp_kind=ulysses
     cp=2 tp=2 sp=1 recompute=attention micro_batches=2
@@ -506,7 +504,7 @@ experts  experts=4 tokens=8 n_layer=3 forced=under_own_rows
     dp=2 ep=2 bias=all top_k=1
     dp=4 ep=4 zero=1 micro_batches=2 optimizer=adamw tied=0
     dp=3 ep=3 experts=6 batch=6
-    dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 sp=1 micro_batches=2
+    dp=2 tp=2 ep=2 sp=1 micro_batches=2
 """
 
 
