@@ -11,7 +11,6 @@ import shutil
 import tempfile
 
 import torch
-from torch.utils import cpp_extension
 
 from lessons.measure import say, seconds_of
 
@@ -48,6 +47,7 @@ extern "C" void branch(float *x, int ways, long n) {
 
 def build(cuda):
     """The library of these functions, as ctypes sees it: built in a folder that is then removed."""
+    from torch.utils import cpp_extension  # late, because it asks for GPUs: a process that has cannot be forked
     with tempfile.TemporaryDirectory() as folder:
         cpp_extension.load_inline("add", [] if cuda else [LOOP], [KERNELS] if cuda else None, is_python_module=False,
                                   no_implicit_headers=True, with_cuda=cuda, build_directory=folder)
@@ -56,6 +56,7 @@ def build(cuda):
 
 def demo_extension():
     """Build an addition in C++ or CUDA, run it beside PyTorch's; on a GPU also time branches."""
+    from torch.utils import cpp_extension
     cuda = torch.cuda.is_available()
     compiler = "nvcc" if cuda else cpp_extension.get_cxx_compiler()
     missing = [what for what in ("ninja", compiler) if not shutil.which(what)]

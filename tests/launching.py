@@ -140,6 +140,15 @@ def test_ranks_share_the_cores_of_the_job(tmp_path, monkeypatch):
         assert started.module and started.training_script == main.__spec__.name.split(".")[0]
 
 
+def has_asked_for_gpus():
+    return torch.cuda.is_initialized() or "torch.utils.cpp_extension" in sys.modules
+
+
+def test_what_processes_are_forked_from_has_not_asked_for_gpus():
+    """Else none of them could use one."""
+    assert not in_new_process(has_asked_for_gpus)
+
+
 def closed_stdout():
     os.close(1)
     sys.stdout = None
