@@ -221,7 +221,9 @@ class Queues(torch_dist.ProcessGroup):
         return dist.Handle(wait)
 
 
-torch_dist.Backend.register_backend("together", lambda store, rank, size, timeout: Queues(rank, size), devices=["cpu"])
+if "together" not in torch_dist.Backend.backend_list:  # it may be imported anew
+    torch_dist.Backend.register_backend("together",
+                                        lambda store, rank, size, timeout: Queues(rank, size), devices=["cpu"])
 
 
 # ---------------------------------------------------------------------------------------------------------------- start

@@ -2,43 +2,25 @@
 
 import importlib
 import math
-import pathlib
 import re
-import sys
 from collections import defaultdict
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from lessons import blind
+from lessons.blind import bugs, copy_with, loaded_from
 from tests import layouts
-from tests.pool import close, HERE, parametrize
+from tests.pool import close, in_new_process, parametrize
 from tests.puzzles import ranks
-from tests.walls import REFERENCE, copy_reference
 
 
-class Bug(NamedTuple):
-    thread: str    # where its users tell of it: owner/repository#number
-    layout: str    # a row of tests/layouts.py, which is red with the new line
-    symptom: str   # what the function of this name says then
-    file: str
-    function: str
-    old: str       # a line that stands in the file once, in this function
-    new: str
-
-
-PAGE = pathlib.Path(HERE, "docs", "bugs.md").read_text()
-ROWS = re.findall(r"(?m)^\| \d+ \| .+ \| \[(.+?)\]\(https://github\.com/.+?\) \| `(.+)` \| (.+) \|$", PAGE)
-LINES = re.findall(r"(?m)^\*\*\d+\.\*\* `(.+)`, `(.+)`\. (?s:.+?)\n```diff\n-(.+)\n\+(.+)\n```$", PAGE)
-BUGS = [Bug(*row, *line) for row, line in zip(ROWS, LINES, strict=True)]
+BUGS = bugs()
 
 
 def in_layout_by(folder, *args, **options):
     """tests/layouts.py runs the reference whose copy lies in a folder; so from now on in this process."""
-    sys.path.insert(0, str(folder))
-    for name in [*sys.modules]:
-        if name.split(".")[0] in REFERENCE:
-            del sys.modules[name]
+    loaded_from(folder)
     return importlib.reload(layouts).in_layout(*args, **options)
 
 
@@ -80,11 +62,9 @@ def symptom(results, want, tolerance):
 @parametrize("bug", BUGS, ids=lambda bug: bug.thread)
 def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
     """Without it test_layout_equals_one_process is green, which has the same row."""
-    copy_reference(REFERENCE, tmp_path)
-    before, after = (tmp_path / bug.file).read_text().split(f" {bug.old}\n")
+    before = copy_with(bug, tmp_path)
     inside = [re.findall(pattern, before)[-1] for pattern in (r"(?m)^(?:class|def) (\w+)", r"\bdef (\w+)")]
     assert inside == [bug.function.split(".")[0], bug.function.split(".")[-1]]
-    (tmp_path / bug.file).write_text(f"{before} {bug.new}\n{after}")
     (layout, optimizer, micro_batches, change), options = layouts.arguments_of(layouts.case_of(bug.layout))
     results = ranks(math.prod(layout.values())).run(in_layout_by, tmp_path, layout, optimizer, micro_batches, change,
                                                     **options)
@@ -95,4 +75,13 @@ def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
 def test_each_bug_has_a_layout_of_the_tests():
     rows = [row for _, _, row, _ in layouts.proofs()]
     rows += [row for many, _ in layouts.NEAR for row in layouts.expanded(many)]
-    assert {bug.layout for bug in BUGS} <= {*rows} and len(BUGS) == 12
+    assert {bug.layout for bug in BUGS} <= {*rows} and len(BUGS) == 24
+
+
+def test_habits_see_what_they_look_at():
+    """Two bugs, of norms and of 16 bits; two mutants of DDP, a sum for a mean, and a call that one rank leaves out."""
+    rows = [(bug.thread, bug, blind.case_of(bug.layout), None) for bug in BUGS[1:12:10]]
+    rows += [(kind, None, {"dp": 2}, ("all_reduce", "all_reduce_bucket", kind)) for kind in ("op", "one")]
+    found = in_new_process(blind.matrix, rows, 30)
+    assert [[int(is_seen) for is_seen in blind.seen(values)] for values in found.values()] == [
+        [0, 0, 1, 0, 0, 1], [1, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 1], [1] * 6]
