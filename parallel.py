@@ -400,6 +400,85 @@ def call_when_computed(params, method):
 # unit is what it gathers at a time; the last one it gathers once, and an embedding.) Rajbhandari et al., "ZeRO" (2020).
 # CS336 lecture 7.
 
+# The lecture's own forms of stages 1 and 3 come first. They take a tensor at a time, and wait for each collective.
+
+def in_nths(tensor, ranks):
+    """A tensor's numbers in N rows of one length, padded with zeros: (N, K/N rounded up)."""
+    return F.pad(tensor.flatten(), (0, -tensor.numel() % ranks)).view(ranks, -1)
+
+
+class ZeRO1:
+    """The lecture's ZeRO-1: reduce-scatter each gradient, step my Nth of each tensor, all-gather the Nths.
+
+        optimizer = ZeRO1(module.parameters(), torch.optim.AdamW, group, lr=1e-3)
+        loss.backward(); optimizer.step()
+
+    `inner` keeps states of this rank's Nths. Every parameter needs a gradient, and starts alike on all ranks.
+    """
+
+    def __init__(self, params, optimizer_class, group=None, **options):
+        self.params, self.group = list(params), group
+        self.ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self.nths = [nn.Parameter(in_nths(p.detach(), self.ranks)[rank].clone()) for p in self.params]
+        self.inner = optimizer_class(self.nths, **options)
+
+    @torch.no_grad()
+    def step(self):
+        for param, nth in zip(self.params, self.nths):
+            nth.grad = torch.empty_like(nth)
+            dist.reduce_scatter_tensor(nth.grad, in_nths(param.grad, self.ranks), dist.ReduceOp.AVG, self.group)
+            param.grad = None
+        self.inner.step()
+        for param, nth in zip(self.params, self.nths):
+            whole = nth.new_empty(self.ranks * len(nth))
+            dist.all_gather_into_tensor(whole, nth, self.group)
+            param.copy_(whole[:param.numel()].view(param.shape))
+
+
+class ZeRO3:
+    """The lecture's ZeRO-3: gather a layer's weights, compute, free them; gather them again for its backward, and
+    reduce-scatter each gradient.
+
+        ZeRO3(module, group)                                       each parameter becomes this rank's Nth of it, 1-D
+        optimizer = torch.optim.AdamW(module.parameters(), ...)
+        loss.backward(); optimizer.step(); optimizer.zero_grad()   one backward a step
+
+    Autograd saves views of `whole`, so memory comes and goes under them: the storage shrinks to 0 bytes and grows back.
+    """
+
+    def __init__(self, module, group=None):
+        self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.shape, self.whole, self.nth = {}, {}, {}
+        for param in module.parameters():
+            self.shape[param], self.whole[param] = param.shape, in_nths(param.detach(), self.ranks).clone()
+            self.nth[param] = self.whole[param][self.rank].clone()
+            param.register_post_accumulate_grad_hook(self.scatter)
+        self.free(self.shape)
+        for layer in module.modules():
+            layer.register_forward_pre_hook(self.gather)
+            layer.register_forward_hook(lambda layer, *_: self.free(layer.parameters(recurse=False)))
+            layer.register_full_backward_pre_hook(self.gather)
+
+    def gather(self, layer, *_):
+        for param in layer.parameters(recurse=False):
+            whole = self.whole[param]
+            whole.untyped_storage().resize_(whole.nbytes)
+            dist.all_gather_into_tensor(whole, self.nth[param], self.group)
+            param.data = whole.view(-1)[:self.shape[param].numel()].view(self.shape[param])
+
+    def free(self, params):
+        for param in params:
+            param.data = self.nth[param]
+            self.whole[param].untyped_storage().resize_(0)
+
+    def scatter(self, param):
+        average = torch.empty_like(self.nth[param])
+        dist.reduce_scatter_tensor(average, in_nths(param.grad, self.ranks), dist.ReduceOp.AVG, self.group)
+        param.grad = None  # of the whole tensor's shape, which .grad must have while the tensor is whole
+        self.free([param])
+        param.grad = average
+
+
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
 # the shards. Gradients add up in float32, too.
 
@@ -1248,6 +1327,18 @@ class FSDP(FlatFSDP):
 # columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. Until backward
 # a rank keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
+def all_columns(x, weight, group=None):
+    """The lecture's tensor parallelism of one layer, forward alone: X (..., in) -> Y = X A, (..., out), on all ranks.
+
+    weight (out/N, in): this rank's columns of A. Each layer costs an all-gather of Y, (N-1)/N of it sent by a rank. The
+    pair f and g, below, cuts two layers at the cost of one all-reduce.
+    """
+    mine = x @ weight.T                                                                       # (..., out/N)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group)
+    return torch.cat(parts, -1)
+
+
 class CopyToGroup(torch.autograd.Function):
     """f: forward identity, backward all-reduce: X went into every rank's columns of A, so dX adds up."""
 
@@ -1458,6 +1549,36 @@ def tensor_parallel(module, group, plan=None):
 # GPipe and 1F1B stand here. Every rank idles for (p-1) (F + B). GPipe holds m micro-batches' activations, 1F1B p - r.
 # Schedules that idle less are in further/schedules.py. CS336 lecture 7; Qi et al., "Zero Bubble Pipeline Parallelism"
 # (2023).
+
+def gpipe_step(stage, loss, x, y, like, group=None):
+    """The lecture's pipeline: receive, compute, send, for each micro-batch; then the gradients, the other way round.
+
+    stage: this rank's layers. loss(output, target). x, y: lists of micro-batches. like: a tensor of the shape and dtype
+    that stages send. Adds to .grad, and returns the losses, on the last rank. Each rank waits for each message.
+    """
+    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
+    done = []
+    for x_i, y_i in zip(x, y):
+        if rank > 0:
+            x_i = torch.empty_like(like)
+            dist.recv(x_i, group=group, group_src=rank - 1)
+            x_i.requires_grad_()
+        out = stage(x_i)
+        if rank < last:
+            dist.send(out.detach(), group=group, group_dst=rank + 1)
+        else:
+            out = loss(out, y_i)
+        done.append((x_i, out))
+    for x_i, out in done:
+        dy = None  # of the loss
+        if rank < last:
+            dy = torch.empty_like(like)
+            dist.recv(dy, group=group, group_src=rank + 1)
+        out.backward(dy)
+        if rank > 0:
+            dist.send(x_i.grad, group=group, group_dst=rank - 1)
+    return [out.detach() for _, out in done] if rank == last else []
+
 
 class Action(NamedTuple):
     kind: str           # F, B, I, W; after `lower` also SF, RF: send, receive an activation; SB, RB: a gradient
