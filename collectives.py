@@ -450,7 +450,9 @@ class Link:
 
     # What the public functions call. chunks: N flat tensors; chunk r is mine. Subclasses have other algorithms.
 
-    all_gather, all_reduce, all_to_all = ring_all_gather, ring_all_reduce, pairwise_all_to_all
+    all_gather = ring_all_gather
+    all_reduce = ring_all_reduce
+    all_to_all = pairwise_all_to_all
 
     def reduce_scatter(self, chunks, result, op):
         """Combine chunk r of all ranks into `result`, which may be chunk r itself; other chunks stay as they are."""

@@ -1,5 +1,4 @@
-"""The lecture's own forms, which open the sections of parallel.py: each equals one process, and not without its messages.
-"""
+"""The lecture's own forms, which open the sections of parallel.py: each equals one process, if its messages are sent."""
 
 import contextlib
 import unittest.mock
@@ -95,7 +94,7 @@ def test_a_layer_cut_by_columns_as_the_lecture_has_it(lost):
 @without_one("send recv")
 @on_ranks(3)
 def test_a_pipeline_as_the_lecture_has_it(lost):
-    """Its losses, and the gradients of each stage's layers; the embedding is not tied, because its ends would be two."""
+    """Its losses, and the gradients of each stage's layers. The embedding is not tied: its ends would be two."""
     rank, device, config = dist.get_rank(), torch.get_default_device(), model.GPTConfig(
         vocab_size=11, seq_len=4, n_layer=3, n_head=2, n_embd=8, tied=False)
     one = model.GPT(config).double().to(device)
