@@ -1,4 +1,4 @@
-"""The lecture's own forms, which open the sections of parallel.py: each equals one process, if its messages are sent."""
+"""The lecture's own forms, which open the sections of parallel.py: each equals one process if its messages are sent."""
 
 import contextlib
 import unittest.mock
