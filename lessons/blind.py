@@ -11,7 +11,6 @@ right program. A habit sees what is off by more than its tolerance. `HABITS` say
 import contextlib
 import dataclasses
 import functools
-import importlib
 import inspect
 import math
 import multiprocessing
@@ -25,6 +24,8 @@ from unittest.mock import patch
 
 import torch
 
+import collectives as dist
+from further import together
 from lessons.puzzles import HERE
 
 REFERENCE = "collectives", "kernels", "model", "parallel", "further", "train"
@@ -65,12 +66,11 @@ def copy_with(bug, folder):
 
 
 def loaded_from(folder):
-    """In a process of its own: the reference's modules, anew, from a folder."""
+    """From now on in this process the reference's modules are those of a folder."""
     sys.path.insert(0, str(folder))
     for name in [*sys.modules]:
         if name.split(".")[0] in REFERENCE:
             del sys.modules[name]
-    return importlib.import_module("train"), importlib.import_module("further.together")
 
 
 # --------------------------------------------------------------------------------------------------------------- a run
@@ -114,10 +114,11 @@ class Ran(NamedTuple):
     bytes: int         # that this rank sent in a step
 
 
-def train_on(train, case, steps, adam, dtype):
+def train_on(case, steps, adam, dtype):
     """What one rank has of some steps, as train.py's own loop logs it."""
-    dist, case = train.dist, dict(case)
-    experts = importlib.import_module("further.experts")
+    import train
+    from further import experts
+    dist = train.dist
     sizes = {field.name for field in dataclasses.fields(experts.ExpertsConfig)}
     config = experts.resized(
         train.GPTConfig(vocab_size=37, seq_len=10, n_layer=2, n_head=8, n_embd=32),
@@ -164,14 +165,17 @@ def runs_of(job):
     torch.set_num_threads(1)
     n = math.prod(case.get(axis, 1) for axis in AXES)
     with tempfile.TemporaryDirectory() as folder:
-        copy_with(bug, folder)
-        train, together = loaded_from(folder)
+        if bug:
+            copy_with(bug, folder)
+            loaded_from(folder)
+        import train
+        from further import together
         some = {name: value for name, value in case.items() if name != "dtype"}
 
         def run(*options):
             def joined():
                 train.dist.initialize("cpu", together=n)
-                return train_on(train, some, *options)
+                return train_on(some, *options)
             with mutated(train.dist, *mutant) if mutant else contextlib.nullcontext():
                 return together.run(n, joined)
         try:
@@ -239,7 +243,8 @@ def mutated(dist, call=None, place=None, kind=None, found=None):
     def wrapped(name, real):
         def stand_in(*arguments, **options):
             here = sys._getframe(1).f_code.co_name
-            if found is not None:
+            if found is not None and dist.get_world_size(inspect.signature(real).bind(
+                    *arguments, **options).arguments.get("group")) > 1:
                 found.add((name, here))
             if (name, here) != (call, place):
                 return real(*arguments, **options)
@@ -262,13 +267,12 @@ def mutated(dist, call=None, place=None, kind=None, found=None):
 
 def places_of(row):
     """[(call, place)] of the collectives that a strategy's step calls."""
-    train, together = loaded_from(HERE)
     found, case = set(), case_of(row)
 
     def joined():
-        train.dist.initialize("cpu", together=2)
-        train_on(train, case, 1, True, torch.float32)
-    with mutated(train.dist, found=found):
+        dist.initialize("cpu", together=2)
+        train_on(case, 1, True, torch.float32)
+    with mutated(dist, found=found):
         together.run(2, joined)
     return sorted(found - {("all_reduce", name) for name in ("train_on", "put_together")})
 
@@ -336,7 +340,11 @@ def demo_blind(quick, out):
         draw(found, out)
     rows = [(f"{strategy}: {call} in {place}, {kind}", None, case_of(row), (call, place, kind))
             for strategy, row in list(STRATEGIES.items())[:1 if quick else None] for call, place, kind in mutants(row)]
-    changed = matrix(rows, 20)
+    changed = matrix(rows, 15)
     print("\nEvery call of a collective in a step, changed. out: nobody calls it; one: rank 1 does not; op: a sum for\n"
           "a mean, or the other way round; alone: in a group of one rank. inf: it stops.")
     print(*lines_of(changed), sep="\n")
+    for strategy in dict.fromkeys(name.split(":")[0] for name in changed):
+        some = [seen(values) for name, values in changed.items() if name.split(":")[0] == strategy]
+        counts = ", ".join(f"{habit} {sum(column)}" for habit, column in zip(HABITS, zip(*some)))
+        print(f"{strategy}: of {len(some)} mutants {counts}")
