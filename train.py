@@ -537,16 +537,6 @@ class ParallelGPT:
         groups = [*groups, self.groups.pp]  # a rank of another stage knows pp alone
         return parallel.put_together(shape, places, values.to(dtype), groups)
 
-    @torch.no_grad()
-    def load_state(self, key, source):
-        """Let the optimizer keep under `key` this rank's part of source(name), a tensor of each parameter's shape."""
-        for model in map(self.module, self.stages):
-            for name, param in model.named_parameters():
-                stepped, own, there = self.kept(param)
-                whole = source("wte.weight" if self.config.tied and name == "lm_head.weight" else name)
-                state = self.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
-                state.view(-1)[own] = parallel.cut_like(param, whole).reshape(-1)[there].to(state)
-
 
 # ------------------------------------------------------------------------------------------------------------- training
 
@@ -556,31 +546,6 @@ def learning_rate(s, step):
         return s.lr * (step + 1) / s.warmup_steps
     progress = (step - s.warmup_steps) / max(1, s.steps - 1 - s.warmup_steps)
     return s.min_lr + (s.lr - s.min_lr) * (1 + math.cos(math.pi * min(1, progress))) / 2
-
-
-def how_even(loads):
-    """Of loads (L, E), 0 in blocks without experts: {"load_max": the largest, as a multiple of the mean,
-    "load_entropy": in nats, log E at most; the mean over blocks}."""
-    shares = loads[loads.sum(1) > 0].double()
-    shares /= shares.sum(1, keepdim=True)
-    return {"load_max": (shares.max() * loads.shape[1]).item(),
-            "load_entropy": torch.special.entr(shares).sum(1).mean().item()}
-
-
-class LossScale:
-    """fp16's smallest number is 6e-8. So that gradients stay above it, the loss is multiplied by `scale`, and
-    `clip_grad_norm_` divides them by it. A step whose gradients are not finite is skipped, and halves the scale. 200
-    good steps double it. Micikevicius et al., "Mixed Precision Training" (2018), section 3.2; the numbers are ours."""
-
-    def __init__(self, start=2.0**16, interval=200):
-        self.scale, self.interval, self.good = start, interval, 0
-
-    def update(self, finite):
-        self.good = self.good + 1 if finite else 0
-        if not finite:
-            self.scale = max(1.0, self.scale / 2)
-        elif self.good % self.interval == 0:
-            self.scale = min(2.0**24, self.scale * 2)
 
 
 class Trainer:
@@ -599,7 +564,10 @@ class Trainer:
         self.optimizer = self.net.optimizer
         for group in self.net.all_groups():
             dist.use(group, s.comm)
-        self.scaler = LossScale() if s.dtype == "fp16" else None
+        self.scaler = None
+        if s.dtype == "fp16":
+            from further.loss_scale import LossScale
+            self.scaler = LossScale()
         self.skipped = 0  # steps left out because a number was not finite
         self.loads = None  # how many tokens each expert got in the last step that was not left out, int64 (L, E)
         n, r = s.batch_size // s.dp, dist.get_rank(self.net.groups.dp)
@@ -666,6 +634,7 @@ class Trainer:
             loss, lr = self.mean_over_ranks(loss), learning_rate(self.s, done - 1)
             entry = {"step": done, "loss": loss, "grad_norm": norm.item(), "lr": lr}
             if self.loads is not None:
+                from further.experts import how_even
                 entry |= how_even(self.loads)
             if self.due("eval", done):
                 entry["val_loss"] = self.evaluate()
@@ -735,18 +704,11 @@ class Trainer:
             os.replace(path + ".part", path)  # a file of that name is whole
 
     def load(self, saved):
-        """Go on as if never stopped; returns how many steps are done. Weights came with the model, from `source`; here
-        each rank takes its part of the moments."""
+        """Go on after checkpoint `saved`, if there is one; returns how many steps are done."""
         if not saved:
             return 0
-        self.skipped = saved["skipped"]
-        if self.scaler and saved["scaler"]:
-            vars(self.scaler).update(saved["scaler"])
-        if updates := saved["step"] - self.skipped:  # before the first one, an optimizer has no state
-            for key in MOMENTS:
-                self.net.load_state(key, lambda name: saved["tensors"][f"{key}.{name}"])
-            for param in [p for group in self.optimizer.param_groups for p in group["params"]]:
-                self.optimizer.state[param]["step"] = torch.tensor(float(updates), device="cpu")
+        from further.resume import load
+        load(self, saved, MOMENTS)
         return saved["step"]
 
 
@@ -756,15 +718,6 @@ def refuse(why):
     """End with one line, before any process group starts."""
     print(f"train.py: {why}", file=sys.stderr)
     sys.exit(2)
-
-
-def newest(path):
-    """The file of --resume: `path`, or the newest step-*.pt in that folder."""
-    path = pathlib.Path(path)
-    found = sorted(path.glob("step-*.pt")) if path.is_dir() else [path] if path.suffix == ".pt" else []
-    if not found or not found[-1].exists():
-        refuse(f"--resume {path}: no file step-*.pt, as --plain writes it; leave --plain out to go on from others")
-    return found[-1]
 
 
 class Run:
@@ -793,21 +746,15 @@ class Run:
         if tokens.max(initial=0) >= self.config.vocab_size:  # with --tp each rank would take it for another's
             refuse(f"--vocab-size is too small for the text: give --vocab-size {tokens.max() + 1}")
         self.data = *split(tokens), vocabulary
-        try:
-            stage_to_rank_of(self.config, layout_of(s))
-        except ValueError as why:
-            refuse(why)
         if len(self.data[1]) <= self.config.seq_len:
             refuse(f"the held-out tenth is of {len(self.data[1])} tokens: give more text")
-        if s.resume:
-            self.saved = torch.load(newest(s.out if s.resume == "newest" else s.resume), map_location="cpu", mmap=True,
-                                    weights_only=True)
-            tensors = self.saved["tensors"]
-            there = {"experts": 0, **dataclasses.asdict(config_of(argparse.Namespace(**self.saved["flags"])))}
-            for name, size in there.items():
-                if size != getattr(self.config, name, None):
-                    refuse(f"the model in --resume has other sizes: give --{name.replace('_', '-')} {size}")
-            self.source = lambda name: tensors["wte.weight" if name == "lm_head.weight" else name]  # they are one
+        try:
+            stage_to_rank_of(self.config, layout_of(s))
+            if s.resume:
+                from further.resume import read
+                self.saved, self.source = read(s.out if s.resume == "newest" else s.resume, self.config, config_of)
+        except ValueError as why:
+            refuse(why)
         if s.out:
             os.makedirs(s.out, exist_ok=True)
 

@@ -22,7 +22,7 @@ import fast.adamw
 import fast.zero
 import kernels
 import parallel
-import train
+from further.loss_scale import LossScale
 from tests.pool import close, needs_kernels, on_both, on_cpus_both, on_ranks, parametrize
 
 
@@ -474,6 +474,6 @@ def test_a_unit_waits_for_its_own_weights_alone(stage):
 # -------------------------------------------------------------------------------------------------------- low precision
 
 def test_loss_scale_grows_and_backs_off():
-    scaler = train.LossScale(start=8.0, interval=2)
+    scaler = LossScale(start=8.0, interval=2)
     scales = [scaler.update(finite) or scaler.scale for finite in (True, True, True, False, False, False, True, True)]
     assert scales == [8, 16, 16, 8, 4, 2, 2, 4]

@@ -37,6 +37,7 @@ from tests.collectives import nodes_of
 from tests.pool import BOTH, close, DEVICES, needs_kernels, on_both, on_ranks, parametrize
 from fast.graphs import replay_micro_batches
 from further.experts import resized, routers
+from further.resume import load_state
 from further.schedules import zero_bubble_h1
 from safe.flags import BadInput, check_layout, Settings
 
@@ -282,8 +283,8 @@ def distances(net, want, held):
     """How far held(param) of each parameter that this rank steps is from its part of one process's tensors, relative to
     their largest values: to gather gradients and weights would take half of a layout's time."""
     largest = {name: max(1e-3, abs(whole).max()) for name, whole in want.items()}
-    net.load_state("expected", lambda name: torch.from_numpy(want[name] / largest[name]))
-    net.load_state("scale", lambda name: torch.full(want[name].shape, 1 / largest[name], dtype=torch.float64))
+    load_state(net, "expected", lambda name: torch.from_numpy(want[name] / largest[name]))
+    load_state(net, "scale", lambda name: torch.full(want[name].shape, 1 / largest[name], dtype=torch.float64))
     found = []
     for param in net.params:
         state, ours = net.optimizer.state[param], held(param)

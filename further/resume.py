@@ -1,0 +1,65 @@
+"""Going on from a checkpoint step-00000100.pt of train.py. Its tensors are whole, so any layout can read it.
+
+    torchrun --nproc_per_node 2 train.py --plain --dp 2 --out runs/plain --resume
+
+Batches and samples are functions of (seed, step), so the number of steps stands for the position in the data and the
+state of every random generator. What remains is the weights, AdamW's moments and fp16's loss scale.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+
+import torch
+
+import parallel
+
+
+def newest(path):
+    """The file at `path`, or the newest step-*.pt in that folder. ValueError if there is none."""
+    path = pathlib.Path(path)
+    found = sorted(path.glob("step-*.pt")) if path.is_dir() else [path] if path.suffix == ".pt" else []
+    if not found or not found[-1].exists():
+        raise ValueError(
+            f"--resume {path}: no file step-*.pt, as --plain writes it; leave --plain out to go on from others")
+    return found[-1]
+
+
+def read(path, config, config_of):
+    """(the newest checkpoint at `path`, source(name) of its weights). ValueError if its model has other sizes than
+    `config`. config_of(flags): the config that a run with these flags has."""
+    saved = torch.load(newest(path), map_location="cpu", mmap=True, weights_only=True)
+    there = {"experts": 0, **dataclasses.asdict(config_of(argparse.Namespace(**saved["flags"])))}
+    for name, size in there.items():
+        if size != getattr(config, name, None):
+            raise ValueError(f"the model in --resume has other sizes: give --{name.replace('_', '-')} {size}")
+    weights = saved["tensors"] | {"lm_head.weight": saved["tensors"]["wte.weight"]}  # they are one
+    return saved, weights.__getitem__
+
+
+def load(trainer, saved, moments):
+    """Let a Trainer go on as if never stopped. Its weights came with the model, from `source`; here each rank takes its
+    part of the moments, whose names are given."""
+    trainer.skipped = saved["skipped"]
+    if trainer.scaler and saved["scaler"]:
+        vars(trainer.scaler).update(saved["scaler"])
+    updates = saved["step"] - trainer.skipped
+    if not updates:  # before the first update, an optimizer has no state
+        return
+    for key in moments:
+        load_state(trainer.net, key, lambda name: saved["tensors"][f"{key}.{name}"])
+    for group in trainer.optimizer.param_groups:
+        for param in group["params"]:
+            trainer.optimizer.state[param]["step"] = torch.tensor(float(updates), device="cpu")
+
+
+@torch.no_grad()
+def load_state(net, key, source):
+    """Let a ParallelGPT's optimizer keep under `key` this rank's part of source(name), a tensor of each parameter's
+    shape."""
+    for model in map(net.module, net.stages):
+        for name, param in model.named_parameters():
+            stepped, own, there = net.kept(param)
+            whole = source("wte.weight" if net.config.tied and name == "lm_head.weight" else name)
+            state = net.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
+            state.view(-1)[own] = parallel.cut_like(param, whole).reshape(-1)[there].to(state)
