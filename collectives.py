@@ -108,14 +108,14 @@ def ring_all_reduce(link, flat, op):
 def tree(link, root, group_root):
     """(parent, [(child, d), ...] with the nearest child first, ranks in my subtree); parent, child: ranks of the group.
 
-    Row i of a subtree's data is that of rank r + i, so rows d to 2d-1 are those of the child at distance d. Callers
+    In gather and scatter, row i is rank r + i's, so rows d to 2d-1 are those of the child at distance d. Callers
     name the root by its global rank or by its rank in the group.
     """
     if root is not None and group_root is not None:
         raise ValueError("give the root once: by global rank or by rank in the group")
     root = torch_dist.get_group_rank(link.group, root or 0) if group_root is None else group_root
     v = (link.rank - root) % link.size
-    lowest_bit = v & -v  # 0 of the root alone
+    lowest_bit = v & -v  # 0 only at the root
     parent = (link.rank - lowest_bit) % link.size if v else None
     d, children = 1, []
     while d < link.size - v and d != lowest_bit:
@@ -463,8 +463,8 @@ class Link:
     def exchange(self, sends=(), receives=()):
         """Start all these messages, then wait for all. Lists of (flat tensor, peer).
 
-        They start as one batch. If each rank first sent and then received, all could wait for a receiver: NCCL runs
-        one operation of a group after the other, so a send ends when its receive has begun. A batch is one operation.
+        They start as one batch. In NCCL a send may wait for its receive: if all ranks sent first, none would reach its
+        receive. A batch is one operation.
         """
         ops = [(torch_dist.irecv, t, peer) for t, peer in receives if t.numel()]
         for t, peer in sends:

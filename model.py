@@ -100,7 +100,7 @@ class GPTConfig:
         return MLP(self)
 
     def stacked(self, name):
-        """What the parameters are called that are stacked in this one, and get values one by one; empty: it is one."""
+        """Names of the parameters that are stacked in this one, as experts are, and get values one by one; or []."""
         return []
 
 
@@ -118,7 +118,7 @@ PRESETS = {
 
 class Linear(nn.Linear):
     def reset_parameters(self):
-        if not self.weight.is_meta:  # there, PyTorch would draw no values, but take two thirds of a model's making
+        if not self.weight.is_meta:  # there PyTorch draws nothing, slowly: two thirds of a model's making
             super().reset_parameters()
 
     def forward(self, x):

@@ -84,8 +84,8 @@ def group_or_world(group):
 
 @dataclass(frozen=True)
 class Placement:
-    """Which ranks hold, or still must add up, what of a parameter: `param.placement`. The default is a whole one, the
-    same on all ranks that average its gradient. Sections, and files of further/, tell it each other.
+    """How a parameter and its gradient are spread over ranks: `param.placement`. The default is a whole parameter, the
+    same on all ranks that average its gradient. Whoever cuts a parameter writes it; buckets and the norm read it.
 
     Parameters of a bucket have equal placements. (How each was cut does not count.)
     """
@@ -94,7 +94,7 @@ class Placement:
                               # tied embedding, the ranks that saw T/N tokens each
     twins: int = 1            # parameters of this rank that are one: the ends of a tied embedding, if both live here
     average_over: object = None  # of an expert: the group that keeps the same one, and averages its gradient,
-    divide_by: int = 1           # which is of the sum of so many ranks' losses, so it is divided by them
+    divide_by: int = 1           # by how many: an expert's gradient adds up those of so many ranks' losses
     decays: bool = None       # whether it has weight decay; None: as its shape says
     cuts: tuple = field(default=(), compare=False)  # the `Cut`s that took this rank's part of the whole tensor
 
@@ -134,10 +134,11 @@ def is_matrix(param):
 
 def average_gradients(module, group=None):
     """The lecture's data parallelism: after backward, one all-reduce a parameter. Each tensor, however small, pays the
-    latency of a collective, and nothing computes meanwhile."""
+    latency of a collective, and nothing computes meanwhile. All ranks take part for each parameter, so where one has no
+    gradient, zeros are sent."""
     for param in module.parameters():
         if param.requires_grad:
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()  # on all ranks alike
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
             dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)
 
 
@@ -201,14 +202,14 @@ def split_into_grads(bucket, average):
 def make_buckets(params, megabytes=None, same=lambda param: None):
     """Lists of parameters, each of about `megabytes` (25, as PyTorch's), in the order in which they fill up from the
     last layer back, because backward computes the last gradients first. Those of a list have one dtype, device,
-    placement, requires_grad, and one same(param)."""
+    placement and requires_grad, and the same value of same(param)."""
     limit = (megabytes or 25) * 2**20
     filling, full = {}, []
     for param in reversed(params):
         key = param.dtype, param.device, placement_of(param), param.requires_grad, same(param)
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
             full.append(filling.pop(key))
-        filling[key] = [*filling.pop(key, []), param]  # now last in the dict, because it is complete last
+        filling[key] = [*filling.pop(key, []), param]  # moved to the end: lists leave as they fill up
     return [*full, *filling.values()]
 
 
@@ -397,8 +398,8 @@ def call_when_computed(params, method):
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
 # Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters, and those of tied weights. (A
-# unit is what it gathers at a time; the last one it gathers once, and an embedding.) Rajbhandari et al., "ZeRO" (2020).
-# CS336 lecture 7.
+# unit is what it gathers at a time. The last unit, and tied weights, are gathered only once, since they stay.)
+# Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 # The lecture's own forms of stages 1 and 3 come first. They take a tensor at a time, and wait for each collective.
 
@@ -494,7 +495,7 @@ class FlatBucket(Bucket):
     """A Bucket whose weights lie side by side, too: its parameters become views of one vector, `weights`, zero-padded
     to a multiple of N, so that one all-gather gathers them all. Their values are the first rank's.
 
-    shard: the Parameter that an optimizer steps, weights[own]: this rank's Nth, or if not `sharded` all. Averages of
+    shard: the Parameter that an optimizer steps, weights[own]: this rank's Nth, or all if not `sharded`. Averages of
     gradients end up in its .grad. Rank 1 of 2 with parameters of 6, 2 and 3 elements:
 
         float32    weights   W W W W W W b b V V V 0      all float32; W, b and V are views
@@ -601,8 +602,8 @@ def cast_masters(buckets):
 def reduce_scatter_bucket(bucket, in_place=False):
     """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
 
-    The average gets a tensor of its own, so that the full vector can be freed. in_place (stage 1): it overwrites its
-    slice of the full vector, which lives until zero_grad (the table's 4K).
+    The average gets a tensor of its own, so that the full vector can be freed. in_place (stage 1): the average is a
+    view of the full vector, so all of that stays in memory until zero_grad (the table's 4K).
     """
     message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
@@ -625,7 +626,7 @@ def add_to_shard(bucket, average):
 @torch.no_grad()
 def show_overflow_to_all(shards, group):
     """Where a rank's shards have gradients that are not finite, one of every other rank's becomes NaN, too. All ranks
-    add up 0 x their largest gradient: 0, or NaN."""
+    add up 0 x their largest gradient. 0 x inf and 0 x NaN are NaN, and so is the sum; else it is 0."""
     grads = [shard.grad for shard in shards if shard.grad is not None and shard.grad.numel()]
     nothing = (0 * torch.nn.utils.get_total_norm(grads, math.inf)).to(dist.link_of(group).device, torch.float32)
     dist.all_reduce(nothing, group=group)
@@ -825,8 +826,8 @@ class EveryBackward(FlatReducer):
     def start(self, bucket):
         super().start(bucket)
         self.missing[bucket] = set(bucket.params)  # for the next backward
-        # Full gradients cost the memory of these two, and of the next one. (On GPUs of more, where Python runs far
-        # ahead, because freed memory is used again only when its stream is done with it.)
+        # Full gradients cost the memory of these two, and of the next one. (On GPUs more may be in memory: Python runs
+        # ahead, and freed memory is used again only when its stream is done with it.)
         while len(self.under_way) > 2:
             self.receive()
 
@@ -838,9 +839,9 @@ class EveryBackward(FlatReducer):
 class FlatParameter(FlatBucket):
     """The FlatBucket of one unit of FSDP, of which this rank keeps the shard alone. (The name is PyTorch's.)
 
-    A gather fills `weights`, memory of its own. Only when it has ended do the parameters become views of that. So who
-    can read a parameter reads its values. `free` makes the parameters `Absent` and drops the memory, which lives on
-    while anybody has a view of it.
+    A gather fills `weights`, memory of its own. Only when it has ended do the parameters become views of that, so
+    no parameter ever shows half-gathered values. `free` makes the parameters `Absent` and drops the memory, which lives
+    on while anybody has a view of it.
     """
 
     def __init__(self, *options):
@@ -914,8 +915,8 @@ def absent(kind):
 
 
 def free_and_scatter(flat):
-    """What FSDP does when a unit's last gradient is there. A layer's backward makes dx together with dW, so nothing
-    still needs the unit's weights."""
+    """What FSDP does when a unit's last gradient is there. A layer's backward makes dx together with dW, so that is
+    there, too, and the unit's weights are no longer needed."""
     flat.free()
     return reduce_scatter_bucket(flat)
 
@@ -1006,7 +1007,7 @@ class Prefetcher:
                 flat.free(keep=flat in self.kept)
 
     def need(self, flat):
-        """Make a flat whole. Outside of forward its backward begins."""
+        """Make a flat whole. If forward is over, the flat's backward has begun."""
         if flat.is_whole:
             return
         flat.make_whole()
@@ -1035,7 +1036,7 @@ class Prefetcher:
 
     @contextmanager
     def forward(self):
-        """Goes around the model's forward. Of weights autograd saves what they are, not the memory."""
+        """Goes around the model's forward. For weights, autograd saves which flat they are in and where, no memory."""
         self.free()  # because the optimizer may have stepped the shards
         self.in_forward, self.whole_at = True, {}
         # A caller's own hooks, such as those of `checkpoint` around the model, go on saving the other tensors.
@@ -1099,8 +1100,8 @@ class FlatFSDP(nn.Module):
     Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too.
     Vectors (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must use
     the same parameters in each backward. A unit with one that gets no gradient, because it is frozen or unused, stays
-    whole to the end of the step. Who reads a parameter outside of its unit's forward has the unit gathered, so all
-    ranks must. (PyTorch's FSDP shards vectors, too, and under no_sync keeps whole gradients and sends none.)
+    whole to the end of the step. To read a parameter outside of its unit's forward starts an all-gather, so all
+    ranks must read it. (PyTorch's FSDP shards vectors, too, and under no_sync keeps whole gradients and sends none.)
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients have `master_dtype` of it.
     Shards are vectors: for weight decay ask `is_matrix`, not their shape. A module on the meta device is never whole
@@ -1313,7 +1314,7 @@ class FSDP(FlatFSDP):
 #     X ─ f                                g ─ Y    f: forward identity, backward all-reduce (all used X: dX adds up)
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward identity (dY reaches each term as is)
 #
-# Two things that ranks of a group may hold in place of a tensor explain f, g, and what must still be added up:
+# Three things that ranks of a group may hold in place of a tensor explain f, g, and what must still be added up:
 #
 #     forward                                    backward, its gradient
 #     replicated: the same on every rank         partial: each rank's columns have made a term of it
@@ -1321,7 +1322,7 @@ class FSDP(FlatFSDP):
 #     cut: each rank has a part                  cut, likewise
 #
 # f stands where a replicated X has a partial gradient, and adds that up. g adds up a partial Y. A parameter that is
-# replicated, and whose gradient is partial, must have it added up before the step: its place says so (`partial_over`).
+# replicated, and whose gradient is partial, must have it added up before the step: `placement.partial_over` says so.
 #
 # X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
 # columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. Until backward
@@ -1388,7 +1389,7 @@ class Cut:
         return torch.cat(mine, self.dim)
 
     def first(self, rows):
-        """The first of so many rows that this rank has."""
+        """The index of this rank's first row, of `rows` rows in all."""
         return self.rank * (rows // self.size) + min(self.rank, rows % self.size)
 
 
@@ -1458,7 +1459,7 @@ def local_parameter(param, cut):
 
 
 def check_replaceable(layer, kind):
-    """ValueError if a layer does what its part of the cut would not do, which knows a weight and a bias alone."""
+    """ValueError for a layer with options or hooks: what takes its place has a weight and a bias alone."""
     what = [name for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse", "parametrizations")
             if getattr(layer, name, None) is not None and getattr(layer, name) is not False]
     what += ["hooks"] * any((layer._forward_pre_hooks, layer._forward_hooks, layer._backward_hooks))
@@ -1599,8 +1600,8 @@ def whole_batch(kind, stage, m):
 
 
 def alternate(forwards, ahead, backwards):
-    """First `ahead` forwards (warm-up). Then one forward, while any is left (steady state; then cool-down), and one
-    backward, in turn."""
+    """First `ahead` forwards (warm-up). Then, until no backward is left: one forward if any is left, one backward
+    (steady state; when no forward is left, cool-down)."""
     actions = forwards[:ahead]
     left = deque(forwards[ahead:])
     for backward in backwards:
@@ -1614,7 +1615,7 @@ def one_f_one_b(p, m, v=1):
     """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
 
     From the start of its F to the end of its B a micro-batch takes p-r ranks forward and back, this one among them:
-    (p-r) (F + B), in which the rank runs p-r F and B. So p-r micro-batches keep it busy. Narayanan et al.,
+    (p-r) (F + B). In that time the rank can run p-r F and p-r B, so p-r micro-batches keep it busy. Narayanan et al.,
     "PipeDream-2BW" (2020), call it PipeDream-Flush.
     """
     return [alternate(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
@@ -1685,8 +1686,8 @@ def result_of(action):
 
 
 def carried(transfer):
-    """The Result that a transfer carries, given either end: SF0 of stage 0, and RF0 of stage 1, what F0 of stage 0 has
-    made."""
+    """The Result that a transfer carries, given either end: SF0 of stage 0 and RF0 of stage 1 both carry the output of
+    F0 of stage 0."""
     send = transfer if transfer.kind[0] == "S" else other_end(transfer)
     return result_of(send._replace(kind=send.kind[1]))
 
