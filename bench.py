@@ -34,7 +34,6 @@ import torch.distributed as torch_dist
 import collectives as dist
 import fast
 import kernels
-import train
 from fast.recorded import RecordedGraph
 from lessons.demos import positive
 from lessons.gpu import LESSONS
@@ -47,7 +46,7 @@ from lessons.plan import plan
 from lessons.strategies import configs_of, layouts, pieces, strategies
 from model import PRESETS
 from safe import launch
-from safe.flags import BadInput, check_layout, dashed, gpus_here, model_config, Parser, refuse, reject, Settings
+from safe.flags import BadInput, check_layout, dashed, gpus_here, model_config, Parser, refuse, reject, Settings, SIZES
 from safe.files import check_folder
 from safe.launch import is_forked
 from theory.speed import MACHINES, describe_machine
@@ -154,7 +153,7 @@ def scaling(a):
         "ms": "ms:>8.1f", "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f",
         "launch": "host's launch, us:>17.1f"})
     worlds, one = [1 << i for i in range(a.gpus.bit_length())], {}
-    names = "device", "comm", "dtype", "model", "cuda_graphs", "repeats", *train.SIZES
+    names = "device", "comm", "dtype", "model", "cuda_graphs", "repeats", *SIZES
     for n in worlds:
         batch = a.batch_size * (n if a.kind == "weak" else worlds[-1])
         with tempfile.NamedTemporaryFile() as file:
@@ -198,11 +197,11 @@ FLAGS = [
     option(MEASURED, "--only", "which kernels, lessons, collectives or strategies; left out, all (but experts and "
            "dense twin only with --experts), in scaling ddp and zero3", nargs="+", metavar="NAME"),
     option(OF_A_MODEL, "--model", "preset; left out, gpt2, on the CPU tiny, in plan gpt2-xl", choices=list(PRESETS)),
-    *(number(OF_A_MODEL, dashed(name), "instead of the preset's") for name in train.SIZES),
+    *(number(OF_A_MODEL, dashed(name), "instead of the preset's") for name in SIZES),
     number(OF_A_MODEL, "--batch-size", "sequences a step of all GPUs, in scaling of each; left out, 8 for each GPU"),
     option(OF_A_MODEL, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
     option("collectives strategies scaling", "--comm", "whose collectives are ours; ring: the textbook's",
-           choices=["ours", *dist.LINKS], default="ours"),
+           choices=list(dist.COMMS), default="ours"),
     number("strategies", "--micro-batches", "how many a step has; left out, 8 in a pipeline, else 1"),
     number("strategies", "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
     option("strategies scaling", "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),
@@ -275,7 +274,7 @@ def check_names(a):
 def check_model(a, preset):
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
     a.model = a.model or preset
-    a.config = model_config(Settings(model=a.model, **{name: getattr(a, name) for name in train.SIZES}))[0]
+    a.config = model_config(Settings(model=a.model, **{name: getattr(a, name) for name in SIZES}))[0]
     a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)
 
 

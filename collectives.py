@@ -27,7 +27,6 @@ Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parall
 
 import atexit
 import functools
-import inspect
 import itertools
 import os
 import queue
@@ -117,7 +116,8 @@ def tree(link, root, group_root):
     v = (link.rank - root) % link.size
     lowest_bit = v & -v  # 0 only at the root
     parent = (link.rank - lowest_bit) % link.size if v else None
-    d, children = 1, []
+    d = 1
+    children = []
     while d < link.size - v and d != lowest_bit:
         children.append(((link.rank + d) % link.size, d))
         d *= 2
@@ -294,7 +294,8 @@ def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=Fal
 
 
 def _all_gather_into_tensor(link, output_tensor, input_tensor):
-    flat, own = flatten(output_tensor), flatten(input_tensor)
+    flat = flatten(output_tensor)
+    own = flatten(input_tensor)
     chunks = nths(flat, own, link.size)
     unflatten(own, chunks[link.rank])  # nothing to copy where the input is this rank's slice of the output
     link.all_gather(chunks)
@@ -429,7 +430,8 @@ class Handle:
     wrong in the operation as an exception. On GPUs the current stream waits, and Python goes on."""
 
     def __init__(self, wait=lambda: None, is_completed=lambda: True):
-        self.wait, self.is_completed = wait, is_completed
+        self.wait = wait
+        self.is_completed = is_completed
 
 
 class Link:
@@ -440,7 +442,9 @@ class Link:
     """
 
     def __init__(self, group):
-        self.group, self.rank, self.size = group, torch_dist.get_rank(group), torch_dist.get_world_size(group)
+        self.group = group
+        self.rank = torch_dist.get_rank(group)
+        self.size = torch_dist.get_world_size(group)
         self.backend = torch_dist.get_backend(group)
         self.device = DEVICE[self.backend]
         self.nodes = [node_of(rank) for rank in torch_dist.get_process_group_ranks(group)]  # of each rank of the group
@@ -493,6 +497,7 @@ class Link:
         blocking call waits behind those, too, or its messages would overtake theirs.
         """
         traffic_log[name].calls += 1
+
         if not async_op and self.last.is_completed():
             self.name = name
             algorithm(self, *arguments)
@@ -607,6 +612,7 @@ def node_of(rank):
 
 # ------------------------------------------------------------------------------------------------------- choice of link
 
+COMMS = "ours", "ring", "torch"
 links = defaultdict(dict)  # group -> {"ours", "ring", "torch": Link, "in use": the one that serves the group}
 registered = {}  # group -> what makes its link in place of Link, where further/nodes.py has said so
 
@@ -621,13 +627,20 @@ def use(group, comm):
 
 
 def make_link(group, comm):
-    """The Link of a group for "ours" or one of LINKS. ValueError for another name."""
-    if comm in LINKS:
-        return LINKS[comm](group)
-    if comm != "ours":
-        raise ValueError(f"no collectives are called {comm}: there are ours, {', '.join(LINKS)}")
-    say_what_is_faster(torch_dist.get_backend(group))
-    return registered.get(group, Link)(group)
+    """The Link of a group for one of COMMS. ValueError for another name."""
+    return link_class(group, comm)(group)
+
+
+def link_class(group, comm):
+    if comm == "ours":
+        say_what_is_faster(torch_dist.get_backend(group))
+        return registered.get(group, Link)
+    if comm == "ring":
+        return Link
+    if comm == "torch":
+        from further.library import Library
+        return Library
+    raise ValueError(f"no collectives are called {comm}: there are {', '.join(COMMS)}")
 
 
 @functools.cache  # once a process
@@ -643,46 +656,6 @@ def link_of(group):
     if "in use" not in links[group]:
         use(group, "ours")
     return links[group]["in use"]
-
-
-@functools.cache
-def arguments_of(name):
-    """The names of the arguments that `run` gets of torch.distributed's function of this name."""
-    return [p for p in inspect.signature(getattr(torch_dist, name)).parameters if p not in ("group", "async_op")]
-
-
-class Library(Link):
-    """torch.distributed's own collectives in place of ours. They are not counted.
-
-    Our collectives take tensors of any shape with the right number of elements. Three of the library's want contiguous
-    tensors, and two of these want shapes that fit, too. `run` gives them copies that do, and copies the output back.
-    """
-    outputs = {"all_gather_into_tensor": "output_tensor", "reduce_scatter_tensor": "output",
-               "all_to_all_single": "output"}
-
-    @torch.no_grad()
-    def run(self, name, async_op, algorithm, *arguments):
-        call = functools.partial(getattr(torch_dist, name), group=self.group, async_op=async_op)
-        arguments = dict(zip(arguments_of(name), arguments))
-        if name not in self.outputs:
-            return call(**arguments)
-        given = {key: t for key, t in arguments.items() if isinstance(t, torch.Tensor)}
-        flats = {key: flatten(t) for key, t in given.items()}
-        if name == "all_to_all_single":  # whose split sizes count rows
-            arguments |= {key: flat.view(given[key].shape) for key, flat in flats.items()}
-        else:
-            arguments |= flats
-        handle, output = call(**arguments) or Handle(), self.outputs[name]
-
-        @torch.no_grad()
-        def wait():  # and copy back what was made contiguous
-            handle.wait()
-            unflatten(flats[output], given[output])
-
-        return Handle(wait, handle.is_completed) if async_op else wait()
-
-
-LINKS = {"ring": Link, "torch": Library}  # what `use` knows besides "ours"
 
 
 # -------------------------------------------------------------------------------------------------------- start and end

@@ -37,7 +37,8 @@ try:
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # the kernels below stay unused, and decorating them does nothing
-    triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
+    triton = SimpleNamespace(jit=lambda function: function)
+    tl = SimpleNamespace(constexpr=int)
 
 
 # ------------------------------------------------------------------------------------------------------------- choice
@@ -293,7 +294,8 @@ class LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight, mean, rstd = ctx.saved_tensors
-        width, rows = x.shape[-1], len(mean)
+        rows = len(mean)
+        width = x.shape[-1]
         programs = min(rows, programs_at_once(x.device))
         dx = torch.empty_like(x)
         partial = x.new_empty(2, programs, width, dtype=torch.float32)
@@ -343,7 +345,8 @@ def attention_reference(q, k, v, is_causal):
     row sees no key. Shapes as in FlashAttention. k and v may be some of the keys alone: ring attention merges the
     outputs of several such calls by their L."""
     q, k, v = map(at_least_float32, (q, k, v))
-    Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
+    Tq, D = q.shape[2:]
+    Tk = k.shape[2]
     s = q @ k.transpose(2, 3) / math.sqrt(D)                                          # (B, H, Tq, Tk)
     if is_causal:
         s = s.masked_fill(~torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq), -math.inf)
@@ -354,7 +357,9 @@ def attention_reference(q, k, v, is_causal):
 def attention_backward_reference(q, k, v, o, lse, do, is_causal):
     """The five formulas above: dQ, dK, dV. k and v may be some of the keys alone; o and lse are then those of all."""
     q, k, v, o, lse, do = map(at_least_float32, (q, k, v, o, lse, do))
-    Tq, Tk, scale = q.shape[2], k.shape[2], 1 / math.sqrt(q.shape[3])
+    Tq, D = q.shape[2:]
+    Tk = k.shape[2]
+    scale = 1 / math.sqrt(D)
     p = torch.exp(q @ k.transpose(2, 3) * scale - finite_or_inf(lse))                 # (B, H, Tq, Tk)
     if is_causal:
         p = p.tril(Tk - Tq)
@@ -427,7 +432,8 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.const
                              BM: tl.constexpr, BN: tl.constexpr):
     """O, and LSE, the L above (but +inf for a row without a key), of BM queries of one head. 2 matmuls a block of BN
     keys. Q, K, V, O: TMA descriptors."""
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
     m0 = tl.program_id(0) * BM
     rows = m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
@@ -457,7 +463,8 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.const
 def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
                                 BM: tl.constexpr, BN: tl.constexpr):
     """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
     m0 = tl.program_id(0) * BM
     rows = m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
@@ -482,7 +489,8 @@ def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H
 def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk, H, CAUSAL: tl.constexpr,
                                  D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """dK and dV of BN keys of one head. 4 matmuls a block, of S^T and dP^T, as dV and dK need them."""
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
     n0 = tl.program_id(0) * BN
     keys = n0 + tl.arange(0, BN)
     k = K.load([b, h, n0, 0]).reshape(BN, D)
@@ -534,7 +542,8 @@ def attention_forward(q, k, v, is_causal):
 def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
     """Write the gradients into dq, dk, dv. The first kernel also writes delta, which the second one reads."""
     B, H, Tq, D = q.shape
-    Tk, rows = k.shape[2], tile_rows(D)
+    Tk = k.shape[2]
+    rows = tile_rows(D)
     delta = torch.empty_like(lse)
     sizes = 1 / math.sqrt(D), Tq, Tk, H, is_causal, D, rows, rows
     q, k, v, o, do, dq, dk, dv = (tiled(x, rows) for x in (q, k, v, o, do.contiguous(), dq, dk, dv))
@@ -797,7 +806,8 @@ def matmul(a, b, function=None, tiles=(64, 64, 32, 8)):
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.dtype not in DTYPES:
         raise ValueError(f"product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}: needs (M, K) and "
                          f"(K, N) of one dtype, bfloat16, float16 or float32")
-    (M, K), N = a.shape, b.shape[1]
+    M, K = a.shape
+    N = b.shape[1]
     BM, BN, BK, GROUP = tiles
     c = a.new_empty(M, N)
     _matmul[(triton.cdiv(M, BM) * triton.cdiv(N, BN),)](
@@ -807,7 +817,7 @@ def matmul(a, b, function=None, tiles=(64, 64, 32, 8)):
 
 # -------------------------------------------------------------------------------------------------- what fast/ replaces
 #
-# Functions that only forward, or copy. The code above and further/ calls them, so that fast/ has a name to rebind.
+# Functions that only forward, or copy. Other code calls them, so that fast/ has a name to rebind.
 
 def linear(x, weight, bias=None):
     """x W^T + b for x (..., in), weight W (out, in), bias (out)."""
@@ -817,13 +827,3 @@ def linear(x, weight, bias=None):
 def tileable(x):
     """x, or a copy that a descriptor can address: rows at multiples of 16 bytes, the last dimension contiguous."""
     return x.contiguous()
-
-
-def attend(q, k, v, is_causal):
-    """attention_reference, for ring attention, which merges what queries get from several parts of the keys. It has S
-    and P in memory, (Tq, Tk) a head."""
-    return attention_reference(q, k, v, is_causal)
-
-
-def attend_backward(q, k, v, o, lse, do, is_causal):
-    return attention_backward_reference(q, k, v, o, lse, do, is_causal)

@@ -19,7 +19,6 @@ import zlib
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import kernels
@@ -57,7 +56,8 @@ class GPTConfig:
 
     def parameters(self):
         """K, how many parameters; a tied head counts once."""
-        c, v = self.n_embd, self.vocab_size
+        c = self.n_embd
+        v = self.vocab_size
         attention = 4 * c * c + 4 * c                          # qkv and output projection, with biases
         norms = 4 * c                                          # two of 2C each
         blocks = self.n_layer * (attention + norms + self.mlp_parameters())
@@ -138,7 +138,7 @@ class Attention(nn.Module):
     """Causal self-attention. The number of heads is read off the activations, so it runs a slice of them, too."""
 
     @staticmethod
-    def attention(qkv):  # --cp puts another in its place, which sees other ranks' keys, too
+    def attention(qkv):  # --cp puts another in its place, which sees other ranks' keys, too; so does a cache
         return kernels.attention(qkv)
 
     def __init__(self, config):
@@ -147,11 +147,10 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)     # q, k, v: three thirds, each H heads of D
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x, cache=None):                                                         # (B, T, C)
+    def forward(self, x):                                                                     # (B, T, C)
         qkv = self.c_attn(x)                                                                  # (B, T, 3C)
         B, T, _ = qkv.shape
-        attention = cache.attention if cache else self.attention
-        y = attention(qkv.view(B, T, 3, -1, self.head_dim))                                   # (B, T, H, D)
+        y = self.attention(qkv.view(B, T, 3, -1, self.head_dim))                              # (B, T, H, D)
         return self.c_proj(y.reshape(B, T, -1))                                               # (B, T, C)
 
 
@@ -176,8 +175,8 @@ class Block(nn.Module):
         self.ln_2 = config.norm()
         self.mlp = config.mlp(number)
 
-    def forward(self, x, cache=None):                                                         # (B, T, C)
-        x = x + self.attn(self.ln_1(x), cache)
+    def forward(self, x):                                                                     # (B, T, C)
+        x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))                                                     # (B, T, C)
 
 
@@ -242,13 +241,9 @@ class GPT(nn.Module):
         Temperature 0 takes the likeliest token, top_k samples among the k likeliest.
         """
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
-        seen = 0
         while True:
-            if tokens.shape[1] > self.config.seq_len:  # the context slides: all positions change, so all tokens run
-                tokens, seen = tokens[:, -self.config.seq_len:], 0
-            if seen == 0:
-                caches = [Cache(self.config.seq_len) for _ in self.h]
-            logits = self.newest_logits(tokens, seen, caches).float()                         # (B, V)
+            tokens = tokens[:, -self.config.seq_len:]  # when the context is full, it slides
+            logits = self.newest_logits(tokens).float()                                       # (B, V)
             if top_k:
                 kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
@@ -257,32 +252,11 @@ class GPT(nn.Module):
             else:
                 token = logits.argmax(-1, keepdim=True)
             yield token
-            seen = tokens.shape[1]
             tokens = torch.cat([tokens, token], 1)
 
-    @torch.inference_mode()
-    def newest_logits(self, tokens, seen, caches):
-        """Logits (B, V) of what follows tokens (B, T). The blocks' caches have seen the first `seen` of them."""
-        x = self.wte(tokens[:, seen:]) + self.wpe.weight[seen:tokens.shape[1]]                # (B, T - seen, C)
-        for block, cache in zip(self.h.values(), caches):
-            x = block(x, cache)
-        return self.head(x[:, -1:])[:, 0]
-
-
-class Cache:
-    """Keeps a block's keys and values, so that a new token computes one row of scores."""
-
-    def __init__(self, length):
-        self.length, self.seen = length, 0
-
-    def attention(self, qkv):                                          # (B, t, 3, H, D), of t new tokens
-        first, self.seen = self.seen, self.seen + qkv.shape[1]
-        if first == 0:
-            self.kv = qkv.new_empty(len(qkv), self.length, 2, *qkv.shape[3:])
-        self.kv[:, first:self.seen] = qkv[:, :, 1:]
-        k, v = self.kv[:, :self.seen].permute(2, 0, 3, 1, 4)                                  # 2 x (B, H, T, D)
-        q = qkv[:, :, 0].transpose(1, 2)                                                      # (B, H, t, D)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=first == 0).transpose(1, 2)
+    def newest_logits(self, tokens):
+        """Logits (B, V) of what follows tokens (B, T). (further/sampling.py does not run all of them again.)"""
+        return self(tokens)[:, -1]
 
 
 # ----------------------------------------------------------------------------------------------------------- weights

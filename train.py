@@ -37,7 +37,7 @@ import collectives as dist
 import kernels
 import parallel
 from model import (
-    ACTIVATIONS, GPT, GPTConfig, PRESETS, buffers, initial_weight, materialize, materialize_buffers, shapes)
+    ACTIVATIONS, GPT, PRESETS, buffers, initial_weight, materialize, materialize_buffers, shapes)
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -46,7 +46,6 @@ def flag(default, help, **more):
     return field(default=default, metadata=dict(help=help, **more))
 
 
-SIZES = "n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "experts", "top_k", "expert_every"
 MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter: running means of its gradient and of its square
 
 
@@ -98,10 +97,10 @@ class Flags:
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
     dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters", choices=list(parallel.DTYPES))
-    recompute: str = flag("none", "what backward runs again, not to keep it", choices=["none", "block", "attention"])
+    recompute: str = flag("none", "layers that backward runs again", choices=["none", "block", "attention"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "auto: Triton from Hopper on, in 16 bits or fp32", choices=["auto", "torch", "triton"])
-    comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=["ours", *dist.LINKS])
+    comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=list(dist.COMMS))
     plain: bool = flag(False, "run the reference alone, without fast/ and safe/; several processes need torchrun then")
     together: bool = flag(False, "run the reference alone, with all ranks as threads of this process, to step through")
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
@@ -129,12 +128,12 @@ def parse(parser, flags, arguments):
 
 def config_of(s):
     """The preset's GPTConfig, with the sizes that were given."""
-    given = {name: getattr(s, name) for name in (*SIZES, "activation") if getattr(s, name) is not None}
+    preset = PRESETS[s.model]
     if s.experts:
         from further.experts import resized
-        return resized(PRESETS[s.model], **given)
-    sizes = {field.name for field in dataclasses.fields(GPTConfig)}
-    return dataclasses.replace(PRESETS[s.model], **{name: given[name] for name in given if name in sizes})
+        preset = resized(preset, experts=s.experts)
+    flags = {field.name: getattr(s, field.name, None) for field in dataclasses.fields(preset)}
+    return dataclasses.replace(preset, **{name: size for name, size in flags.items() if size is not None})
 
 
 def layout_of(s):
@@ -159,7 +158,8 @@ def device_for(asked, processes):
 
 def standard_library():
     """The source files of Python's standard library: the one text that is on every reader's machine."""
-    root, others = pathlib.Path(sysconfig.get_paths()["stdlib"]), {"site-packages", "dist-packages", "test", "tests"}
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    others = {"site-packages", "dist-packages", "test", "tests"}
     return sorted(file for file in root.rglob("*.py") if not others & set(file.relative_to(root).parts))
 
 
@@ -216,7 +216,7 @@ class Layout:
     virtual_stages: int = 1         # stages a rank, for a schedule that leaves it open
     zero: int = 0                   # the stage of ZeRO, over dp x cp
     zero_within: int = None         # or over each so many neighbours of dp x cp
-    recompute: str = "none"         # "block" or "attention": what backward runs again, not to keep it
+    recompute: str = "none"         # "block" or "attention": layers that backward runs again
     dtype: torch.dtype = torch.float32  # of the layers; bf16 and fp16 keep float32 masters
 
     @property
@@ -237,7 +237,8 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
     mesh = parallel.make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
     groups = make_groups(mesh, layout, stage_to_rank, config.tied)
     source = source or partial(initial_weight, config, seed=0)
-    stages, master = {}, parallel.master_dtype(layout.dtype)
+    stages = {}
+    master = parallel.master_dtype(layout.dtype)
     pieces_of = parallel.even_pieces(config, len(stage_to_rank))
     for stage in parallel.stages_on(dist.get_rank(groups.pp), stage_to_rank):
         # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
@@ -291,18 +292,21 @@ def make_groups(mesh, layout, stage_to_rank, tied):
     """
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
     over_nodes(None, [range(mesh.size())])
-    groups.replicas, groups.between, groups.ends = groups.dp, None, None
-    replicas, make = parallel.ranks_of_replicas(mesh), torch.distributed.new_subgroups_by_enumeration
+    replicas = parallel.ranks_of_replicas(mesh)
+    make = torch.distributed.new_subgroups_by_enumeration
+    groups.replicas = groups.dp
     if layout.cp > 1:
         groups.replicas, _ = make(replicas.tolist())
     over_nodes(groups.replicas, replicas.tolist())  # they send most
     groups.within = groups.replicas
+    groups.between = None
     if layout.zero and layout.zero_within not in (None, layout.dp * layout.cp):
         groups.within, groups.between = parallel.groups_of(replicas.unflatten(1, (-1, layout.zero_within)))
-    groups.ep, groups.same_experts = None, None
+    groups.ep = groups.same_experts = None
     if layout.ep > 1:
         from further.expert_parallel import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
+    groups.ends = None
     ends = [stage_to_rank[0], stage_to_rank[len(stage_to_rank) - 1]]
     if tied and ends[0] != ends[1]:
         first_and_last = mesh.mesh[ends].flatten(1)                                           # (2, dp cp tp)
@@ -371,9 +375,13 @@ class ParallelGPT:
     """
 
     def __init__(self, config, layout, device, mesh, groups, stages, stage_to_rank, optimizer):
-        self.config, self.layout, self.device = config, layout, torch.device(device)
-        self.mesh, self.groups = mesh, groups
-        self.stages, self.stage_to_rank = stages, stage_to_rank
+        self.config = config
+        self.layout = layout
+        self.device = torch.device(device)
+        self.mesh = mesh
+        self.groups = groups
+        self.stages = stages
+        self.stage_to_rank = stage_to_rank
         self.routers = {}
         if config.experts:
             from further.experts import routers
@@ -521,18 +529,22 @@ class ParallelGPT:
         (zeros before its first step); or a buffer. Call it on all ranks."""
         shape = {**shapes(self.config), **buffers(self.config)}[name]
         dtype = torch.float32 if name in buffers(self.config) else parallel.master_dtype(self.layout.dtype)
-        places, values, groups = slice(0), torch.empty(0, device=self.device), []  # of a rank that has none of it
+        places = slice(0)  # this one, no values and no groups: of a rank that has none of it
+        values = torch.empty(0, device=self.device)
+        groups = []
         for model in map(self.module, self.stages):
             if name in (own := dict(model.named_buffers())):
-                places, values = slice(None), own[name].view(-1)
+                places = slice(None)
+                values = own[name].view(-1)
             elif name in (own := dict(model.named_parameters())):
                 stepped, here, there = self.kept(own[name])
                 held = stepped.detach()
                 if key is not None:
                     held = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
-                # Cut like the tensor, its numbers say what of it is here.
+                # The numbers 0, 1, ... in the tensor's shape, cut like it, say which of its elements are here.
                 numbers = torch.arange(math.prod(shape), device=self.device).view(shape)
-                places, values = parallel.cut_like(own[name], numbers).reshape(-1)[there], held.reshape(-1)[here]
+                places = parallel.cut_like(own[name], numbers).reshape(-1)[there]
+                values = held.reshape(-1)[here]
                 groups = [group for group in parallel.placement_of(stepped).sharded_over if group != self.groups.pp]
         groups = [*groups, self.groups.pp]  # a rank of another stage knows pp alone
         return parallel.put_together(shape, places, values.to(dtype), groups)
@@ -552,9 +564,12 @@ class Trainer:
     """Model, optimizer, data and this rank's place in the mesh. s: the Flags. source(name) gives a parameter's initial
     value; None: the seed does. data: (training tokens, held-out tokens, their vocabulary)."""
     gpt = ParallelGPT
+    sampler = GPT
 
     def __init__(self, s, config, source, data, device):
-        self.s, self.config, self.device = s, config, device
+        self.s = s
+        self.config = config
+        self.device = device
         self.train_data, self.held_out, self.vocabulary = data
         on_cpu = "gloo" if self.device.type == "cuda" else None
         self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`; on the CPU, where Python reads it
@@ -570,7 +585,8 @@ class Trainer:
             self.scaler = LossScale()
         self.skipped = 0  # steps left out because a number was not finite
         self.loads = None  # how many tokens each expert got in the last step that was not left out, int64 (L, E)
-        n, r = s.batch_size // s.dp, dist.get_rank(self.net.groups.dp)
+        n = s.batch_size // s.dp
+        r = dist.get_rank(self.net.groups.dp)
         self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp, cp and pp take the same
 
     def adamw(self):
@@ -589,7 +605,8 @@ class Trainer:
 
     def step(self, step):
         """One optimizer step. Returns (a number whose mean over replicas is the batch's loss, norm before clipping)."""
-        s, scale = self.s, self.scaler.scale if self.scaler else 1.0
+        s = self.s
+        scale = self.scaler.scale if self.scaler else 1.0
         x, y = self.micro_batches(self.train_data, s.seed, step)
         self.net.zero_grad()
         loss = self.net.forward_backward(x, y, scale=scale)  # averages gradients over replicas, too
@@ -625,14 +642,15 @@ class Trainer:
 
     def due(self, what, done):
         """Whether "log", "eval" or "save" comes after `done` steps. 0 means never, but there is always a last save."""
-        every, last = getattr(self.s, what + "_every"), done == self.s.steps
+        every = getattr(self.s, what + "_every")
+        last = done == self.s.steps
         return every > 0 and done % every == 0 or last and (every > 0 or what == "save")
 
     def report(self, done, loss, norm):
         """After `done` steps, when due: loss, gradient norm and the loss of held-out data."""
         if self.due("log", done) or self.due("eval", done):
-            loss, lr = self.mean_over_ranks(loss), learning_rate(self.s, done - 1)
-            entry = {"step": done, "loss": loss, "grad_norm": norm.item(), "lr": lr}
+            entry = {"step": done, "loss": self.mean_over_ranks(loss), "grad_norm": norm.item(),
+                     "lr": learning_rate(self.s, done - 1)}
             if self.loads is not None:
                 from further.experts import how_even
                 entry |= how_even(self.loads)
@@ -662,18 +680,20 @@ class Trainer:
     def whole_model(self):
         """Each rank gives its parts; rank 0 gets the GPT that one process would hold, the others its shapes alone.
         Where a rank keeps only parts of the weights, it is on the CPU, because a GPU may not have room for all."""
-        layout, device = self.net.layout, self.device
+        layout = self.net.layout
+        device = self.device
         if layout.zero == 3 or layout.tp * layout.pp * layout.ep > 1:
             device = "cpu"
             kernels.use("auto")  # "triton" refuses what is on the CPU
-        whole = GPT(self.config, seed=None)
+        whole = self.sampler(self.config, seed=None)
         materialize(whole, self.net.whole_parameter, device if dist.get_rank() == 0 else "meta",
                     parallel.master_dtype(layout.dtype))
         return whole
 
     def show_sample(self):
         """Rank 0 prints what the model goes on with after the prompt."""
-        whole, prompt = self.whole_model(), self.vocabulary.encode(self.s.prompt or "\n")
+        whole = self.whole_model()
+        prompt = self.vocabulary.encode(self.s.prompt or "\n")
         if dist.get_rank() == 0:
             sampled = itertools.islice(self.stream(whole, prompt), self.s.sample)
             text = self.vocabulary.decode(prompt + [token.item() for token in sampled])
@@ -724,7 +744,8 @@ class Run:
     """What a command line asks for: `s` (Flags), `config`, `data` (as for Trainer), `saved` (a checkpoint, or None) and
     `source` (of initial weights, or None)."""
     mode = "plain: the reference alone, which is what you read"
-    flags, trainer = Flags, Trainer
+    flags = Flags
+    trainer = Trainer
 
     def __init__(self, arguments):
         world = int(os.environ.get("WORLD_SIZE") or 1)
@@ -740,7 +761,9 @@ class Run:
         vocabulary = vocabulary_of(s.tokenizer)
         if s.tokenizer:
             s.vocab_size = len(vocabulary)
-        self.s, self.config, self.saved, self.source = s, config_of(s), None, None
+        self.s = s
+        self.config = config_of(s)
+        self.saved = self.source = None
         files = [pathlib.Path(s.data)] if s.data else standard_library()
         tokens = vocabulary.tokens_of([file.read_bytes() for file in files])
         if tokens.max(initial=0) >= self.config.vocab_size:  # with --tp each rank would take it for another's

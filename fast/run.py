@@ -12,6 +12,7 @@ from fast.adamw import AdamW
 from fast.gloo import scratches
 from fast.graphs import replay_micro_batches
 from fast.windows import Window
+from further.sampling import CachedGPT
 from safe.run import WatchedRun, WatchedTrainer
 from train import ParallelGPT
 
@@ -32,6 +33,7 @@ class LeanGPT(ParallelGPT):
 class FastTrainer(WatchedTrainer):
     """The WatchedTrainer that replays micro-batches from CUDA graphs, and steps float32 masters with our AdamW."""
     gpt = LeanGPT
+    sampler = CachedGPT
     unread = None  # (loss and norm of a step on their way to the CPU, the event at their end)
 
     def __init__(self, *args):

@@ -116,12 +116,13 @@ class Ran(NamedTuple):
 
 def train_on(case, steps, adam, dtype):
     """What one rank has of some steps, as train.py's own loop logs it."""
+    import model
     import train
     from further import experts
     dist = train.dist
     sizes = {field.name for field in dataclasses.fields(experts.ExpertsConfig)}
     config = experts.resized(
-        train.GPTConfig(vocab_size=37, seq_len=10, n_layer=2, n_head=8, n_embd=32),
+        model.GPTConfig(vocab_size=37, seq_len=10, n_layer=2, n_head=8, n_embd=32),
         **{name: bool(value) if name == "tied" else value for name, value in case.items() if name in sizes})
     fields = {field.name for field in dataclasses.fields(train.Layout)} - {"dtype"}
     layout = train.Layout(**{name: value for name, value in case.items() if name in fields}, dtype=dtype)

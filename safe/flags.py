@@ -16,7 +16,7 @@ from safe.files import tell
 from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, multiple, reject
 from theory.speed import replayable
-from train import SIZES, config_of, device_for, flag, Flags, processes_of, schedules
+from train import config_of, device_for, flag, Flags, processes_of, schedules
 
 
 # -------------------------------------------------------------------------------------------------- settings, bad input
@@ -74,6 +74,7 @@ def check_numbers(s):
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
+SIZES = "n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "experts", "top_k", "expert_every"
 OF_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model without experts
 
 

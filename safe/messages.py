@@ -7,7 +7,8 @@ import re
 import time
 
 import collectives as dist
-from collectives import arguments_of, blocks, Link, make_link, tensors_in
+from collectives import blocks, Link, tensors_in
+from further.library import arguments_of
 from further.nodes import TwoLevels
 
 
@@ -101,9 +102,7 @@ def watched_link(group, comm):
     """As collectives.make_link, of links that report and name."""
     if comm == "ours":
         return dist.registered.get(group, Watched)(group)
-    if comm not in dist.LINKS:
-        return make_link(group, comm)  # which says what there is
-    plain = dist.LINKS[comm]
+    plain = dist.link_class(group, comm)
     return type(f"Watched{plain.__name__}", (Watched, plain), {})(group)
 
 

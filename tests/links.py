@@ -21,6 +21,7 @@ import fast.rings
 import fast.windows
 import further.nodes
 import kernels
+from further.library import Library
 from lessons.measure import patched
 
 
@@ -125,7 +126,7 @@ NO_DOUBLING = {"gloo": 0, "nccl": 0, "switched": 0}
 THROUGH_WINDOWS = {"WINDOW_FROM": 0, "WINDOW_BYTES": 1 << 14, "ROW_BYTES": 0}
 WAYS = {  # way: which link carries the messages, and what is set otherwise than in SMALL
     "plain": (lambda cuda: dist.Link, {}),
-    "torch": (lambda cuda: dist.Library, {}),
+    "torch": (lambda cuda: Library, {}),
     "ring": (lambda cuda: fast.nccl.NcclLink if cuda else fast.gloo.GlooLink, {}),
     "messages": (lambda cuda: fast.nccl.NodeLink if cuda else DirectGlooLink, {"make_mailboxes": lambda link: None}),
     "windows": (lambda cuda: fast.nccl.NodeLink if cuda else WindowGlooLink,

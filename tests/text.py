@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import further.bpe
-import model
 import safe.data
 import train
 from further.bpe import END, LETTERS, learn, piece_pattern, Tokenizer
+from further.sampling import CachedGPT
 from safe.checkpoints import checkpoints, open_checkpoint
 from safe.data import load_data, open_tokenizer, parts_of
 from safe.flags import Settings
@@ -302,19 +302,15 @@ def test_ranks_stay_in_touch_while_one_of_them_samples(trained):
 
 @parametrize("change", CHANGES, ids=str)
 def test_cached_logits_are_those_without(change):
-    """Up to the full context, and when it slides; and sampling leaves the model as it was."""
-    net = small(**change).double()
-    start = torch.tensor([[1, 2, 3], [3, 4, 36]])
-    before, seen = net(start), []
-    real = model.GPT.newest_logits
-
-    def noted(self, tokens, first, caches):
-        seen.append((first, real(self, tokens, first, caches)))
-        return seen[-1][1]
-
-    with patch.object(model.GPT, "newest_logits", noted):
-        out = net.generate(start, 20, 1.0, top_k=5, seed=0)
-    assert [first for first, _ in seen] == [0, *range(3, 10), *[0] * 12]
-    for i, (_, logits) in enumerate(seen):
-        assert (logits - net(out[:, :3 + i][:, -10:])[:, -1]).abs().max() < 1e-10
-    assert net(start).equal(before)
+    """Up to the full context, and when it slides; each computes its own token alone until then."""
+    net, ran, seen = small(**change).double(), [], []
+    cached = CachedGPT(net.config, 3).double()
+    cached.wte.register_forward_hook(lambda module, tokens, x: ran.append(x.shape[1]))
+    real, start = cached.newest_logits, torch.tensor([[1, 2, 3], [3, 4, 36]])
+    cached.newest_logits = lambda tokens: seen.append(real(tokens)) or seen[-1]
+    for seed in 0, 1:  # a second stream begins anew
+        ran.clear(), seen.clear()
+        out = cached.generate(start, 20, 1.0, top_k=5, seed=seed)
+        assert ran == [3, *[1] * 7, *[10] * 12] and out.equal(net.generate(start, 20, 1.0, top_k=5, seed=seed))
+        for i, logits in enumerate(seen):
+            assert (logits - net(out[:, :3 + i][:, -10:])[:, -1]).abs().max() < 1e-10

@@ -264,8 +264,8 @@ ENTERED = {  # a layout, and the rows that it enters
     "dp=4 node=2": "further.nodes.TwoLevels",
     "tp=2": "parallel.ColumnParallelLinear",
     "tp=2 sp=1": "further.sequence.gather_tokens further.sequence.scatter_tokens",
-    "cp=2 tokens=8 seq_len=8": "further.context.RingAttention further.context.going_round kernels.attend "
-                               "kernels.attend_backward",
+    "cp=2 tokens=8 seq_len=8": "further.context.RingAttention further.context.going_round further.context.attend "
+                               "further.context.attend_backward",
     "dp=2 ep=2 experts=4": "further.experts.Experts further.expert_parallel.visit "
                            "further.expert_parallel.through_experts further.experts.grouped_linear",
     "dp=1 choice=triton dtype=float32 batch=1 tokens=4 seq_len=4 n_layer=1 n_head=2":
