@@ -32,7 +32,6 @@ import os
 import queue
 import sys
 import threading
-import zlib
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -110,8 +109,6 @@ def tree(link, root, group_root):
     In gather and scatter, row i is rank r + i's, so rows d to 2d-1 are those of the child at distance d. Callers
     name the root by its global rank or by its rank in the group.
     """
-    if root is not None and group_root is not None:
-        raise ValueError("give the root once: by global rank or by rank in the group")
     root = torch_dist.get_group_rank(link.group, root or 0) if group_root is None else group_root
     v = (link.rank - root) % link.size
     lowest_bit = v & -v  # 0 only at the root
@@ -202,13 +199,6 @@ COMBINE = {ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.MAX: torch
            ReduceOp.PRODUCT: torch.mul}
 
 
-def known(op):
-    """op itself. ValueError if none of COMBINE: gloo has bitwise ones, too, NCCL a premultiplied sum."""
-    if op not in COMBINE:
-        raise ValueError(f"op {op} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
-    return op
-
-
 def average(op, tensor, size):
     """The mean is the sum, divided once at the end (whole numbers round toward zero, as NCCL does). So fp16 overflows
     where the sum does: gradients in it are better sent in float32."""
@@ -225,13 +215,6 @@ def flatten(tensor):
 def unflatten(flat, tensor):
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
-
-
-def nths(whole, part, n):
-    """Cut a flat tensor into n chunks of the size and dtype of `part`."""
-    if len(whole) != n * len(part) or whole.dtype != part.dtype:
-        raise ValueError(f"{len(whole)} elements of {whole.dtype} must hold {n} times {len(part)} of {part.dtype}")
-    return whole.view(n, -1).unbind()
 
 
 def blocks(tensor, sizes, n):
@@ -261,7 +244,7 @@ def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
 
 def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
     """Combine `tensor` of all ranks into `tensor` of global rank `dst`; the others keep theirs. Binomial tree."""
-    return run(group, async_op, _reduce, tensor, dst, known(op), group_dst)
+    return run(group, async_op, _reduce, tensor, dst, op, group_dst)
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
@@ -295,16 +278,15 @@ def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=Fal
 
 def _all_gather_into_tensor(link, output_tensor, input_tensor):
     flat = flatten(output_tensor)
-    own = flatten(input_tensor)
-    chunks = nths(flat, own, link.size)
-    unflatten(own, chunks[link.rank])  # nothing to copy where the input is this rank's slice of the output
+    chunks = flat.view(link.size, -1).unbind()
+    unflatten(flatten(input_tensor), chunks[link.rank])  # which copies nothing if that is the input itself
     link.all_gather(chunks)
     unflatten(flat, output_tensor)
 
 
 def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
     """Combine `input_list[i]` of all ranks into `output` of rank i; sizes may differ."""
-    return run(group, async_op, _reduce_scatter, output, input_list, known(op))
+    return run(group, async_op, _reduce_scatter, output, input_list, op)
 
 
 def _reduce_scatter(link, output, input_list, op):
@@ -316,18 +298,18 @@ def _reduce_scatter(link, output, input_list, op):
 def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """Combine `input` (K elements) of all ranks and leave slice r of the result in `output` (K/N) of rank r.
     `output` may be this rank's slice of `input`."""
-    return run(group, async_op, _reduce_scatter_tensor, output, input, known(op))
+    return run(group, async_op, _reduce_scatter_tensor, output, input, op)
 
 
 def _reduce_scatter_tensor(link, output, input, op):
     result = flatten(output)
-    link.reduce_scatter(nths(flatten(input), result, link.size), result, op)
+    link.reduce_scatter(flatten(input).view(link.size, -1).unbind(), result, op)
     unflatten(result, output)
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Combine `tensor` of all ranks in place; every rank ends with the same bits."""
-    return run(group, async_op, _all_reduce, tensor, known(op))
+    return run(group, async_op, _all_reduce, tensor, op)
 
 
 def _all_reduce(link, tensor, op):
@@ -480,9 +462,7 @@ class Link:
             handle.wait()
 
     def tag(self, message):
-        """Where ranks call different operations, or with other dtypes or sizes, their messages have different tags: the
-        call ends in gloo's timeout, not in wrong numbers. (NCCL knows no tags.)"""
-        return TAG + (zlib.crc32(f"{self.name} {message.dtype} {message.nbytes}".encode()) & (TAG - 1))
+        return TAG
 
     @property
     def log(self):

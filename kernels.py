@@ -7,9 +7,9 @@
     matrix product  tiles, the order that shares L2, an activation while the tile is in registers
 
 Each section is a page to learn one kernel from: the math, the kernel with one tile size, the autograd function, and the
-bytes and FLOPs it should cost. Activations, layer norm and attention also have a reference whose backward is derived by
-hand. All but attention and the products are bound by memory: best is to read every element once and write it once, at
-the speed of a copy.
+bytes and FLOPs it should cost. Attention also has a reference whose backward is derived by hand; further/by_hand.py has
+those of activations and layer norm. All but attention and the products are bound by memory: best is to read every
+element once and write it once, at the speed of a copy.
 
     python -m lessons kernels    errors against float64, and PyTorch's own beside them
 
@@ -111,23 +111,6 @@ def programs_at_once(device):
 # addresses. tl.load reads them into registers. Where `mask` is False it reads nothing, and has its last argument there.
 # The compiler knows arguments that are tl.constexpr, and compiles once for each of their values.
 
-def elu_reference(x):
-    return torch.where(x > 0, x, x.exp() - 1)
-
-
-def elu_backward_reference(x, dy):
-    return torch.where(x > 0, dy, dy * x.exp())
-
-
-def gelu_reference(x):
-    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-
-
-def gelu_backward_reference(x, dy):
-    s = torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-    return dy * (s + x * s * (1 - s) * 2 * math.sqrt(2 / math.pi) * (1 + 0.134145 * x**2))
-
-
 @triton.jit
 def _elu(x):
     # Near 0, exp(x) - 1 loses its digits; above -0.35 seven terms of its series have them all.
@@ -210,21 +193,6 @@ def gelu(x):
 #     dx = rstd (g - mean(g) - xhat mean(g xhat))
 #
 # Bytes: forward 2 passes of x, backward 3 (x, dy, dx).
-
-def layer_norm_reference(x, weight, bias, eps):
-    """(y, mean, rstd), mean and rstd (rows, 1)."""
-    mean = x.mean(-1, keepdim=True)
-    rstd = ((x - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (x - mean) * rstd * weight + bias, mean, rstd
-
-
-def layer_norm_backward_reference(x, dy, weight, mean, rstd):
-    """(dx, dw, db)."""
-    xhat = (x - mean) * rstd
-    g = dy * weight
-    dx = rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
-    return dx, (dy * xhat).flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)
-
 
 @triton.jit
 def _layer_norm(x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, width, eps, BLOCK: tl.constexpr):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 import kernels
+from further import by_hand
 from kernels import triton
 from lessons.eight_bits import sixteen_and_eight_bits
 from lessons.kernels import tiles_read
@@ -86,9 +87,9 @@ def float32_and_bf16(device, n, side):
 
 LESSONS = {
     "elu": Lesson("eager writes every step to memory", "kernels.py _elu",
-                  one_by_one_and_fused(kernels.elu_reference, 8.5, kernels.elu)),
+                  one_by_one_and_fused(by_hand.elu_reference, 8.5, kernels.elu)),
     "fusion": Lesson("GELU in one kernel: one read, one write", "kernels.py _map",
-                     one_by_one_and_fused(kernels.gelu_reference, 14, kernels.gelu)),
+                     one_by_one_and_fused(by_hand.gelu_reference, 14, kernels.gelu)),
     "coalescing": Lesson("a burst brings neighbours: use them all", "lessons/gpu.py columns_and_rows",
                          columns_and_rows),
     "tiling": Lesson("what is read once serves a whole tile", "kernels.py _matmul", columns_and_tiles),

@@ -1,10 +1,10 @@
 """Links that report progress, refuse wrong arguments, and say which operation lost its peer."""
 
 import contextlib
-import functools
 import gc
 import re
 import time
+import zlib
 
 import collectives as dist
 from collectives import blocks, Link, tensors_in
@@ -67,23 +67,35 @@ class Watched(Link):
 
     def check(self, name, arguments):
         """ValueError for wrong arguments, before anything is sent."""
-        dtypes = set()
-        for i, value in enumerate(arguments):
+        named, dtypes = dict(zip(arguments_of(name), arguments)), set()
+        for key, value in named.items():
             for t in tensors_in(value if isinstance(value, list) else (value,)):
                 dtypes.add(t.dtype)
                 if t.device.type != self.device:
                     raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "
-                                     f"but {arguments_of(name)[i]} is on {t.device}")
+                                     f"but {key} is on {t.device}")
             if isinstance(value, list) and len(value) not in (0, self.size):
-                raise ValueError(f"{name}: {arguments_of(name)[i]} must hold {self.size}, one for each rank, "
-                                 f"not {len(value)}")
+                raise ValueError(f"{name}: {key} must hold {self.size}, one for each rank, not {len(value)}")
         if len(dtypes) > 1:
             raise ValueError(f"{name}: all tensors must have one dtype")
+        if named.get("op", dist.ReduceOp.SUM) not in dist.COMBINE:  # gloo has bitwise ones, NCCL a premultiplied sum
+            raise ValueError(f"op {named['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
+        if sum(named.get(root) is not None for root in ("src", "dst", "group_src", "group_dst")) == 2:
+            raise ValueError("give the root once: by global rank or by rank in the group")
+        if name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            whole, part = arguments[:2] if name == "all_gather_into_tensor" else arguments[1::-1]
+            if whole.numel() != self.size * part.numel():
+                raise ValueError(f"{name}: {whole.numel()} elements must hold {self.size} times {part.numel()}")
         if name == "all_to_all_single":
             room, own = (blocks(*tensor_and_sizes, self.size)[self.rank]
                          for tensor_and_sizes in zip(arguments[:2], arguments[2:]))
             if room != own:  # copy_ would broadcast one element to many, without an error
                 raise ValueError(f"{name}: rank {self.rank} sends itself {own} elements, and has room for {room}")
+
+    def tag(self, message):
+        """Where ranks call different operations, or with other dtypes or sizes, their messages have different tags: the
+        call ends in gloo's timeout, not in wrong numbers. (NCCL knows no tags.)"""
+        return dist.TAG + (zlib.crc32(f"{self.name} {message.dtype} {message.nbytes}".encode()) & (dist.TAG - 1))
 
     def exchange(self, sends=(), receives=()):
         with self.named():

@@ -21,6 +21,7 @@ from fast.adamw import AdamW
 from fast.exchange import AllToAll, sum_rows
 from fast.experts import FusedExperts
 from fast.norm import add_layer_norm
+from further import by_hand
 from further.experts import ExpertsConfig, MixtureOfExperts
 from lessons.kernels import main, tiles_read
 from safe.flags import BadInput, check_layout, Settings
@@ -113,14 +114,14 @@ def test_hand_derived_backwards_equal_autograd():
     w, b = torch.randn(2, 7, dtype=torch.float64)
     q, do = torch.randn(2, 1, 2, 40, 16, dtype=torch.float64)
     k, v = torch.randn(2, 1, 2, 8, 16, dtype=torch.float64)
-    y, mean, rstd = kernels.layer_norm_reference(x, w, b, 1e-5)
+    y, mean, rstd = by_hand.layer_norm_reference(x, w, b, 1e-5)
     o, sums = kernels.attention_reference(q, k, v, True)
     assert sums.exp()[:, :, :32].eq(0).all()
     for leaves, dy, ours, function, backward in [
             ([x, w, b], dy, y, lambda *xwb: plain_norm(*xwb, 1e-5),
-             kernels.layer_norm_backward_reference(x, dy, w, mean, rstd)),
-            ([x], dy, kernels.elu_reference(x), F.elu, [kernels.elu_backward_reference(x, dy)]),
-            ([x], dy, kernels.gelu_reference(x), plain_gelu, [kernels.gelu_backward_reference(x, dy)]),
+             by_hand.layer_norm_backward_reference(x, dy, w, mean, rstd)),
+            ([x], dy, by_hand.elu_reference(x), F.elu, [by_hand.elu_backward_reference(x, dy)]),
+            ([x], dy, by_hand.gelu_reference(x), plain_gelu, [by_hand.gelu_backward_reference(x, dy)]),
             ([q, k, v], do, o, lambda *qkv: plain_attention(*qkv, True),
              kernels.attention_backward_reference(q, k, v, o, sums, do, True))]:
         exact = function(*[leaf.requires_grad_() for leaf in leaves])
