@@ -77,8 +77,9 @@ def commands(text):
 
 
 def levels():
-    """The reading path's levels, the last one in docs/reading.md: of each its rows, as lists of cells."""
-    tables = re.findall(r"(?m)(?:^\|.*\n)+", section("Reading path") + section("The whole program", "docs/reading.md"))
+    """The reading path's levels, the README's and two of docs/reading.md: of each its rows, as lists of cells."""
+    further, whole = (section(title, "docs/reading.md") for title in ("Further", "The whole program"))
+    tables = [re.search(r"(?m)(?:^\|.*\n)+", text)[0] for text in (section("Reading path"), further, whole)]
     return [[[cell.strip() for cell in line.strip("| \n").split("|")] for line in table.splitlines()[2:]]
             for table in tables]
 
