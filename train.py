@@ -396,13 +396,11 @@ class ParallelGPT:
                                                        compute_dtype=layout.dtype, grad_scaler=False)
             self.params = self.optimizer.shards
             self.averagers = dict.fromkeys(stages, self.optimizer)
-            self.reducers = [self.optimizer.reducer]
             self.bucket_of = self.optimizer.reducer.bucket_of
             return
         self.optimizer = optimizer and optimizer(self.param_groups())
         self.params = [p for group in self.param_groups() for p in group["params"]]
         self.averagers = stages
-        self.reducers = [reducer for model in stages.values() for reducer in getattr(model, "reducers", [])]
         self.bucket_of = {}
         for model in stages.values():
             self.bucket_of |= getattr(model, "bucket_of", {})
@@ -479,10 +477,8 @@ class ParallelGPT:
 
     def run(self, x, y, actions, scale, averagers):
         if self.layout.cp > 1:
-            from further.context import own_tokens
-            own = partial(own_tokens, rank=dist.get_rank(self.groups.cp), n=self.layout.cp, kind=self.layout.cp_kind,
-                          device=self.device)
-            x, y = ([tokens[:, own(tokens.shape[1])] for tokens in some] for some in (x, y))
+            from further.context import cut_tokens
+            x, y = (cut_tokens(tokens, self.groups.cp, self.layout.cp_kind) for tokens in (x, y))
         weight = self.weight_of_a_target(y)
         losses = self.pipeline.run(actions, x, y, scale * weight, averagers)
         loss = torch.zeros_like(weight)

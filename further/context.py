@@ -54,6 +54,12 @@ def own_tokens(tokens, rank, n, kind, device="cpu"):
     return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]]) if kind == "ring" else chunks[rank]
 
 
+def cut_tokens(micro_batches, group, kind):
+    """This rank's tokens of each micro-batch (B, T): tensors (B, T/N)."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    return [tokens[:, own_tokens(tokens.shape[1], rank, n, kind, tokens.device)] for tokens in micro_batches]
+
+
 def shift(tensor, group):
     """Send a tensor to the right rank, and return the left rank's."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)

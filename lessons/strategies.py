@@ -33,6 +33,7 @@ from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.messages import watched_link
 from safe.run import WatchedTrainer
 from theory.clock import lists_of, stages_in
+from theory.memory import reducers_of
 from theory.speed import describe_machine, mfu, mfu_note, predict
 from theory.traffic import messages
 
@@ -103,7 +104,7 @@ def predicted_traffic(trainer, routes):
     once = {flat for model in wrapped for flat in model.prefetcher.kept}
     once |= {model.bucket_of[model.module.wte.weight] for model in wrapped if hasattr(model.module, "wte")}
     total, buckets, of_experts = Counter(), [], []
-    for reducer in net.reducers:
+    for reducer in reducers_of(net):
         for bucket in reducer.buckets:
             gathers = 0 if not isinstance(bucket, parallel.FlatParameter) else 1 if bucket in once else 2
             cut_by_ep = bucket.group == net.groups.same_experts

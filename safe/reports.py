@@ -19,7 +19,7 @@ from parallel import FlatParameter
 from safe.data import about_left_out
 from safe.flags import gpus_here
 from theory import speed
-from theory.memory import kept_tensors, memory_bytes, tensors_in
+from theory.memory import kept_tensors, memory_bytes, reducers_of, tensors_in
 from train import Bytes
 
 
@@ -94,7 +94,7 @@ def measured(trainer):
     def note(step, action):
         forward(step, action)
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
-        gathered = [bucket.weights for reducer in net.reducers for bucket in reducer.buckets
+        gathered = [bucket.weights for reducer in reducers_of(net) for bucket in reducer.buckets
                     if isinstance(bucket, FlatParameter) and bucket.weights is not None]
         others = storages([*step.x, *step.y, step.dloss, *kept_tensors(net)["gradients"], *gathered,
                            *trainer.buffers_of_collectives()])

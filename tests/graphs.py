@@ -20,7 +20,7 @@ from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
 from fast.recorded import count_traffic, traffic_since
 from fast.zero import GuardedOptimizer
-from theory.memory import tensors_in
+from theory.memory import reducers_of, tensors_in
 
 
 class Tape(TorchDispatchMode):
@@ -192,7 +192,7 @@ def test_replayed_graphs_send_and_keep_what_eager_steps_do(zero, micro_batches):
     found, whole = [], []
     with graphs_on_tape():
         net, optimizer, batch = recorded_net(zero=zero)
-        units = net.reducers[0].buckets if zero == 3 else []
+        units = reducers_of(net)[0].buckets if zero == 3 else []
         for block in net.module(0).h.values():
             when_it_computes(block, lambda: whole.append(sum(unit.numel for unit in units if unit.weights is not None)))
         batch = [t[:4].chunk(micro_batches) for t in batch]
@@ -204,7 +204,7 @@ def test_replayed_graphs_send_and_keep_what_eager_steps_do(zero, micro_batches):
             if zero in (1, 2):
                 optimizer.wait_for_weights(optimizer.buckets)  # a CPU counts bytes as it sends them
             found.append((dist.traffic(), max(whole, default=0)))
-            assert zero == 0 or all(reducer.finished for reducer in net.reducers)
+            assert zero == 0 or all(reducer.finished for reducer in reducers_of(net))
             assert all(unit.handle is unit.weights is None for unit in units)
     (eager, most), (recorded, same), (replayed, none) = found
     assert eager == recorded == replayed != {}

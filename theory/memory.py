@@ -9,6 +9,7 @@ from collections import Counter
 import torch
 from torch.utils._pytree import tree_leaves
 
+import parallel
 from further.expert_parallel import expert_plan
 from model import GPT
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
@@ -124,16 +125,28 @@ def routed_bytes(config, s, load, fused):
     return rows + router / tokens_cut + k * sorting
 
 
+def reducers_of(net):
+    """What sends a ParallelGPT's gradients with ZeRO, and in 16 bits."""
+    found = []
+    for averager in dict.fromkeys(net.averagers.values()):
+        if isinstance(averager, parallel.ShardedOptimizer):
+            found.append(averager.reducer)
+        else:
+            found += getattr(averager, "reducers", [])
+    return found
+
+
 def kept_tensors(net):
     """This rank's tensors that outlive a step, by kind: {"parameters", "gradients", "optimizer"}."""
-    buckets = [bucket for reducer in net.reducers for bucket in reducer.buckets]
+    reducers = reducers_of(net)
+    buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
     shards = [bucket.shard for bucket in buckets if hasattr(bucket, "shard")]
     module = [p for model in net.stages.values() for p in getattr(model, "module", model).parameters()]
     mixed = net.layout.dtype != master_dtype(net.layout.dtype)
     kinds = {
         "parameters": [module, [] if mixed else shards],
         "gradients": [[p.grad for p in module + shards], [getattr(bucket, "total", None) for bucket in buckets],
-                      [list(reducer.under_way) for reducer in net.reducers]],
+                      [list(reducer.under_way) for reducer in reducers]],
         "optimizer": [shards if mixed else [], list(net.optimizer.state.values())]}
     return {kind: [t for t in tensors_in(parts) if t.dim()] for kind, parts in kinds.items()}
 
