@@ -668,7 +668,7 @@ class ShardedOptimizer:
         param_groups = one_process.param_groups  # a list of parameters is one group
         names = [name for g in param_groups for name in g.pop("param_names", [None] * len(g["params"]))]
         group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # the number of its parameter group
-        self.named = [(i if name is None else name, p) for i, (name, p) in enumerate(zip(names, group_of))]
+        self.named = {i if name is None else name: p for i, (name, p) in enumerate(zip(names, group_of))}
         self.group, self.stage = group_or_world(group), stage
         refuse_unlike([*group_of], self.group)
 
@@ -754,31 +754,12 @@ class ShardedOptimizer:
             bucket.note_weights()
 
     def kept(self, param):
-        """Of `whole_optimizer_state`."""
+        """Where this rank keeps a parameter: (what is stepped for it, which elements of that are the parameter's, which
+        of the parameter's elements they are, the groups over whose ranks it is cut). Of further/states.py."""
         bucket = self.reducer.bucket_of[param]
         there, here = bucket.overlap(param)
         stepped, here = (self.parts[param], slice(None)) if param in self.parts else (bucket.shard, here)
         return stepped, here, there, [self.group] if self.stage else []
-
-    def full_optimizer_state(self):
-        """{parameter's name, or its number where `params` has no names: {key: whole tensor}} on every rank, from which
-        any number of ranks can go on. Call it on all ranks."""
-        return whole_optimizer_state(self.inner, self.named, self.kept)
-
-    @torch.no_grad()
-    def load_optimizer_state(self, whole):
-        """The inverse of `full_optimizer_state`, after the module has its weights. Call it on all ranks."""
-        numbers = {param: {key: value.item() for key, value in whole.get(name, {}).items() if not value.dim()}
-                   for name, param in self.named}
-        for bucket in self.buckets:
-            bucket.take_up_writes()
-            unlike = [p for p in bucket.params if p.dim() and numbers[p] != numbers[bucket.params[0]]]
-            if unlike and bucket.params[0] not in self.parts:
-                self.split(bucket)
-        load_whole_optimizer_state(self.inner, self.named, self.kept, whole)
-        cast_masters(self.buckets)
-        self.gather_weights(self.buckets)
-        self.after_step(self.buckets)
 
     def gather_weights(self, buckets):
         """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
@@ -1175,7 +1156,7 @@ class FlatFSDP(nn.Module):
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
 
     def kept(self, param):
-        """Where this rank keeps a parameter: of `whole_optimizer_state`."""
+        """Where this rank keeps a parameter, as `ShardedOptimizer.kept`."""
         bucket = self.bucket_of[param]
         there, here = bucket.overlap(param)
         return bucket.shard, here, there, [bucket.group] if bucket in self.flats else []
@@ -1213,15 +1194,6 @@ class FlatFSDP(nn.Module):
         for name, param in self.named.items():
             stepped, here, there, _ = self.kept(param)
             stepped[here] = same_shape(name, get(param, name), param.shape).reshape(-1)[there].to(stepped)
-
-    def full_optimizer_state(self, optimizer):
-        """{parameter's name: {key: whole tensor}} on every rank, from which any number of ranks can go on. Call it on
-        all ranks."""
-        return whole_optimizer_state(optimizer, self.named.items(), self.kept)
-
-    def load_optimizer_state(self, optimizer, whole):
-        """The inverse, after the module has its weights."""
-        load_whole_optimizer_state(optimizer, self.named.items(), self.kept, whole)
 
 
 def same_shape(name, tensor, shape):
@@ -1982,17 +1954,22 @@ class Pipeline:
 # ----------------------------------------------------------------------------------------------------------------- norm
 
 def copies(placement, groups):
-    """How often the same gradient counts if all ranks of the groups add up its squares: ranks x equal x twins / parts.
+    """On how many ranks of the groups the same gradient lies. If all add up their squares, it counts so often.
 
-    parts: in how many parts of the model `sharded_over` leaves the parameter; each stage has a part of its own. equal:
-    how many of them have the same gradient, because it was added up over their ranks, as a tied embedding's two stages
-    do.
-    8 ranks, dp 2, tp 2, pp 2, ZeRO-1: the shard of a norm's weight is cut over dp and pp, so 8 / 4 = 2 ranks hold the
-    same. The shard of a tied embedding is cut over all three, so one rank holds each part, but parts are equal in twos:
-    8 / 8 x 2 = 2. Of twins one rank holds two.
+        ranks / parts    ranks that hold this part of the parameter, because it is cut into so many parts
+        x equal          parts whose gradients are the same, because they were added up over these ranks
+        x twins          parameters of one rank that are the same
 
-    Sequence parallelism adds a norm's gradient up over tp, too. But these ranks hold one part, not several, so only an
-    `partial_over` inside of `sharded_over` counts.
+    Tied embedding, tp 2, pp 2. The table E is cut in two by tp, and the last stage has it, too:
+
+        rank                     0            1            2            3
+        stage                    first        first        last         last
+        holds                    E_0          E_1          E_0 again    E_1 again      4 ranks / 4 parts
+        gradient                 G_0          G_1          G_0          G_1            x 2 equal: the ends' sums
+
+    A layer norm's weight there is cut by pp alone: 4 ranks / 2 parts. Sequence parallelism adds its gradient up over
+    tp, too; but tp does not cut it, so these ranks hold one part, and only a `partial_over` inside of `sharded_over`
+    makes parts equal.
     """
     size = dist.get_world_size
     ranks = math.prod(map(size, groups))
@@ -2059,55 +2036,18 @@ def cut_like(param, whole):
     return whole
 
 
-def put_together(shape, places, values, groups):
-    """The whole tensor, of `shape`, on all ranks of the groups, each of which has some of its values. places: where
-    these lie in the flat tensor, a slice or numbers. Elsewhere a rank has zeros, so of each byte the largest is the
-    value's, whatever the dtype. An all-gather would send half as much, but would have to know who has what."""
+def put_together(shape, here, values, groups):
+    """The whole tensor, of `shape`, on all ranks of the groups, each of which has some of its values. here: where these
+    lie in the flat tensor, a slice or numbers. Four numbers on two ranks:
+
+        rank 0    5  6  0  0        rank 1    0  0  7  8        both    5  6  7  8
+
+    A sum would double what two ranks have, as the two stages of a tied embedding do. So of each byte the largest is
+    taken: ranks that have a value have the same one, and the others 0, whatever the dtype. An all-gather would send
+    half as much, but would have to know who has what.
+    """
     whole = values.new_zeros(math.prod(shape))
-    whole[places] = values
+    whole[here] = values
     for group in groups:
         dist.all_reduce(whole.view(torch.uint8), dist.ReduceOp.MAX, group)
     return whole.view(shape)
-
-
-@torch.no_grad()
-def whole_optimizer_state(optimizer, named, kept):
-    """{name: {key: whole tensor}}: what an optimizer of shards keeps of each parameter, on every rank.
-
-    named: (name, parameter) pairs. kept(param): (what the optimizer steps for it, which elements of that are the
-    parameter's, which of the parameter's elements they are, the groups over whose ranks it is cut). Of 16-bit weights
-    the float32 master is a state, too.
-    """
-    whole = {}
-    for name, param in named:
-        stepped, here, there, groups = kept(param)
-        state = dict(optimizer.state.get(stepped, {}))
-        if stepped.dtype != param.dtype:
-            state["master"] = stepped.detach()
-        whole[name] = {key: put_together(param.shape, there, value[here], groups)
-                       if value.shape == stepped.shape else value.clone()  # a number, such as its steps
-                       for key, value in state.items()}
-    return whole
-
-
-@torch.no_grad()
-def load_whole_optimizer_state(optimizer, named, kept, whole):
-    """The inverse, on any number of ranks: the optimizer keeps this rank's part. ValueError for an unknown name, or a
-    tensor of another shape than its parameter's."""
-    if unknown := whole.keys() - dict(named).keys():
-        raise ValueError(f"the state is of another model: no parameter is called {min(unknown, key=str)}")
-    of_elements = {key for state in whole.values() for key, value in state.items() if value.dim()}
-    states = defaultdict(dict)
-    for name, param in named:
-        stepped, here, there, _ = kept(param)
-        for key, value in whole.get(name, {}).items():
-            if key not in of_elements:
-                states[stepped][key] = value.clone()
-                continue
-            if value.shape != param.shape:
-                raise ValueError(f"{key} of {name} is {tuple(value.shape)}, the parameter {tuple(param.shape)}")
-            room = stepped if key == "master" else states[stepped].setdefault(key, torch.zeros_like(stepped))
-            room[here] = value.reshape(-1)[there].to(room)
-    order = [p for group in optimizer.param_groups for p in group["params"]]  # PyTorch numbers them so
-    state = {i: states[p] for i, p in enumerate(order) if p in states}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -23,6 +23,7 @@ import fast.zero
 import kernels
 import parallel
 from further.loss_scale import LossScale
+from further.states import full_optimizer_state, load_optimizer_state
 from tests.pool import close, needs_kernels, on_both, on_cpus_both, on_ranks, parametrize
 
 
@@ -280,7 +281,7 @@ def train_more(net, way, compute_dtype, group, steps, states=None):
         of_opt = []
     if states:
         model.load_state_dict(states[0])
-        sync.load_optimizer_state(*of_opt, states[1])
+        load_optimizer_state(sync, states[1], *of_opt)
     for step in steps:
         net[0].requires_grad_(step > 0)
         opt.zero_grad()
@@ -288,7 +289,7 @@ def train_more(net, way, compute_dtype, group, steps, states=None):
         sync.finish_grad_sync()
         opt.step()
     weights = model.full_state_dict() if way == 3 else net.state_dict()
-    return {name: value.clone() for name, value in weights.items()}, sync.full_optimizer_state(*of_opt)
+    return {name: value.clone() for name, value in weights.items()}, full_optimizer_state(sync, *of_opt)
 
 
 @on_both
@@ -313,7 +314,7 @@ def test_training_goes_on_from_another_number_of_ranks(way, compute_dtype, rank)
     unnamed = parallel.ShardedOptimizer(make().parameters(), torch.optim.Adam)
     for state, message in ({4: {}}, "no parameter is called 4"), ({0: {"exp_avg": torch.ones(3)}}, "exp_avg of 0 is"):
         with pytest.raises(ValueError, match=message):
-            unnamed.load_optimizer_state(state)
+            load_optimizer_state(unnamed, state)
 
 
 @on_both
