@@ -19,6 +19,7 @@ from further.schedules import SCHEDULES
 from lessons import kernels as errors, pages, puzzles
 from lessons.blind import demo_blind
 from lessons.extension import demo_extension
+from lessons.forms import demo_forms
 from lessons.hardware import demo_machine
 from lessons.lecture8 import demo_lecture8
 from lessons.measure import of_all_ranks, off, patched, readable, say, traffic_of
@@ -397,6 +398,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "machine": (demo_machine, {"model": "gpt2-xl", "machine": "h100"}),
     "kernels": (errors.main, {}),
     "collectives": (demo_collectives, {"ranks": 4}),
+    "forms": (demo_forms, {"ranks": 2}),
     "memory": (demo_memory, {"model": "gpt2-xl", "dp": 8}),
     "data": (demo_data, {"ranks": 2}),
     "fsdp": (demo_fsdp, {"ranks": 2}),
@@ -412,7 +414,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "blind": (demo_blind, {"quick": 0, "out": None}),
     "pages": (pages.pages, {"out": "runs/site"})}
 # Each rank is a process and runs the demo.
-ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_measuring, demo_lecture8
+ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_measuring, demo_lecture8, demo_forms
 
 
 def main():

@@ -29,6 +29,19 @@ SHOWN = [
         "0.460     3.370                      1.79e+08", "0.230     1.685", "3.138    23.009", "0.019     0.137",
         "cp, ring: hidden from 2,894", "Of 27 ms of traffic 6 show"]),
     # Six layers of 24 x 24, float64: 2/3 of each gradient goes round twice, 2/3 of each layer's outputs or gradients
+    # 53 tensors x 2 messages x 3 steps; 4 micro-batches a rank, of which 1F1B holds 2 at a time and GPipe 8; an
+    # all-gather of 64 and of 32 hidden numbers, and an all-reduce of 32, for 4 x 32 tokens
+    ("forms", 2, [
+        "naive                      ~0       318   1,344,000       875",
+        "ddp                        ~0         6   1,344,000       875",
+        "zero_1                     ~0       318   1,344,000       656",
+        "sharded_optimizer          ~0         9   1,344,012       656",
+        "zero_3                     ~0       477   2,016,000       438",
+        "fsdp                       ~0        66   1,946,124       451",
+        "gpipe                      ~0         8      65,536       410",
+        "one_f_one_b                ~0         9      65,544       102",
+        "all_columns                ~0         2      81,920        32",
+        "f and g                    ~0         2      32,768        33"]),
     ("lecture8", 3, [
         "all_reduce 36,864 bytes   ~0", "send 9,216 bytes   ~0",
         "all_gather_into_tensor 18,432 bytes, reduce_scatter_tensor 18,432 bytes   ~0"]),
