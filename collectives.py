@@ -665,7 +665,7 @@ def rows_and_columns(grid):
 def rendezvous(device_type, timeout):
     """Where processes meet, as arguments of init_process_group: under torchrun where the environment says, alone in a
     store of one's own."""
-    if "RANK" not in os.environ:
+    if not os.environ.get("RANK"):
         return {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
     store, rank, size = next(torch_dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     # torchrun's store outlives groups. A second world that met under the same keys would find the first one's sockets.

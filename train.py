@@ -736,6 +736,14 @@ def refuse(why):
     sys.exit(2)
 
 
+def started():
+    """How many processes torchrun has started; 1 without it."""
+    rank, world, *meeting = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+    if (rank or world) and not all([rank, world, *meeting]):
+        refuse("the environment has a part of what torchrun sets: start with torchrun, or unset RANK and WORLD_SIZE")
+    return int(world or 1)
+
+
 class Run:
     """What a command line asks for: `s` (Flags), `config`, `data` (as for Trainer), `saved` (a checkpoint, or None) and
     `source` (of initial weights, or None)."""
@@ -744,7 +752,7 @@ class Run:
     trainer = Trainer
 
     def __init__(self, arguments):
-        world = int(os.environ.get("WORLD_SIZE") or 1)
+        world = started()
         s = parse(argparse.ArgumentParser(**ABOUT), self.flags, arguments)
         processes = processes_of(s, world)
         if processes != world and not s.together:

@@ -40,7 +40,7 @@ def started():
             continue
         os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stdout or open(os.devnull, "w")
-    check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    check_interfaces()
     given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     rank, world = given["RANK"] or "0", given["WORLD_SIZE"] or "1"
     whole = all(given.values()) and rank.isdigit() and world.isdigit() and int(rank) < int(world)
@@ -51,14 +51,25 @@ def started():
     return int(world)
 
 
-def check_interfaces(names):
+def check_interfaces():
+    there = [name for _, name in socket.if_nameindex()]
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     for name in names.split(",") * bool(names):
         try:
             torch_dist.ProcessGroupGloo.create_device(interface=name)
         except RuntimeError:
-            there = ", ".join(name for _, name in socket.if_nameindex())
-            reject(True, f"GLOO_SOCKET_IFNAME {names}: {name} is no network interface with an address; there are "
-                   f"{there}: name one of them, or unset it")
+            no_interface(f"GLOO_SOCKET_IFNAME {names}", name, there)
+    # NCCL takes beginnings of names; after "=" whole names; after "^" those that it shall not take. One suffices.
+    names = os.environ.get("NCCL_SOCKET_IFNAME", "") if torch.cuda.is_available() else ""
+    matches = str.__eq__ if names.startswith("=") else str.startswith
+    wanted = [name.partition(":")[0] for name in names.removeprefix("=").split(",")]  # a port may follow
+    if not names.startswith("^") and not any(matches(name, begin) for name in there for begin in wanted):
+        no_interface(f"NCCL_SOCKET_IFNAME {names}", ",".join(wanted), there)
+
+
+def no_interface(given, name, there):
+    reject(True, f"{given}: {name} is no network interface with an address; there are {', '.join(there)}: name one of "
+           "them, or unset it")
 
 
 def cores(root="/"):

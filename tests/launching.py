@@ -23,6 +23,7 @@ from tests.runs import TINY, TORCHRUN, Ranks, command, log_of, processes
 import safe.launch
 from safe.checkpoints import checkpoints
 from safe.sizes import BadInput
+import train
 
 
 # Starts a command where there is no network but the loopback interface, and this machine's name means nothing.
@@ -100,19 +101,28 @@ LEFT = """
     RANK=1                                              unset RANK and WORLD_SIZE
     RANK=2 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1  has RANK=2 and WORLD_SIZE=2
     RANK=x WORLD_SIZE=1 MASTER_ADDR=here MASTER_PORT=1  unset RANK
-    GLOO_SOCKET_IFNAME=lo,no-such                       no-such is no network interface .* unset it"""
+    GLOO_SOCKET_IFNAME=lo,no-such                       no-such is no network interface .* unset it
+    NCCL_SOCKET_IFNAME==no-such,l                       no-such,l is no network interface .* unset it
+    NCCL_SOCKET_IFNAME=no-such                          NCCL_SOCKET_IFNAME no-such: no-such is no network interface
+    NCCL_SOCKET_IFNAME=no-such,l                        1
+    NCCL_SOCKET_IFNAME=^no-such                         1"""
 
 
 @parametrize("left, means", table(LEFT))
 def test_what_others_left_in_the_environment(left, means):
     left = dict(re.findall(r"(\w+)=(\S*)", left))
-    with patch.dict(os.environ, left, clear=True):
+    nccl = patch.object(torch.cuda, "is_available", return_value=True)
+    with patch.dict(os.environ, left, clear=True), nccl:
         if isinstance(means, str):
+            if means == "unset RANK and WORLD_SIZE":
+                with pytest.raises(SystemExit, match="2"):
+                    train.started()
             with pytest.raises(BadInput, match=means):
                 safe.launch.started()
             assert not {"RANK", "LOCAL_RANK"} & {*os.environ}  # or `refuse` would leave the line to rank 0
         else:
-            assert safe.launch.started() == means and os.environ == (left if means == 2 else {})
+            kept = left if means == 2 or "NCCL_SOCKET_IFNAME" in left else {}
+            assert safe.launch.started() == means and os.environ == kept
 
 
 def test_ranks_share_the_cores_of_the_job(tmp_path, monkeypatch):
