@@ -195,8 +195,13 @@ def _barrier(link):
 
 # --------------------------------------------------------------------------------------------------- reduction and cuts
 
-COMBINE = {ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum,
-           ReduceOp.PRODUCT: torch.mul}
+class Operations(dict):
+    def __missing__(self, op):  # gloo has bitwise ones, NCCL a premultiplied sum
+        raise ValueError(f"op {op} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
+
+
+COMBINE = Operations({ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.MAX: torch.maximum,
+                      ReduceOp.MIN: torch.minimum, ReduceOp.PRODUCT: torch.mul})
 
 
 def average(op, tensor, size):

@@ -78,8 +78,7 @@ class Watched(Link):
                 raise ValueError(f"{name}: {key} must hold {self.size}, one for each rank, not {len(value)}")
         if len(dtypes) > 1:
             raise ValueError(f"{name}: all tensors must have one dtype")
-        if named.get("op", dist.ReduceOp.SUM) not in dist.COMBINE:  # gloo has bitwise ones, NCCL a premultiplied sum
-            raise ValueError(f"op {named['op']} is not supported: use SUM, AVG, MAX, MIN or PRODUCT")
+        dist.COMBINE[named.get("op", dist.ReduceOp.SUM)]  # raises for one that is not there, in a group of one, too
         if sum(named.get(root) is not None for root in ("src", "dst", "group_src", "group_dst")) == 2:
             raise ValueError("give the root once: by global rank or by rank in the group")
         if name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
