@@ -4,7 +4,6 @@ import contextlib
 import gc
 import re
 import time
-import zlib
 
 import collectives as dist
 from collectives import blocks, Link, tensors_in
@@ -90,11 +89,6 @@ class Watched(Link):
                          for tensor_and_sizes in zip(arguments[:2], arguments[2:]))
             if room != own:  # copy_ would broadcast one element to many, without an error
                 raise ValueError(f"{name}: rank {self.rank} sends itself {own} elements, and has room for {room}")
-
-    def tag(self, message):
-        """Where ranks call different operations, or with other dtypes or sizes, their messages have different tags: the
-        call ends in gloo's timeout, not in wrong numbers. (NCCL knows no tags.)"""
-        return dist.TAG + (zlib.crc32(f"{self.name} {message.dtype} {message.nbytes}".encode()) & (dist.TAG - 1))
 
     def exchange(self, sends=(), receives=()):
         with self.named():
