@@ -139,7 +139,12 @@ def test_train_py_runs_again_as_each_rank(text, tmp_path):
 
 
 def lesson(*words):
-    with patch.object(pdb, "set_trace", lambda: print(builtins.ranks, builtins.ranks[0]["self"])):
+    def stopped():
+        first = builtins.ranks[0]  # it may stand in any function
+        assert all(first[name] is value for name, value in first.frame().f_locals.items())
+        print(builtins.ranks)
+
+    with patch.object(pdb, "set_trace", stopped):
         return output_of(lessons.demos.main, "together", *words)
 
 
