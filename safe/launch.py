@@ -52,24 +52,29 @@ def started():
 
 
 def check_interfaces():
-    there = [name for _, name in socket.if_nameindex()]
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     for name in names.split(",") * bool(names):
         try:
             torch_dist.ProcessGroupGloo.create_device(interface=name)
         except RuntimeError:
-            no_interface(f"GLOO_SOCKET_IFNAME {names}", name, there)
+            no_interface(f"GLOO_SOCKET_IFNAME {names}", name)
     # NCCL takes beginnings of names; after "=" whole names; after "^" those that it shall not take. One suffices.
-    names = os.environ.get("NCCL_SOCKET_IFNAME", "") if torch.cuda.is_available() else ""
+    names = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if not names or names.startswith("^") or not torch.cuda.is_available():
+        return
     matches = str.__eq__ if names.startswith("=") else str.startswith
     wanted = [name.partition(":")[0] for name in names.removeprefix("=").split(",")]  # a port may follow
-    if not names.startswith("^") and not any(matches(name, begin) for name in there for begin in wanted):
-        no_interface(f"NCCL_SOCKET_IFNAME {names}", ",".join(wanted), there)
+    if not any(matches(name, begin) for name in interfaces() for begin in wanted):
+        no_interface(f"NCCL_SOCKET_IFNAME {names}", ",".join(wanted))
 
 
-def no_interface(given, name, there):
-    reject(True, f"{given}: {name} is no network interface with an address; there are {', '.join(there)}: name one of "
-           "them, or unset it")
+def interfaces():
+    return [name for _, name in socket.if_nameindex()]
+
+
+def no_interface(given, name):
+    reject(True, f"{given}: {name} is no network interface with an address; there are {', '.join(interfaces())}: name "
+           "one of them, or unset it")
 
 
 def cores(root="/"):
