@@ -248,6 +248,14 @@ def run(n, body, world=None):
     return [rank.result for rank in world.ranks]
 
 
+def run_joined(n, body, world=None):
+    """As `run`, of ranks that have joined one another."""
+    def joined():
+        dist.initialize("cpu", together=n)
+        return body()
+    return run(n, joined, world)
+
+
 def join(n):
     """Of `dist.initialize`: join the others. Outside of them, run this program again as each of n ranks, and exit."""
     me = current()

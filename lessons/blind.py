@@ -174,11 +174,8 @@ def runs_of(job):
         some = {name: value for name, value in case.items() if name != "dtype"}
 
         def run(*options):
-            def joined():
-                train.dist.initialize("cpu", together=n)
-                return train_on(some, *options)
             with mutated(train.dist, *mutant) if mutant else contextlib.nullcontext():
-                return together.run(n, joined)
+                return together.run_joined(n, lambda: train_on(some, *options))
         try:
             return run(2, False, torch.float64), run(steps, True, case.get("dtype", torch.float32)), run(
                 1, False, torch.bfloat16)
@@ -269,12 +266,8 @@ def mutated(dist, call=None, place=None, kind=None, found=None):
 def places_of(row):
     """[(call, place)] of the collectives that a strategy's step calls."""
     found, case = set(), case_of(row)
-
-    def joined():
-        dist.initialize("cpu", together=2)
-        train_on(case, 1, True, torch.float32)
     with mutated(dist, found=found):
-        together.run(2, joined)
+        together.run_joined(2, lambda: train_on(case, 1, True, torch.float32))
     return sorted(found - {("all_reduce", name) for name in ("train_on", "put_together")})
 
 
@@ -315,7 +308,7 @@ def lines_of(found):
 
 def draw(found, path):
     """A row a bug, a column a habit: filled where it sees the bug."""
-    from lessons.pictures import box, COLOURS, words
+    from lessons.pictures import box, COLOURS, words, write_svg
     parts = [words(430 + 100 * i, 16, habit, 12) for i, habit in enumerate(HABITS)]
     for row, (name, values) in enumerate(found.items()):
         y = 28 + 20 * row
@@ -323,9 +316,7 @@ def draw(found, path):
         for i, (habit, is_seen) in enumerate(zip(HABITS, seen(values))):
             parts.append(box(385 + 100 * i, y, 90, 17, COLOURS[2] if is_seen else "#8882"))
             parts.append(words(430 + 100 * i, y + 12, f"{values[habit]:.2g}", 10))
-    with open(path, "w") as file:
-        print('<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" viewBox="0 0 1000 '
-              f'{36 + 20 * len(found)}">', *parts, "</svg>", sep="\n", file=file)
+    write_svg(path, 36 + 20 * len(found), parts)
 
 
 def demo_blind(quick, out):

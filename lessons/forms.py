@@ -50,19 +50,22 @@ class Saved:
 
 # Each takes a GPT. Returns (the model to call, calls after its backward, the optimizer's states).
 
+def with_sgd(model, *first):
+    optimizer = SGD(model.parameters())
+    return model, [*first, optimizer.step, optimizer.zero_grad], optimizer.state
+
+
 def one_process(net):
-    optimizer = SGD(net.parameters())
-    return net, [optimizer.step, optimizer.zero_grad], optimizer.state
+    return with_sgd(net)
 
 
 def naive(net):
-    optimizer = SGD(net.parameters())
-    return net, [partial(parallel.average_gradients, net), optimizer.step, optimizer.zero_grad], optimizer.state
+    return with_sgd(net, partial(parallel.average_gradients, net))
 
 
 def ddp(net):
-    model, optimizer = parallel.DDP(net), SGD(net.parameters())
-    return model, [model.finish_grad_sync, optimizer.step, optimizer.zero_grad], optimizer.state
+    model = parallel.DDP(net)
+    return with_sgd(model, model.finish_grad_sync)
 
 
 def zero_1(net):
@@ -77,13 +80,12 @@ def sharded_optimizer(net):
 
 def zero_3(net):
     parallel.ZeRO3(net)
-    return one_process(net)
+    return with_sgd(net)
 
 
 def fsdp(net):
     model = parallel.FSDP(net)
-    optimizer = SGD(model.parameters())
-    return model, [model.finish_grad_sync, optimizer.step, optimizer.zero_grad], optimizer.state
+    return with_sgd(model, model.finish_grad_sync)
 
 
 def gpipe(config, x, y):

@@ -120,6 +120,12 @@ def draw_trace(found):
     return 34 + 20 * len(spans), [*legend(6, 230, KINDS), *lanes(spans.values(), 900 / (last - first), 28)]
 
 
+def write_svg(path, height, parts):
+    with open(path, "w") as file:
+        print('<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" '
+              f'viewBox="0 0 1000 {height}">', *parts, "</svg>", sep="\n", file=file)
+
+
 def pictures(a):
     """Write SVG pictures of what the code does, and of a trace."""
     dist.initialize("cpu")
@@ -127,7 +133,5 @@ def pictures(a):
     for name, (height, parts) in (ours | a.drawn).items():
         if dist.get_rank() == 0:
             path = os.path.join(a.into, name + ".svg")
-            with open(path, "w") as file:
-                print('<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" '
-                      f'viewBox="0 0 1000 {height}">', *parts, "</svg>", sep="\n", file=file)
+            write_svg(path, height, parts)
             say(path)

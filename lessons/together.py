@@ -130,7 +130,7 @@ def step_of(world, layout):
 
 def draw(world, path):
     """A lane for each thread: what it computes, sends, and waits for, on the clock."""
-    from lessons.pictures import box, COLOURS, legend, words
+    from lessons.pictures import box, COLOURS, legend, words, write_svg
     lanes = {name: 40 + 22 * i for i, name in enumerate(sorted({span[0] for span in world.spans}))}
     kinds = dict(zip(dict.fromkeys(span[1] for span in world.spans), [*COLOURS, "#4443", "#a83", "#38a"]))
     kinds["wait"] = "#8883"
@@ -138,9 +138,7 @@ def draw(world, path):
     parts = [*legend(6, 160, kinds), *(words(140, y + 12, name, 10, "end") for name, y in lanes.items())]
     parts += [box(150 + start * unit, lanes[name], (end - start) * unit, 18, kinds[what])
               for name, what, start, end in world.spans]
-    with open(path, "w") as file:
-        print('<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" viewBox="0 0 1000 '
-              f'{50 + 22 * len(lanes)}">', *parts, "</svg>", sep="\n", file=file)
+    write_svg(path, 50 + 22 * len(lanes), parts)
 
 
 # ----------------------------------------------------------------------------------------------------------- many ranks
@@ -193,17 +191,10 @@ def many(n):
             ("1F1B, 8 micro-batches", 4 * n, one_f_one_b, free, 16, 4, simulate(parallel.one_f_one_b(4 * n, 8)).length)]
     for name, ranks, body, rates, messages, nbytes, formula in rows:
         world, start = Clock(rates), time.perf_counter()
-        log = on_threads(ranks, body, world)[ranks // 2]
+        log = together.run_joined(ranks, body, world)[ranks // 2]
         clock = f", {max(world.now.values()):.6g} on the clock ({formula:.6g})" if formula else ""
         print(f"{name}, {ranks} ranks: {log.messages} messages ({messages}), {log.bytes:,} bytes "
               f"({messages * nbytes:,}){clock}; took {time.perf_counter() - start:.1f} s")
-
-
-def on_threads(n, body, world):
-    def joined():
-        dist.initialize("cpu", together=n)
-        return body()
-    return together.run(n, joined, world)
 
 
 def demo_together(dp, tp, pp, out, many_ranks, **stop):
@@ -212,7 +203,7 @@ def demo_together(dp, tp, pp, out, many_ranks, **stop):
         return many(many_ranks)
     world, layout = Clock(MACHINES["h200"]), train.Layout(dp=dp, tp=tp, pp=pp)
     with stopping(stop["break"], world) if stop["break"] else contextlib.nullcontext():
-        losses = on_threads(dp * tp * pp, functools.partial(step_of, world, layout), world)
+        losses = together.run_joined(dp * tp * pp, functools.partial(step_of, world, layout), world)
     for moment, sender, receiver, nbytes, operation in world.log[-10:]:
         print(f"{1e6 * moment:9.1f} us  rank {sender} -> rank {receiver}  {nbytes:9,} bytes  {operation}")
     print(f"the last of {len(world.log)} messages; a step takes {1e6 * max(world.now.values()):.0f} us on an H200's "

@@ -27,10 +27,7 @@ ORDERS = [*itertools.product(range(10), (False, True), ("drawn", "eager", "late"
 
 
 def in_threads(n, body, order):
-    def joined():
-        dist.initialize("cpu", together=n)
-        return body()
-    return together.run(n, joined, together.World(*order))
+    return together.run_joined(n, body, together.World(*order))
 
 
 def steps_of(row, orders):
