@@ -398,7 +398,8 @@ def call_when_computed(params, method):
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
 # Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters, and those of tied weights. (A
-# unit is what it gathers at a time. The last unit, and tied weights, are gathered only once, since they stay.)
+# unit is what it gathers at a time. The last unit and tied weights are gathered only once, because they stay, and so is
+# an embedding, whose backward needs no weights.)
 # Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 # The lecture's own forms of stages 1 and 3 come first. They take a tensor at a time, and wait for each collective.

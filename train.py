@@ -230,8 +230,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
     """Build the GPT of `config` on this rank; returns a ParallelGPT. Call it on all ranks: it makes groups.
 
     source(name) gives a parameter's whole initial value; left out, seed 0 and the name decide it. optimizer: a class
-    from torch.optim with its options, as a partial; None: for evaluation. gpt: a subclass of ParallelGPT. The order of
-    the five steps matters.
+    from torch.optim with its options, as a partial; None: for evaluation. gpt: a subclass of ParallelGPT.
     """
     stage_to_rank = stage_to_rank_of(config, layout)
     mesh = parallel.make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
