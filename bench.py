@@ -201,7 +201,7 @@ FLAGS = [
     number(OF_A_MODEL, "--batch-size", "sequences a step of all GPUs, in scaling of each; left out, 8 for each GPU"),
     option(OF_A_MODEL, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
     option("collectives strategies scaling", "--comm", "whose collectives are ours; ring: the textbook's",
-           choices=list(dist.COMMS), default="ours"),
+           choices=[*dist.LINKS], default="ours"),
     number("strategies", "--micro-batches", "how many a step has; left out, 8 in a pipeline, else 1"),
     number("strategies", "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
     option("strategies scaling", "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),

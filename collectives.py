@@ -409,7 +409,7 @@ def batch_isend_irecv(p2p_op_list):
 
 # --------------------------------------------------------------------------------------------- a group seen as messages
 
-DEVICE = {"gloo": "cpu", "nccl": "cuda", "together": "cpu"}  # the tensors that each backend sends
+DEVICE = {"gloo": "cpu", "nccl": "cuda"}  # the tensors that each backend sends
 TAG = 1 << 30  # messages of collectives have tags from here on, so a `recv` of the caller's never takes one
 
 
@@ -600,13 +600,14 @@ def node_of(rank):
 
 # ------------------------------------------------------------------------------------------------------- choice of link
 
-COMMS = "ours", "ring", "torch"
-links = defaultdict(dict)  # group -> {"ours", "ring", "torch": Link, "in use": the one that serves the group}
-registered = {}  # group -> what makes its link in place of Link, where further/nodes.py has said so
+LINKS = {"ours": Link, "ring": Link}  # of each name; import further.library adds "torch"
+links = defaultdict(dict)  # group -> {one of these names: Link, "in use": the one that serves the group}
+registered = {}  # group -> what makes its link in place of "ours", where further/nodes.py has said so
 
 
 def use(group, comm):
-    """Choose what carries a group's messages: "ours": the best way; "ring": the textbook's; "torch": the library's."""
+    """Choose what carries a group's messages: "ours": the best way; "ring": the textbook's; "torch": the library's,
+    once further/library.py is imported."""
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return
     group = group or torch_dist.group.WORLD
@@ -615,20 +616,14 @@ def use(group, comm):
 
 
 def make_link(group, comm):
-    """The Link of a group for one of COMMS. ValueError for another name."""
-    return link_class(group, comm)(group)
-
-
-def link_class(group, comm):
+    """The Link of a group for a name in LINKS. ValueError for another one."""
+    if comm not in LINKS:
+        raise ValueError(f"no collectives are called {comm}: there are {', '.join(LINKS)}; import further.library adds "
+                         "torch")
     if comm == "ours":
         say_what_is_faster(torch_dist.get_backend(group))
-        return registered.get(group, Link)
-    if comm == "ring":
-        return Link
-    if comm == "torch":
-        from further.library import Library
-        return Library
-    raise ValueError(f"no collectives are called {comm}: there are {', '.join(COMMS)}")
+        return registered.get(group, Link)(group)
+    return LINKS[comm](group)
 
 
 @functools.cache  # once a process
@@ -648,13 +643,10 @@ def link_of(group):
 
 # -------------------------------------------------------------------------------------------------------- start and end
 
-def initialize(device_type, timeout=600, together=0):
+def initialize(device_type, timeout=600):
     """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device.
-    "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error. together:
-    so many ranks are threads of this process, on the CPU, and the program runs again as each (further/together.py)."""
-    if together:
-        from further.together import join
-        return join(together)
+    "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error.
+    (`join` of further/together.py takes threads of this process for ranks.)"""
     gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device_type == "cuda" else None
     if gpu:
         torch.cuda.set_device(gpu)

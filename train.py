@@ -100,7 +100,7 @@ class Flags:
     recompute: str = flag("none", "layers that backward runs again", choices=["none", "block", "attention"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "auto: Triton from Hopper on, in 16 bits or fp32", choices=["auto", "torch", "triton"])
-    comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=list(dist.COMMS))
+    comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=["ours", "ring", "torch"])
     plain: bool = flag(False, "run the reference alone, without fast/ and safe/; several processes need torchrun then")
     together: bool = flag(False, "run the reference alone, with all ranks as threads of this process, to step through")
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
@@ -786,7 +786,13 @@ class Run:
 
     def start(self):
         """Meet the other processes, train, part."""
-        device = dist.initialize(self.s.device, together=self.s.together and processes_of(self.s, 1))
+        if self.s.comm == "torch":
+            import further.library  # noqa: F401  which adds it to dist.LINKS
+        if self.s.together:
+            from further.together import join
+            device = join(processes_of(self.s, 1))
+        else:
+            device = dist.initialize(self.s.device)
         if dist.get_rank() == 0:
             print(f"mode     {self.mode}", flush=True)
         self.trainer(self.s, self.config, self.source, self.data, device).train(self.saved)

@@ -1,6 +1,7 @@
 """--comm torch: torch.distributed's own collectives in place of ours.
 
     torchrun --nproc_per_node 2 train.py --dp 2 --comm torch
+    import further.library; dist.use(group, "torch")            in a program of your own
 """
 
 import functools
@@ -48,3 +49,6 @@ class Library(dist.Link):
             dist.unflatten(flats[output], given[output])
 
         return dist.Handle(wait, handle.is_completed) if async_op else wait()
+
+
+dist.LINKS["torch"] = Library

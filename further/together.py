@@ -1,8 +1,8 @@
 """All ranks in one process: each is a thread, one runs at a time, and messages lie in a dictionary.
 
     python train.py --together --dp 2 --tp 2               a breakpoint() stops in one rank, and the others stand still
-    dist.initialize("cpu", together=4)                     your own program does so: it runs again as each of 4 ranks
-    together.run(4, body)                                  [what body() returns on each rank]; it initializes as above
+    together.join(4)                                       in place of your own program's dist.initialize
+    together.run(4, body)                                  [what body() returns on each rank]; it joins as above
 
 collectives.py, parallel.py and train.py run unchanged. PyTorch keeps groups for each thread, as its own tests want it,
 and `Queues` is a backend with isend and irecv. A rank runs until it waits for a message, or has sent one. Then a draw
@@ -222,6 +222,7 @@ class Queues(torch_dist.ProcessGroup):
 
 
 if "together" not in torch_dist.Backend.backend_list:  # it may be imported anew
+    dist.DEVICE["together"] = "cpu"
     torch_dist.Backend.register_backend("together",
                                         lambda store, rank, size, timeout: Queues(rank, size), devices=["cpu"])
 
@@ -251,13 +252,14 @@ def run(n, body, world=None):
 def run_joined(n, body, world=None):
     """As `run`, of ranks that have joined one another."""
     def joined():
-        dist.initialize("cpu", together=n)
+        join(n)
         return body()
     return run(n, joined, world)
 
 
 def join(n):
-    """Of `dist.initialize`: join the others. Outside of them, run this program again as each of n ranks, and exit."""
+    """As `dist.initialize`: join the others; returns the device. Outside of them, run this program again as each of n
+    ranks, and exit."""
     me = current()
     if not me:
         run(n, lambda: runpy.run_path(sys.argv[0], run_name="__main__"))

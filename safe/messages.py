@@ -107,7 +107,7 @@ def watched_link(group, comm):
     """As collectives.make_link, of links that report and name."""
     if comm == "ours":
         return dist.registered.get(group, Watched)(group)
-    plain = dist.link_class(group, comm)
+    plain = dist.LINKS[comm]
     return type(f"Watched{plain.__name__}", (Watched, plain), {})(group)
 
 

@@ -118,13 +118,13 @@ def imported(statement):
 
 
 def test_imports_point_one_way():
-    """At a file's top only rooms before its own, or files of its own. Inside a function the reference may name
-    further/, and train.py's last function the rooms that it turns on."""
+    """Only rooms before its own, or files of its own. Inside its last function train.py may name the rooms that it turns
+    on."""
     wrong = []
     for file, tree in TREES.items():
         room = room_of(file)
         before = ROOMS[:ROOMS.index(room) + (room not in REFERENCE or room == "further")]
-        late = {"train": ["train", "fast"]}.get(room, ["further"] * (room in REFERENCE))
+        late = ["train", "fast"] * (room == "train")
         for nodes, able in (tree.body, before), (ast.walk(tree), before + late):
             rooms = {name.split(".")[0] for node in nodes for name in imported(node)}
             wrong += [(file, other) for other in rooms & {*ROOMS} - {*able}]
