@@ -1711,10 +1711,9 @@ def in_order(lists):
     return run_in_turns(lists, lambda action, done, waiting: done.issuperset(needs(action, stage_to_rank)))
 
 
-def check(lists):
-    """Prove that lowered lists can run: raises ScheduleError unless each stage runs F and B (or F, I and W) of each
-    micro-batch once, on one rank, after what they need, each receive has its send, and there is no deadlock even if
-    each send waits for its receive."""
+def check_complete(lists, m=None):
+    """ScheduleError unless each stage runs F and B (or F, I and W) of each micro-batch once, on one rank. m: how many
+    micro-batches there are; None: the lists say it."""
     stage_to_rank = ranks_of_stages(lists)
     listed = set()
     for rank, actions in enumerate(lists):
@@ -1725,10 +1724,18 @@ def check(lists):
             if action in listed:
                 raise ScheduleError(lists, {rank: i}, f"{action} is there twice")
             listed.add(action)
-    for s, i in itertools.product(range(len(stage_to_rank)), {action.micro_batch for action in listed}):
+    m = m or 1 + max((action.micro_batch for action in listed), default=0)
+    for s, i in itertools.product(range(len(stage_to_rank)), range(m)):
         if "".join(kind for kind in "FBIW" if Action(kind, s, i) in listed) not in ("FB", "FIW"):
             why = f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there"
             raise ScheduleError(lists, {}, why)
+
+
+def check(lists, m=None):
+    """Prove that lowered lists can run: raises ScheduleError unless they are complete, each action comes after what it
+    needs, each receive has its send, and there is no deadlock even if each send waits for its receive."""
+    check_complete(lists, m)
+    stage_to_rank = ranks_of_stages(lists)
 
     def can_run(action, done, waiting):
         kind, s, i = action
@@ -1742,17 +1749,19 @@ def check(lists):
     run_in_turns(lists, can_run)
 
 
-class ScheduleError(ValueError):
-    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`.
+def names_of(actions):
+    """A rank's actions as text. Where it has several stages, F0/2 is F0 of stage 2."""
+    several = len({action.stage for action in actions}) > 1
+    return [f"{action}/{action.stage}" if several else str(action) for action in actions]
 
-    Where a rank has several stages, F0/2 is F0 of stage 2.
-    """
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`."""
 
     def __init__(self, lists, at, why):
         lines = [why]
         for rank, actions in enumerate(lists):
-            several = len({action.stage for action in actions}) > 1
-            cells = [f"{action}/{action.stage}" if several else str(action) for action in actions] + ["end"]
+            cells = names_of(actions) + ["end"]
             if rank in at:
                 cells.insert(at[rank], "->")
             lines.append(f"rank {rank}  " + " ".join(cells))
@@ -1763,7 +1772,7 @@ class ScheduleError(ValueError):
 def checked(schedule, p, m, v):
     """A schedule's lowered lists, which callers must not change."""
     lists = lower(schedule(p, m, v))
-    check(lists)
+    check(lists, m)
     return lists
 
 

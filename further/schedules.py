@@ -12,13 +12,16 @@ F, I and W as in parallel.py's section on pipelines; the schedules in a V are be
 """
 
 import itertools
+import re
 from collections import defaultdict, deque
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 import parallel
-from parallel import Action, alternate, MicroBatch, needs, one_f_one_b, ranks_of_stages, result_of, whole_batch
+from parallel import (
+    Action, alternate, check, check_complete, lower, MicroBatch, needs, one_f_one_b, ranks_of_stages, result_of,
+    whole_batch)
 
 
 def interleaved(p, m, v):
@@ -190,6 +193,38 @@ def dualpipe_v(p, m, v=2):
                 actions.append(Action(word[0], stages[word[1]], next(following[word])))
         lists.append([action for action in actions if action.micro_batch < m])
     return squeeze(lists, 2 * p)
+
+
+# ---------------------------------------------------------------------------------------------------- a schedule as text
+
+def parse(text):
+    """The lists of a schedule, as `python -m lessons pipeline` prints them: a row a rank. F0/2 is F0 of stage 2; without
+    the number, an action of rank r is of stage r. Dots and dashes are left out.
+
+        rank 0   F0 F1 .. .. B0 -- B1 --
+        rank 1   .. F0 B0 -- F1 B1 -- ..
+
+    ValueError if it is no such text; ScheduleError, with the reason that `check` gives, if the lists cannot run.
+    """
+    lists = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        rank = len(lists)
+        row = re.fullmatch(r"rank (\d+)\s(.*)", line)
+        if not row or int(row[1]) != rank:
+            raise ValueError(f"{line[:40]!r} is not the row of rank {rank}: it begins with rank {rank}")
+        actions = []
+        for word in row[2].split():
+            action = re.fullmatch(r"([FBIW])(\d+)(?:/(\d+))?", word)
+            if action:
+                actions.append(Action(action[1], int(action[3] or rank), int(action[2])))
+            elif not re.fullmatch(r"\.+|-+", word):
+                raise ValueError(f"rank {rank}: {word!r} is no action: write F0, or F0/2 for that of stage 2")
+        lists.append(actions)
+    if not lists:
+        raise ValueError("no schedule: its first row begins with rank 0")
+    check_complete(lists)
+    check(lower(lists))
+    return lists
 
 
 # ------------------------------------------------------------------------------------------ backward in two: I, later W

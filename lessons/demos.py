@@ -180,7 +180,7 @@ def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
     if not trace:
         print("F, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1,\n"
               "from its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and\n"
-              "the rank's second F0 runs micro-batch 0 through its next stage. -- is the rest of an action, .. idle.")
+              "F0/5 runs micro-batch 0 through stage 5. -- is the rest of an action, .. idle.")
     for name, schedule in SCHEDULES.items():
         v = virtual_stages if name == "interleaved" else 1
         try:
@@ -188,7 +188,7 @@ def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
         except ValueError as problem:
             print(f"\n{name}: {problem}")
             continue
-        check(lower(lists))
+        check(lower(lists), m)
         formula, timeline = bubble(name, p, v, 1, 1, 1), simulate(lists, *costs)
         said = "no formula" if formula is None else f"{max(formula + odd.get(name, 0), 0):g} by the formula"
         idle = max(timeline.idle)

@@ -171,7 +171,7 @@ def check_schedule(s, config):
     check_stages(s, config, s.virtual_stages)  # before there are lists of so many
     try:
         lists = schedules()[s.schedule](s.pp, s.micro_batches, s.virtual_stages)
-        parallel.check(parallel.lower(lists))
+        parallel.check(parallel.lower(lists), s.micro_batches)
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
         raise BadInput(f"--schedule {s.schedule}: {problem}; give --micro-batches "
                        f"{multiple(s.micro_batches, s.pp)}") from None

@@ -21,8 +21,8 @@ from fast.pipeline import CollectingMicroBatch
 from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, table
 from further.experts import resized
 from further.schedules import (
-    dualpipe_v, HalvedMicroBatch, interleaved, SCHEDULES, v_half, v_min, zb_v, zero_bubble_h1)
-from theory.clock import simulate
+    dualpipe_v, HalvedMicroBatch, interleaved, parse, SCHEDULES, v_half, v_min, zb_v, zero_bubble_h1)
+from theory.clock import draw, simulate
 
 
 @on_ranks(2)
@@ -166,6 +166,32 @@ def test_broken_schedules_are_rejected(make, change, says):
     with pytest.raises(parallel.ScheduleError, match=says) as error:
         parallel.check(lists)
     assert "rank 2" in str(error.value) and (says == "must each be there" or "->" in str(error.value))
+
+
+def test_a_micro_batch_that_no_list_has_is_missed():
+    def without(number):
+        return [[action for action in actions if action.micro_batch != number] for actions in parallel.one_f_one_b(2, 4)]
+
+    for number in range(3):
+        with pytest.raises(parallel.ScheduleError, match=f"stage 0, micro-batch {number}: F and B.*must each be there"):
+            parallel.check(parallel.lower(without(number)))
+    with pytest.raises(parallel.ScheduleError, match="stage 0, micro-batch 3"):
+        parallel.checked(lambda p, m, v: without(3), 2, 4, 1)
+
+
+def test_schedules_are_read_as_they_are_printed():
+    for make in SCHEDULES.values():
+        lists = make(3, 4, 2)
+        assert parse(draw(simulate(lists))) == lists
+
+
+@parametrize("text, says", [
+    ("", "begins with rank 0"), ("rank 1  F0 B0", "begins with rank 0"), ("rank 0  F0 X0", "'X0' is no action"),
+    ("rank 0  F0 B0 B0", "B0 is there twice"), ("rank 0  F0 F2 B0 B2", "micro-batch 1: F and B"),
+    ("rank 0  F0 B0\nrank 1  B0 .. F0", "deadlock"), ("rank 0  F0 B0\nrank 1  F0/2 B0/2", "stage 1, micro-batch 0")])
+def test_texts_of_schedules_that_cannot_run_are_refused(text, says):
+    with pytest.raises(ValueError, match=says):
+        parse(text)
 
 
 # --------------------------------------------------------------------------------------------------- running a schedule

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import parallel
 from further.schedules import SCHEDULES
-from parallel import in_order, needs, ranks_of_stages, result_of
+from parallel import in_order, names_of, needs, ranks_of_stages, result_of
 
 
 # ---------------------------------------------------------------------------- pipeline: stages that take equally long
@@ -119,16 +119,17 @@ def bubble(schedule, p, v, f, i, w):
 
 
 def draw(timeline):
-    """The timeline as text: a row a rank, a column as long as its shortest action. F2 is F of micro-batch 2; dots are
-    idle time."""
+    """The timeline as text, which `further.schedules.parse` reads: a row a rank, a column as long as its shortest
+    action. F2 is F of micro-batch 2, F2/5 that of stage 5; dots are idle time."""
     unit = min(end - start for row in timeline.spans for _, start, end in row)
     columns = round(timeline.length / unit)
-    width = max(len(str(action)) for row in timeline.spans for action, _, _ in row)
+    names = [names_of([action for action, _, _ in row]) for row in timeline.spans]
+    width = max(len(name) for row in names for name in row)
     lines = []
     for r, row in enumerate(timeline.spans):
         cells = ["." * width] * columns
-        for action, start, end in row:
+        for name, (_, start, end) in zip(names[r], row):
             first, last = round(start / unit), round(end / unit)
-            cells[first:last] = [str(action).ljust(width)] + ["-" * width] * (last - first - 1)
+            cells[first:last] = [name.ljust(width)] + ["-" * width] * (last - first - 1)
         lines.append(f"rank {r}  " + " ".join(cells))
     return "\n".join(lines)
