@@ -396,6 +396,18 @@ def first_row(Tq):
 
 
 @triton.jit
+def load_rows(X, b, h, first):
+    """The tile (rows, D) of X (B, H, T, D) that begins at row `first` of a head."""
+    tile = X.load([b, h, first, 0])                                               # (1, 1, rows, D)
+    return tile.reshape(tile.shape[2], tile.shape[3])
+
+
+@triton.jit
+def store_rows(X, b, h, first, tile):
+    X.store([b, h, first, 0], tile.to(X.dtype).reshape(1, 1, tile.shape[0], tile.shape[1]))
+
+
+@triton.jit
 def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr):
     """O, and LSE, the L above (but +inf for a row without a key), of BM queries of one head. 2 matmuls a block of BN
@@ -405,13 +417,13 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.const
     m0 = tl.program_id(0) * BM
     rows = m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
-    q = Q.load([b, h, m0, 0]).reshape(BM, D)
+    q = load_rows(Q, b, h, m0)
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
     for n0 in range(0, last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
-        k = K.load([b, h, n0, 0]).reshape(BN, D)
-        v = V.load([b, h, n0, 0]).reshape(BN, D)
+        k = load_rows(K, b, h, n0)
+        v = load_rows(V, b, h, n0)
         s = dot(q, k.T) * scale                                                   # (BM, BN)
         s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -423,7 +435,7 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.const
         m = m_new
     some = l > 0                                                 # a row without a key (Tq > Tk): O = 0; L = inf: P = 0
     l = tl.where(some, l, 1.0)
-    O.store([b, h, m0, 0], (acc / l[:, None]).to(q.dtype).reshape(1, 1, BM, D))
+    store_rows(O, b, h, m0, acc / l[:, None])
     tl.store(LSE + first_row(Tq) + rows, tl.where(some, m + tl.log(l), float("inf")), rows < Tq)
 
 
@@ -436,21 +448,21 @@ def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H
     m0 = tl.program_id(0) * BM
     rows = m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
-    q = Q.load([b, h, m0, 0]).reshape(BM, D)
-    do = DO.load([b, h, m0, 0]).reshape(BM, D)
-    o = O.load([b, h, m0, 0]).reshape(BM, D)
+    q = load_rows(Q, b, h, m0)
+    do = load_rows(DO, b, h, m0)
+    o = load_rows(O, b, h, m0)
     lse = tl.load(LSE + first_row(Tq) + rows, rows < Tq, float("inf"))                # (BM,)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(DELTA + first_row(Tq) + rows, delta, rows < Tq)
     dq = tl.zeros([BM, D], tl.float32)
     for n0 in range(0, last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
-        k = K.load([b, h, n0, 0]).reshape(BN, D)
-        v = V.load([b, h, n0, 0]).reshape(BN, D)
+        k = load_rows(K, b, h, n0)
+        v = load_rows(V, b, h, n0)
         s = dot(q, k.T) * scale                                                   # (BM, BN)
         p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], tl.exp(s - lse[:, None]), 0.0)
         ds = p * (dot(do, v.T) - delta[:, None])       # without 1/sqrt(D), which comes last
         dq = dot(ds.to(k.dtype), k, dq)
-    DQ.store([b, h, m0, 0], (dq * scale).to(q.dtype).reshape(1, 1, BM, D))
+    store_rows(DQ, b, h, m0, dq * scale)
 
 
 @triton.jit
@@ -461,15 +473,15 @@ def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk,
     h = tl.program_id(1) % H
     n0 = tl.program_id(0) * BN
     keys = n0 + tl.arange(0, BN)
-    k = K.load([b, h, n0, 0]).reshape(BN, D)
-    v = V.load([b, h, n0, 0]).reshape(BN, D)
+    k = load_rows(K, b, h, n0)
+    v = load_rows(V, b, h, n0)
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
     start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # rows before see none of these keys
     for m0 in range(start, Tq, BM):
         rows = m0 + tl.arange(0, BM)
-        q = Q.load([b, h, m0, 0]).reshape(BM, D)
-        do = DO.load([b, h, m0, 0]).reshape(BM, D)
+        q = load_rows(Q, b, h, m0)
+        do = load_rows(DO, b, h, m0)
         lse = tl.load(LSE + first_row(Tq) + rows, rows < Tq, float("inf"))        # inf past the last row: P is 0 there
         delta = tl.load(DELTA + first_row(Tq) + rows, rows < Tq, 0)
         s = dot(k, q.T) * scale                                                   # (BN, BM)
@@ -477,8 +489,8 @@ def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk,
         dv = dot(p.to(do.dtype), do, dv)
         ds = p * (dot(v, do.T) - delta[None, :])
         dk = dot(ds.to(q.dtype), q, dk)
-    DK.store([b, h, n0, 0], (dk * scale).to(k.dtype).reshape(1, 1, BN, D))
-    DV.store([b, h, n0, 0], dv.to(k.dtype).reshape(1, 1, BN, D))
+    store_rows(DK, b, h, n0, dk * scale)
+    store_rows(DV, b, h, n0, dv)
 
 
 HEAD_DIMS = (16, 32, 64, 128, 256)

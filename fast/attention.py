@@ -16,7 +16,7 @@ import kernels
 from fast import grouped
 from kernels import (
     attention_backward_reference, attention_forward, attention_reference, dot, DTYPES, finite_or_inf, flash_takes,
-    HEAD_DIMS, last_key, programs_at_once, TensorDescriptor, tiled, tl, triton)
+    HEAD_DIMS, last_key, load_rows, programs_at_once, store_rows, TensorDescriptor, tiled, tl, triton)
 
 
 try:  # Gluon is a part of Triton whose names still change. Without it kernels.py serves Hopper GPUs, too.
@@ -274,17 +274,17 @@ def tuned_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, T_pad, scale2, scale
     last = last_key(rows, Tq, Tk, CAUSAL)
     full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN            # all of these rows see keys [0, full),
     end = last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1                              # none sees keys from `end` on
-    q = Q.load([b, h, m0, 0]).reshape(BM, D)
-    do = DO.load([b, h, m0, 0]).reshape(BM, D)
-    o = O.load([b, h, m0, 0]).reshape(BM, D)
+    q = load_rows(Q, b, h, m0)
+    do = load_rows(DO, b, h, m0)
+    o = load_rows(O, b, h, m0)
     lse = tl.load(LSE + bh.to(tl.int64) * T_pad + rows)                           # (BM,)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(DELTA + bh.to(tl.int64) * T_pad + rows, delta)
     dq = tl.zeros([BM, D], tl.float32)
     for MASK in tl.static_range(2):
         for n0 in range(full if MASK else 0, end if MASK else full, BN):
-            k = K.load([b, h, n0, 0]).reshape(BN, D)
-            v = V.load([b, h, n0, 0]).reshape(BN, D)
+            k = load_rows(K, b, h, n0)
+            v = load_rows(V, b, h, n0)
             s = dot(q, k.T)                                                    # (BM, BN)
             dp = dot(do, v.T)
             p = tl.exp2(s * scale2 - lse[:, None])
@@ -292,7 +292,7 @@ def tuned_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, T_pad, scale2, scale
                 p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], p, 0.0)
             ds = p * (dp - delta[:, None])
             dq = dot(ds.to(k.dtype), k, dq)
-    DQ.store([b, h, m0, 0], (dq * scale).to(DQ.dtype).reshape(1, 1, BM, D))
+    store_rows(DQ, b, h, m0, dq * scale)
 
 
 @triton.jit
@@ -305,14 +305,14 @@ def tuned_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq,
     start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # no row before this sees these keys
     full = tl.maximum(n0 + BN - 1 + Tq - Tk, 0) if CAUSAL else 0                  # each row from here on sees them all
     full = tl.minimum(tl.cdiv(full, BM) * BM, Tq) if n0 + BN <= Tk else Tq        # (no row, if some keys are past Tk)
-    k = K.load([b, h, n0, 0]).reshape(BN, D)
-    v = V.load([b, h, n0, 0]).reshape(BN, D)
+    k = load_rows(K, b, h, n0)
+    v = load_rows(V, b, h, n0)
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
     for FREE in tl.static_range(2):
         for m0 in range(full if FREE else start, Tq if FREE else full, BM):
-            q = Q.load([b, h, m0, 0]).reshape(BM, D)
-            do = DO.load([b, h, m0, 0]).reshape(BM, D)
+            q = load_rows(Q, b, h, m0)
+            do = load_rows(DO, b, h, m0)
             lse = LSE.load([bh, m0]).reshape(BM)                                  # inf past the last row: P is 0 there
             delta = DELTA.load([bh, m0]).reshape(BM)
             s = dot(k, q.T)                                                       # (BN, BM)
@@ -324,8 +324,8 @@ def tuned_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq,
             dv = dot(p.to(do.dtype), do, dv)
             ds = p * (dp - delta[None, :])
             dk = dot(ds.to(q.dtype), q, dk)
-    DK.store([b, h, n0, 0], (dk * scale).to(DK.dtype).reshape(1, 1, BN, D))
-    DV.store([b, h, n0, 0], dv.to(DV.dtype).reshape(1, 1, BN, D))
+    store_rows(DK, b, h, n0, dk * scale)
+    store_rows(DV, b, h, n0, dv)
 
 
 # (BM, BN, warps, stages) by head dim; head dims up to 64 share an entry. Beside each stand its TFLOP/s, causal / not
