@@ -16,7 +16,7 @@ from further.context import own_tokens, seen
 from further.expert_parallel import split_experts
 from further.experts import count_of_each, ExpertsConfig
 from further.schedules import SCHEDULES
-from lessons import kernels as errors, pages, puzzles
+from lessons import kernels as errors, pages, puzzles, runs
 from lessons.blind import demo_blind
 from lessons.extension import demo_extension
 from lessons.forms import demo_forms
@@ -427,7 +427,8 @@ def main():
             kind = positive if isinstance(default, int) else str
             choices = {"model": list(PRESETS), "machine": list(MACHINES)}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices)
-    puzzles.add_to(lessons)
+    for many in (puzzles, runs):
+        many.add_to(lessons)
     try:
         launch.started()
         flags = vars(parser.parse_args())

@@ -19,6 +19,7 @@ from safe.data import (
 from safe.files import check_folder, Log, sync, tell
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
 from safe.messages import progress, Watched
+from safe.page import Page
 from safe.reports import collective_name, describe, describe_first_steps, measured, profiled, traced
 from safe.sizes import BadInput, reject
 from safe.watch import Watch
@@ -44,7 +45,7 @@ class WatchedTrainer(Trainer):
     are not finite, stops cleanly on SIGTERM and SIGHUP, and saves checkpoints that are complete or absent."""
     run = None  # the WatchedRun; a benchmark has none
     first = 0  # steps that are done when the run goes on from a checkpoint
-    log = None  # on rank 0, if there is --out: its Log
+    log = page = None  # on rank 0, if there is --out: its Log, and its Page
     activations, share, memory = 0, 1.0, {}  # what the first steps found: for `describe_first_steps`, and for the log
     terminated = stopping = 0  # the signal to end that this rank has had; that one of them has had
     saved = True  # whether the last checkpoint was written
@@ -57,9 +58,13 @@ class WatchedTrainer(Trainer):
     def train(self, saved):
         self.unit = "byte" if isinstance(self.vocabulary, Bytes) else "token"
         self.bytes_a_token = bytes_a_token(self.held_out, self.vocabulary)
+        if self.run.lock:
+            self.page = Page(self.s.out)
         describe(self)
         with contextlib.suppress(Terminated):
             super().train(saved)
+        if self.page:
+            self.page.write(over=True)
 
     def step(self, step):
         """As in Trainer. The first step measures activations. The third one, if asked to, is traced and profiled,
@@ -108,6 +113,8 @@ class WatchedTrainer(Trainer):
     def say(self, text):
         if dist.get_rank() == 0:
             tell(text)
+            if self.page and not text.startswith("step"):
+                self.page.said.append(text)
 
     def where(self, done):
         return f"step {done:>{len(str(self.s.steps))}}/{self.s.steps}"
@@ -153,6 +160,8 @@ class WatchedTrainer(Trainer):
             more = f", {bits / self.bytes_a_token:.2f} bits a byte" if self.bytes_a_token else ""
             self.say(f"{self.where(done)}  validation loss {entry['val_loss']:.4f} nats a {self.unit}, {bits:.2f} bits"
                      + more)
+        if self.page:
+            self.page.write()
         self.since, self.logged, self.memory = time.perf_counter(), done, {}
 
     def write_log(self, entry):
