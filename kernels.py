@@ -612,16 +612,16 @@ def checked_targets(targets, vocab):
 
     Another target outside of 0 .. vocab-1 is an IndexError on the CPU. A GPU is not waited for: there the factor is
     NaN, and so are the loss and its gradients, which lets a training loop skip the step."""
-    inside = (targets >= 0) & (targets < vocab)
-    wrong = (that_count(targets) & ~inside).any()
+    counts = that_count(targets)
+    wrong = counts & ((targets < 0) | (targets >= vocab))
     if not readable(targets):
-        factor = torch.ones((), device=targets.device).masked_fill(wrong, math.nan)
-    elif wrong:
+        factor = torch.ones((), device=targets.device).masked_fill(wrong.any(), math.nan)
+    elif wrong.any():
         raise IndexError(f"targets from {targets.min()} to {targets.max()}: of {vocab} logits they are 0 to "
                          f"{vocab - 1}, or -1 or -100, which do not count")
     else:
         factor = 1.0
-    return targets.masked_fill(~inside, IGNORED), factor
+    return targets.masked_fill(wrong, 0).masked_fill(~counts, IGNORED), factor  # a row at 0 has its gradient times NaN
 
 
 @triton.jit

@@ -87,7 +87,8 @@ class BirthLog(TorchDispatchMode):
 @contextlib.contextmanager
 def measured(trainer):
     """Inside, note how many bytes the activations take after each forward: without micro-batches, the gradients of
-    earlier ones, and buffers of collectives. Then note what share of the tokens this rank's experts got."""
+    earlier ones, messages between stages, and buffers of collectives. Then note what share of the tokens this rank's
+    experts got."""
     births, net = BirthLog(), trainer.net
     forward = net.pipeline.step.forward
 
@@ -96,7 +97,8 @@ def measured(trainer):
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
         gathered = [bucket.weights for reducer in reducers_of(net) for bucket in reducer.buckets
                     if isinstance(bucket, FlatParameter) and bucket.weights is not None]
-        others = storages([*step.x, *step.y, step.dloss, *kept_tensors(net)["gradients"], *gathered,
+        sent = [tensor for _, tensor in step.sending]  # on a GPU the host does not wait until they have arrived
+        others = storages([*step.x, *step.y, step.dloss, *kept_tensors(net)["gradients"], *gathered, *sent,
                            *trainer.buffers_of_collectives()])
         trainer.activations = max(trainer.activations, births.alive(others))
 

@@ -67,8 +67,10 @@ def test_cut_layers_refuse_what_they_cannot_do():
         parallel.make_mesh("cpu", 3, 3)
     net = parallel.tensor_parallel(nn.Sequential(nn.Embedding(10, 4)), None, plan)
     z = torch.ones(1, 2, 5, requires_grad=True)
-    for bad, read in itertools.product((-2, 10), (True, False)):
+    ways = ["torch"] + ["triton"] * kernels.HAVE_TRITON
+    for bad, read, way in itertools.product((-2, 10), (True, False), ways):
         numbers = torch.tensor([[3, bad]])
+        kernels.use(way)
         with patch.object(kernels, "readable", lambda tensor: read):
             if read:
                 with pytest.raises(IndexError, match="an embedding of 10 rows takes 0 to 9"):
@@ -79,6 +81,7 @@ def test_cut_layers_refuse_what_they_cannot_do():
                 loss = parallel.cross_entropy(z * 1, numbers, 10)
                 assert loss.isnan() and torch.autograd.grad(loss, z)[0].isnan().all()
                 assert net(numbers).isnan().all(2).tolist() == [[False, True]]
+    kernels.use("auto")
 
 
 # --------------------------------------------------------------------------------------------------- pipeline schedules
@@ -252,7 +255,7 @@ def test_weight_gradients_wait_for_w(first, frozen):
 
 @on_ranks(1)
 def test_a_failed_i_puts_nothing_off():
-    block = model.GPT(SMALL, pieces=range(1, 2)).double()
+    block = model.GPT(SMALL, pieces=range(1, 2)).double().to(torch.get_default_device())
     micro_batch = halves_of(block)
     micro_batch.forward(torch.ones(2, 5, SMALL.n_embd).double())
     with pytest.raises(RuntimeError):
