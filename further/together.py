@@ -221,8 +221,8 @@ class Queues(torch_dist.ProcessGroup):
         return dist.Handle(wait)
 
 
+dist.DEVICE["together"] = "cpu"
 if "together" not in torch_dist.Backend.backend_list:  # it may be imported anew
-    dist.DEVICE["together"] = "cpu"
     torch_dist.Backend.register_backend("together",
                                         lambda store, rank, size, timeout: Queues(rank, size), devices=["cpu"])
 
