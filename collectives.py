@@ -235,37 +235,33 @@ def blocks(tensor, sizes, n):
 
 # ----------------------------------------------------------------------------------------------------- public functions
 
-def run(group, async_op, algorithm, *arguments):
-    """Run algorithm(link, *arguments) on the group's link. Its name, without the underscore, is the public function's.
-    arguments: those of torch.distributed's function of that name, in order, without `group` and `async_op`."""
-    if group is not torch_dist.GroupMember.NON_GROUP_MEMBER:  # a rank outside the group has nothing to do
-        return link_of(group).run(algorithm.__name__[1:], async_op, algorithm, *arguments)
-
+# Each gives its group's Link an algorithm and its arguments: those of torch.distributed's function of the same name, in
+# order, without `group` and `async_op`.
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
     """Copy `tensor` of global rank `src` into `tensor` of every rank, of any shape and dtype. Binomial tree: the root
     sends up to log2(N) copies, all ranks together N-1. With `async_op`, here as everywhere, returns a handle."""
-    return run(group, async_op, _broadcast, tensor, src, group_src)
+    return link_of(group).run("broadcast", async_op, _broadcast, tensor, src, group_src)
 
 
 def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
     """Combine `tensor` of all ranks into `tensor` of global rank `dst`; the others keep theirs. Binomial tree."""
-    return run(group, async_op, _reduce, tensor, dst, op, group_dst)
+    return link_of(group).run("reduce", async_op, _reduce, tensor, dst, op, group_dst)
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
     """Collect `tensor` of every rank into `gather_list` (N tensors of its shape) on rank `dst`. Binomial tree."""
-    return run(group, async_op, _gather, tensor, gather_list, dst, group_dst)
+    return link_of(group).run("gather", async_op, _gather, tensor, gather_list, dst, group_dst)
 
 
 def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
     """Hand `scatter_list[i]` of rank `src` to `tensor` of rank i: gather backwards. Binomial tree."""
-    return run(group, async_op, _scatter, tensor, scatter_list, src, group_src)
+    return link_of(group).run("scatter", async_op, _scatter, tensor, scatter_list, src, group_src)
 
 
 def all_gather(tensor_list, tensor, group=None, async_op=False):
     """Put `tensor` of rank i into `tensor_list[i]` of every rank, for all i; sizes may differ from rank to rank."""
-    return run(group, async_op, _all_gather, tensor_list, tensor)
+    return link_of(group).run("all_gather", async_op, _all_gather, tensor_list, tensor)
 
 
 def _all_gather(link, tensor_list, tensor):
@@ -279,7 +275,7 @@ def _all_gather(link, tensor_list, tensor):
 def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
     """Concatenate `input_tensor` (K/N elements) of all ranks, in rank order, into `output_tensor` (K) on every rank.
     `input_tensor` may be this rank's slice of `output_tensor`."""
-    return run(group, async_op, _all_gather_into_tensor, output_tensor, input_tensor)
+    return link_of(group).run("all_gather_into_tensor", async_op, _all_gather_into_tensor, output_tensor, input_tensor)
 
 
 def _all_gather_into_tensor(link, output_tensor, input_tensor):
@@ -292,7 +288,7 @@ def _all_gather_into_tensor(link, output_tensor, input_tensor):
 
 def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
     """Combine `input_list[i]` of all ranks into `output` of rank i; sizes may differ."""
-    return run(group, async_op, _reduce_scatter, output, input_list, op)
+    return link_of(group).run("reduce_scatter", async_op, _reduce_scatter, output, input_list, op)
 
 
 def _reduce_scatter(link, output, input_list, op):
@@ -304,7 +300,7 @@ def _reduce_scatter(link, output, input_list, op):
 def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """Combine `input` (K elements) of all ranks and leave slice r of the result in `output` (K/N) of rank r.
     `output` may be this rank's slice of `input`."""
-    return run(group, async_op, _reduce_scatter_tensor, output, input, op)
+    return link_of(group).run("reduce_scatter_tensor", async_op, _reduce_scatter_tensor, output, input, op)
 
 
 def _reduce_scatter_tensor(link, output, input, op):
@@ -315,7 +311,7 @@ def _reduce_scatter_tensor(link, output, input, op):
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Combine `tensor` of all ranks in place; every rank ends with the same bits."""
-    return run(group, async_op, _all_reduce, tensor, op)
+    return link_of(group).run("all_reduce", async_op, _all_reduce, tensor, op)
 
 
 def _all_reduce(link, tensor, op):
@@ -326,7 +322,7 @@ def _all_reduce(link, tensor, op):
 
 def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
     """Send `input_tensor_list[i]` to rank i, put what rank i sent into `output_tensor_list[i]`; sizes may differ."""
-    return run(group, async_op, _all_to_all, output_tensor_list, input_tensor_list)
+    return link_of(group).run("all_to_all", async_op, _all_to_all, output_tensor_list, input_tensor_list)
 
 
 def _all_to_all(link, output_tensor_list, input_tensor_list):
@@ -339,7 +335,8 @@ def _all_to_all(link, output_tensor_list, input_tensor_list):
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
     """Send block i of `input`'s rows to rank i, put what rank i sent into block i of `output`: a transpose over ranks.
     Blocks are equal unless the split sizes (rows per rank) say otherwise. A rank sends all but its own block, once."""
-    return run(group, async_op, _all_to_all_single, output, input, output_split_sizes, input_split_sizes)
+    return link_of(group).run("all_to_all_single", async_op, _all_to_all_single, output, input, output_split_sizes,
+                              input_split_sizes)
 
 
 def _all_to_all_single(link, output, input, output_split_sizes, input_split_sizes):
@@ -352,7 +349,7 @@ def _all_to_all_single(link, output, input, output_split_sizes, input_split_size
 
 def barrier(group=None, async_op=False):
     """Return when every rank of the group has called it."""
-    handle = run(group, async_op, _barrier)
+    handle = link_of(group).run("barrier", async_op, _barrier)
     if torch.cuda.is_initialized() and not async_op:
         torch.cuda.current_stream().synchronize()  # so far only the stream waits, but a barrier holds up the CPU
     return handle
@@ -633,8 +630,17 @@ def say_what_is_faster(backend):
               "group is made, is as fast as NCCL", file=sys.stderr)
 
 
+class NoLink:
+    """Of a rank outside the group, which has nothing to do."""
+
+    def run(self, *_):
+        return None
+
+
 def link_of(group):
     """The Link that serves this group."""
+    if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
+        return NoLink()
     group = group or torch_dist.group.WORLD
     if "in use" not in links[group]:
         use(group, "ours")

@@ -1356,6 +1356,9 @@ class Cut:
         self.group, self.dim, self.parts = group_or_world(group), dim, parts
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
+    def __deepcopy__(self, memo):
+        return self  # a group has no copy
+
     def part(self, full):
         """What this rank has of the whole tensor."""
         mine = [part.tensor_split(self.size, self.dim)[self.rank] for part in full.chunk(self.parts, self.dim)]
@@ -1372,12 +1375,12 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, layer, group, f, parts=1):  # f: CopyToGroup.apply, or sequence parallelism's
         super().__init__()
         check_replaceable(layer, nn.Linear)
-        cut = Cut(group, 0, parts)  # A's columns are the weight's rows
-        self.f = lambda x: f(x, group)  # no attribute holds the group, because a group has no deep copy
-        self.weight, self.bias = local_parameter(layer.weight, cut), local_parameter(layer.bias, cut)
+        self.f = f
+        self.cut = Cut(group, 0, parts)  # A's columns are the weight's rows
+        self.weight, self.bias = local_parameter(layer.weight, self.cut), local_parameter(layer.bias, self.cut)
 
     def forward(self, x):                                                                     # (..., in)
-        return kernels.linear(self.f(x), self.weight, self.bias)                              # (..., out/N)
+        return kernels.linear(self.f(x, self.cut.group), self.weight, self.bias)              # (..., out/N)
 
 
 class RowParallelLinear(nn.Module):
@@ -1386,11 +1389,12 @@ class RowParallelLinear(nn.Module):
     def __init__(self, layer, group, g):  # g: ReduceFromGroup.apply, or sequence parallelism's
         super().__init__()
         check_replaceable(layer, nn.Linear)
-        self.g = lambda x: g(x, group)
-        self.weight, self.bias = local_parameter(layer.weight, Cut(group, 1)), layer.bias
+        self.g = g
+        self.cut = Cut(group, 1)
+        self.weight, self.bias = local_parameter(layer.weight, self.cut), layer.bias
 
     def forward(self, x):                                                                     # (..., in/N)
-        y = self.g(kernels.linear(x, self.weight))                                            # (..., out)
+        y = self.g(kernels.linear(x, self.weight), self.cut.group)                            # (..., out)
         # After the sum, or the bias would be added N times. Its gradient is that of Y, equal on all ranks.
         return y if self.bias is None else y + self.bias
 
@@ -1403,11 +1407,11 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, embedding, group, g):
         super().__init__()
         check_replaceable(embedding, nn.Embedding)
-        cut = Cut(group, 0)
-        self.g = lambda x: g(x, group)
-        self.weight = local_parameter(embedding.weight, cut)
+        self.g = g
+        self.cut = Cut(group, 0)
+        self.weight = local_parameter(embedding.weight, self.cut)
         self.rows = embedding.num_embeddings
-        self.first = cut.first(self.rows)
+        self.first = self.cut.first(self.rows)
 
     def forward(self, tokens):                                                                # (...)
         local = tokens - self.first
@@ -1418,7 +1422,7 @@ class VocabParallelEmbedding(nn.Module):
                              f"to {self.rows - 1}")
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)                         # (..., C)
         instead = x.new_zeros(tokens.shape).masked_fill(nowhere, math.nan)  # 0 where another rank has the row
-        return self.g(torch.where(elsewhere.unsqueeze(-1), instead.unsqueeze(-1), x))
+        return self.g(torch.where(elsewhere.unsqueeze(-1), instead.unsqueeze(-1), x), self.cut.group)
 
 
 def local_parameter(param, cut):

@@ -20,6 +20,7 @@ from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
 from fast.recorded import count_traffic, traffic_since
 from fast.zero import GuardedOptimizer
+from safe.messages import Watched
 from theory.memory import reducers_of, tensors_in
 
 
@@ -86,31 +87,31 @@ def graphs_on_tape():
     if torch.get_default_device().type == "cuda":
         yield
         return
-    start, wait = dist.run, GuardedOptimizer.wait_for_weights
+    start, wait = Watched.run, GuardedOptimizer.wait_for_weights
 
     def waits(optimizer, buckets):
         wait(optimizer, buckets)
         if Tape.recording:
             Tape.recording.steps.append(lambda: wait(optimizer, buckets))
 
-    def taped(group, async_op, *call):
+    def taped(link, name, async_op, *call):
         if Tape.recording is None:
-            return start(group, async_op, *call)
+            return start(link, name, async_op, *call)
 
         def again():
             before = dist.traffic()
-            start(group, False, *call)
+            start(link, name, False, *call)
             count_traffic(traffic_since(before), -1)  # a graph's are counted by who replays it
         for t in tensors_in(call):
             Tape.recording.writes(t)
         with _disable_current_modes():
-            start(group, False, *call)
+            start(link, name, False, *call)
         Tape.recording.steps.append(again)
         return dist.Handle() if async_op else None
 
     with (patch.object(torch.cuda, "graph_pool_handle", object),
           patch.object(fast.recorded, "RecordedGraph", Tape),
-          patch.object(dist, "run", taped),
+          patch.object(Watched, "run", taped),
           patch.object(GuardedOptimizer, "wait_for_weights", waits)):
         yield
 
