@@ -670,8 +670,8 @@ def rows_and_columns(grid):
 
 def rendezvous(device_type, timeout):
     """Where processes meet, as arguments of init_process_group: under torchrun where the environment says, alone in a
-    store of one's own."""
-    if not os.environ.get("RANK"):
+    store of one's own. ValueError if WORLD_SIZE speaks of others, and no RANK says which of them this process is."""
+    if not os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "") in ("", "1"):
         return {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
     store, rank, size = next(torch_dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     # torchrun's store outlives groups. A second world that met under the same keys would find the first one's sockets.

@@ -39,6 +39,7 @@ try:
 except ImportError:  # the kernels below stay unused, and decorating them does nothing
     triton = SimpleNamespace(jit=lambda function: function)
     tl = SimpleNamespace(constexpr=int)
+    TensorDescriptor = None
 
 
 # ------------------------------------------------------------------------------------------------------------- choice

@@ -737,8 +737,10 @@ def refuse(why):
 
 def started():
     """How many processes torchrun has started; 1 without it."""
-    rank, world, *meeting = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
-    if (rank or world) and not all([rank, world, *meeting]):
+    given = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")]
+    rank, world, port, _ = given
+    whole = all(given) and (rank + world + port).isdigit() and int(rank) < int(world)
+    if (rank or world) and not whole:
         refuse("the environment has a part of what torchrun sets: start with torchrun, or unset RANK and WORLD_SIZE")
     return int(world or 1)
 

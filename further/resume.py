@@ -18,7 +18,7 @@ import parallel
 def newest(path):
     """The file at `path`, or the newest step-*.pt in that folder. ValueError if there is none."""
     path = pathlib.Path(path)
-    found = sorted(path.glob("step-*.pt")) if path.is_dir() else [path] if path.suffix == ".pt" else []
+    found = sorted(path.glob(f"step-{8 * '[0-9]'}.pt")) if path.is_dir() else [path] if path.suffix == ".pt" else []
     if not found or not found[-1].exists():
         raise ValueError(
             f"--resume {path}: no file step-*.pt, as --plain writes it; leave --plain out to go on from others")

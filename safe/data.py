@@ -199,14 +199,16 @@ def files_in(folder, seen):
 
 
 def read_texts(files, left_out):
-    """Each file's bytes, in the order of their names; of UTF-16 with a mark at its start, as Windows writes it, those
-    of UTF-8. left_out gets the names of those with a zero byte, which no text has, and of what is no file."""
+    """Each file's bytes, in the order of their names, without UTF-8's mark at its start; of UTF-16 with its mark, as
+    Windows writes it, those of UTF-8. left_out gets the names of those with a zero byte, which no text has, and of what
+    is no file."""
     texts = []
     for file in sorted(files):
         text = file.read_bytes() if file.is_file() or len(files) == 1 else b"\0"
         if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             with contextlib.suppress(UnicodeDecodeError):
                 text = text.decode("utf-16").encode()
+        text = text.removeprefix(codecs.BOM_UTF8)
         if b"\0" in text:
             left_out.append(file.name)
         else:
@@ -220,6 +222,8 @@ def about_left_out(names):
     return f"left out, as no text: {', '.join(names[:3])}{others}" * bool(names)
 
 
+BEGINNINGS = {b"\x93NUMPY": "an array of NumPy", b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write it",
+              b"\x1f\x8b": "a gzip archive"}  # of a .bin that holds no tokens
 LLM_C = {20240520: "uint16", 20240801: "uint32"}  # first number of a header of llm.c's: what follows its 1,024 bytes
 
 
@@ -230,6 +234,8 @@ def read_bin(path):
     reject(size % 2 or not size, f"--data {path}: {size} bytes are no uint16 tokens; give tokens, or a text under "
            "another name than .bin")
     raw, kind, start = np.memmap(path, np.uint16, "r"), "uint16", 0
+    what = kind_of(raw[:1 << 18].tobytes())
+    reject(what, f"--data {path} holds {what}, and no uint16 tokens; give tokens, or a text under another name than .bin")
     magic = int.from_bytes(raw[:2].tobytes(), "little")
     if magic in LLM_C:
         kind, start = LLM_C[magic], 1024
@@ -243,6 +249,16 @@ def read_bin(path):
     code = f"import numpy; numpy.fromfile({path!r}, {kind!r}, offset={start}).astype('uint16').tofile('tokens.bin')"
     reject((kind, start) != ("uint16", 0), f'{found}: give the tokens.bin that this makes: python -c "{code}"')
     return raw
+
+
+def kind_of(beginning):
+    """What the first bytes of a file are that holds no tokens, in words; "" if they may be tokens. UTF-8 without control
+    characters is text: of any hundred tokens, some have a byte among those."""
+    with contextlib.suppress(UnicodeDecodeError):
+        letters = codecs.getincrementaldecoder("utf-8")().decode(beginning)  # the last letter may be cut
+        if not re.search(r"[\0-\x08\x0e-\x1f]", letters):
+            return "text"
+    return next((what for start, what in BEGINNINGS.items() if beginning.startswith(start)), "")
 
 
 def check_data(s, config, train, held_out, vocabulary):

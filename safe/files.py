@@ -20,7 +20,8 @@ import torch
 from safe.sizes import BadInput, reject
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-                      "U8": torch.uint8, "BOOL": torch.bool, "I64": torch.int64}
+                      "U8": torch.uint8, "BOOL": torch.bool, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+                      "I64": torch.int64}
 
 
 def read_safetensors(path):
@@ -33,6 +34,7 @@ def read_safetensors(path):
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             reject(begin < 0 or end > len(room), f"{name} lies outside the file: it is cut short or damaged")
+            reject(entry["dtype"] not in SAFETENSORS_DTYPES, f"{name} is in {entry['dtype']}, which is not read here")
             values = torch.from_numpy(room[begin:end]).view(SAFETENSORS_DTYPES[entry["dtype"]])
             tensors[name] = values.view(entry["shape"])
         return tensors

@@ -43,7 +43,8 @@ def started():
     check_interfaces()
     given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     rank, world = given["RANK"] or "0", given["WORLD_SIZE"] or "1"
-    whole = all(given.values()) and rank.isdigit() and world.isdigit() and int(rank) < int(world)
+    numbers = rank, world, given["MASTER_PORT"]
+    whole = all(given.values()) and all(map(str.isdigit, numbers)) and int(rank) < int(world)
     if not whole:
         forget_launcher()
     reject(not whole and (rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no "

@@ -20,6 +20,7 @@ import torch.distributed.run
 
 import collectives as dist
 import fast.run
+import further.resume
 import parallel
 from tests.pool import close, GPUS, HERE, on_cpus, on_linux, parametrize, table
 from tests.runs import (
@@ -127,6 +128,12 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(start, tmp_p
     os.truncate(file, os.path.getsize(file) // 2)
     said = run(f"--resume {file}", 2)
     assert f"--resume {file}: " in said and "give a whole file that --plain has written" in said and "Trace" not in said
+
+
+def test_the_newest_of_plain_s_checkpoints_has_the_largest_number(tmp_path):
+    for name in "step-00000002.pt", "step-00000010.pt", "step-best.pt", "step-00000011.pt.part", "step-00000012":
+        (tmp_path / name).touch()
+    assert further.resume.newest(tmp_path).name == "step-00000010.pt"
 
 
 def test_resume_takes_settings_along_and_says_what_changes(start, tmp_path):

@@ -101,6 +101,7 @@ LEFT = """
     RANK=1                                              unset RANK and WORLD_SIZE
     RANK=2 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1  has RANK=2 and WORLD_SIZE=2
     RANK=x WORLD_SIZE=1 MASTER_ADDR=here MASTER_PORT=1  unset RANK
+    RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=x  unset RANK and WORLD_SIZE
     GLOO_SOCKET_IFNAME=lo,no-such                       no-such is no network interface .* unset it
     NCCL_SOCKET_IFNAME==no-such,l                       no-such,l is no network interface .* unset it
     NCCL_SOCKET_IFNAME=no-such                          NCCL_SOCKET_IFNAME no-such: no-such is no network interface
@@ -114,7 +115,7 @@ def test_what_others_left_in_the_environment(left, means):
     nccl = patch.object(torch.cuda, "is_available", return_value=True)
     with patch.dict(os.environ, left, clear=True), nccl:
         if isinstance(means, str):
-            if means == "unset RANK and WORLD_SIZE":
+            if "RANK" in means:
                 with pytest.raises(SystemExit, match="2"):
                     train.started()
             with pytest.raises(BadInput, match=means):
@@ -123,6 +124,12 @@ def test_what_others_left_in_the_environment(left, means):
         else:
             kept = left if means == 2 or "NCCL_SOCKET_IFNAME" in left else {}
             assert safe.launch.started() == means and os.environ == kept
+
+
+def test_a_world_size_without_a_rank_is_no_world_of_one():
+    """Each process of a script of one's own would train alone."""
+    with patch.dict(os.environ, {"WORLD_SIZE": "2"}, clear=True), pytest.raises(ValueError, match="RANK expected"):
+        safe.launch.rendezvous("cpu", 1)
 
 
 def test_ranks_share_the_cores_of_the_job(tmp_path, monkeypatch):

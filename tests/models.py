@@ -102,8 +102,25 @@ def test_files_that_are_not_the_model_s_are_not_read(tmp_path):
         config = config.replace(f'"{key}"', f'"{name}"')
     path.write_text(config)
     assert load(tmp_path)(TOKENS).equal(net(TOKENS))
+    others = tmp_path / "others.safetensors"  # what some programs save beside weights
+    write_safetensors(others, torch.int32, {"position_ids": [4]}, iter([("position_ids", torch.arange(4))]))
+    index.write_text(json.dumps({"weight_map": shards | {"position_ids": others.name}}))
+    assert load(tmp_path)(TOKENS).equal(net(TOKENS))
     config, source = safe.huggingface.shortened(*safe.huggingface.open_hf(tmp_path), 4)
     assert source("wpe.weight").equal(net.wpe.weight[:4]) and config.seq_len == 4 and config.inner == net.config.inner
+
+
+def test_weights_that_are_not_read_here_are_refused(tmp_path):
+    """Quantized ones are numbers without their scales."""
+    save(small(), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors, written = read_safetensors(path), path.read_bytes()
+    path.write_bytes(written.replace(b'"F32"', b'"C64"', 1))
+    with pytest.raises(ValueError, match="in C64, which is not read here"):
+        load(tmp_path)
+    write_safetensors(path, torch.int8, {name: [*t.shape] for name, t in tensors.items()}, iter(tensors.items()))
+    with pytest.raises(ValueError, match="in torch.int8: give a folder whose weights are not quantized"):
+        load(tmp_path)
 
 
 def test_transformers_reads_and_writes_the_same_folder(tmp_path):

@@ -98,6 +98,8 @@ REFUSED = {
         --data LLM_C                        | llm_c.bin holds uint16, and a header of llm.c: give the tokens.bin that
         --data U32                          | u32.bin holds uint32: give the tokens.bin
         --data LLAMA                        | llama.bin holds uint32, for tokens above 65,535: give those of a smaller
+        --data WORDS                        | words.bin holds text, and no uint16 tokens; give tokens, or a text under
+        --data ZIP                          | zip.bin holds a zip archive, as torch.save and numpy.savez write it, and no
         --data I64                          | i64.bin', 'int64', offset=0).astype('uint16').tofile('tokens.bin')"$
         --data BIG_BIN --init-from HF       | holds token 60000: give data for the model's 256
         --data BIG_BIN --tokenizer HAND     | holds token 60000, and the tokenizer has 265: give the one that made
@@ -304,6 +306,7 @@ def files(text, tmp_path_factory):
             "strips/tokenizer.json": whole.replace('"lstrip": false', '"lstrip": true').encode(),
             "llm_c.bin": np.array([20240520, 1, 500], np.int32).tobytes() + bytes(1012) + short,
             "llama.bin": np.arange(100_000, dtype=np.uint32).tobytes(),
+            "words.bin": "wörds\n".encode() * 1000, "zip.bin": b"PK\3\4" + bytes(500),
             "u32.bin": np.arange(500, dtype=np.uint32).tobytes(), "i64.bin": np.arange(500).tobytes(),
             "empty": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
             "odd_bin.bin": b"123", "big_bin.bin": np.full(5000, 60000, np.uint16).tobytes(), "nothing/picture": b"\0\1",

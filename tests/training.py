@@ -179,10 +179,10 @@ def test_train_says_when_mfu_counts_half_of_attention(trained, tmp_path, tokens)
     ("out", ".", b"\n{}"), ("out", "..", b"\n{}")])
 def test_folders_of_text(tmp_path, flag, path, rest):
     """What a run writes beside its data is not its data. Folders behind links are, each once; hidden ones are not.
-    UTF-16 is read where it says so."""
+    UTF-16 is read where it says so, UTF-8's mark is no text."""
     folder = tmp_path / "folder"
     os.makedirs(folder / "run")
-    for name, data in ("b.txt", b"second"), ("a.md", b"first"), ("c.png", b"\0\1\2"), ("run/log.jsonl", b"{}"):
+    for name, data in ("b.txt", b"second"), ("a.md", b"\xef\xbb\xbffirst"), ("c.png", b"\0\1\2"), ("run/log.jsonl", b"{}"):
         (folder / name).write_bytes(data)
     for name, data in ("folder/.git/x", b"hidden"), ("linked/deep/z", b"linked"), ("linked/y", b"far\xff"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

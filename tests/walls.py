@@ -7,6 +7,7 @@ alone.
 import ast
 import compileall
 import functools
+import importlib
 import inspect
 import math
 import os
@@ -143,6 +144,22 @@ def test_each_name_is_bound_once():
             bound.update(name if name.startswith("test_") else (file, getattr(owner, "name", ""), name)
                          for name in names)
     assert others + [name for name, times in bound.items() if times > 1] == []
+
+
+def import_all_without_triton():
+    """For a process that nobody uses afterwards."""
+    for name in [name for name in sys.modules if name.split(".")[0] in (*ROOMS, "triton")]:
+        del sys.modules[name]
+    sys.modules["triton"] = None  # so that its import fails
+    for file in SOURCES:
+        if room_of(file) not in ("tests", "test_all") and not file.endswith("__main__.py"):
+            importlib.import_module(file.removesuffix(".py").removesuffix(f"{os.sep}__init__").replace(os.sep, "."))
+    return sys.modules["kernels"].HAVE_TRITON
+
+
+def test_every_file_is_imported_where_there_is_no_triton():
+    """As on macOS."""
+    assert not in_new_process(import_all_without_triton)
 
 
 def test_no_function_of_the_reference_and_no_line_is_long():
