@@ -231,11 +231,11 @@ def read_bin(path):
     """The tokens of a .bin of uint16, mapped. Others are told by llm.c's header, or because the upper half of wider
     numbers is 0, or almost."""
     size = os.path.getsize(path)
-    reject(size % 2 or not size, f"--data {path}: {size} bytes are no uint16 tokens; give tokens, or a text under "
-           "another name than .bin")
+    instead = "give tokens, or a text under another name than .bin"
+    reject(size % 2 or not size, f"--data {path}: {size} bytes are no uint16 tokens; {instead}")
     raw, kind, start = np.memmap(path, np.uint16, "r"), "uint16", 0
     what = kind_of(raw[:1 << 18].tobytes())
-    reject(what, f"--data {path} holds {what}, and no uint16 tokens; give tokens, or a text under another name than .bin")
+    reject(what, f"--data {path} holds {what}, and no uint16 tokens; {instead}")
     magic = int.from_bytes(raw[:2].tobytes(), "little")
     if magic in LLM_C:
         kind, start = LLM_C[magic], 1024
@@ -252,7 +252,7 @@ def read_bin(path):
 
 
 def kind_of(beginning):
-    """What the first bytes of a file are that holds no tokens, in words; "" if they may be tokens. UTF-8 without control
+    """What a file holds that has no tokens, in words, by its first bytes; "" if it may have. UTF-8 without control
     characters is text: of any hundred tokens, some have a byte among those."""
     with contextlib.suppress(UnicodeDecodeError):
         letters = codecs.getincrementaldecoder("utf-8")().decode(beginning)  # the last letter may be cut

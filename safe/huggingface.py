@@ -84,8 +84,8 @@ def open_hf(folder):
         reject(name not in tensors, f"{file}: has no {name}, which config.json asks for ({said})")
         found = tuple(tensors[name].shape)
         reject(found != shape, f"{where[name]}: {name} is {found}, config.json makes it {shape} ({said})")
-        reject(not tensors[name].is_floating_point(), f"{where[name]}: {name} is in {tensors[name].dtype}: give a folder "
-               "whose weights are not quantized")
+        reject(not tensors[name].is_floating_point(), f"{where[name]}: {name} is in {tensors[name].dtype}: give a "
+               "folder whose weights are not quantized")
 
     def source(name):
         each = config.stacked(name)

@@ -99,7 +99,7 @@ REFUSED = {
         --data U32                          | u32.bin holds uint32: give the tokens.bin
         --data LLAMA                        | llama.bin holds uint32, for tokens above 65,535: give those of a smaller
         --data WORDS                        | words.bin holds text, and no uint16 tokens; give tokens, or a text under
-        --data ZIP                          | zip.bin holds a zip archive, as torch.save and numpy.savez write it, and no
+        --data ZIP                          | zip.bin holds a zip archive, as torch.save and numpy.savez write it
         --data I64                          | i64.bin', 'int64', offset=0).astype('uint16').tofile('tokens.bin')"$
         --data BIG_BIN --init-from HF       | holds token 60000: give data for the model's 256
         --data BIG_BIN --tokenizer HAND     | holds token 60000, and the tokenizer has 265: give the one that made

@@ -182,8 +182,9 @@ def test_folders_of_text(tmp_path, flag, path, rest):
     UTF-16 is read where it says so, UTF-8's mark is no text."""
     folder = tmp_path / "folder"
     os.makedirs(folder / "run")
-    for name, data in ("b.txt", b"second"), ("a.md", b"\xef\xbb\xbffirst"), ("c.png", b"\0\1\2"), ("run/log.jsonl", b"{}"):
+    for name, data in ("b.txt", b"second"), ("c.png", b"\0\1\2"), ("run/log.jsonl", b"{}"):
         (folder / name).write_bytes(data)
+    (folder / "a.md").write_text("first", "utf-8-sig")
     for name, data in ("folder/.git/x", b"hidden"), ("linked/deep/z", b"linked"), ("linked/y", b"far\xff"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(data)
