@@ -195,11 +195,11 @@ def dualpipe_v(p, m, v=2):
     return squeeze(lists, 2 * p)
 
 
-# ---------------------------------------------------------------------------------------------------- a schedule as text
+# --------------------------------------------------------------------------------------------------- a schedule as text
 
 def parse(text):
-    """The lists of a schedule, as `python -m lessons pipeline` prints them: a row a rank. F0/2 is F0 of stage 2; without
-    the number, an action of rank r is of stage r. Dots and dashes are left out.
+    """The lists of a schedule, as `python -m lessons pipeline` prints them: a row a rank. F0/2 is F0 of stage 2;
+    without the number, an action of rank r is of stage r. Dots and dashes are left out.
 
         rank 0   F0 F1 .. .. B0 -- B1 --
         rank 1   .. F0 B0 -- F1 B1 -- ..

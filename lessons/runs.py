@@ -12,7 +12,8 @@ def runs(folders, out):
     """The curves of several runs in one picture: `python -m lessons runs runs/*`."""
     logged = [folder for folder in folders if os.path.isfile(os.path.join(folder, "log.jsonl"))]
     found = {folder: entries for folder in logged if (entries := entries_of(folder))}
-    reject(not found, f"{folders[0]}: no log.jsonl with a step is there; give a folder of train.py's --out, e.g. runs/1")
+    reject(not found, f"{folders[0]}: no log.jsonl with a step is there; give a folder of train.py's --out, e.g. "
+           "runs/1")
     with writable(os.path.dirname(out) or ".", "--out"):
         write_page(out, page_of(" ".join(found), found))
     say(out)

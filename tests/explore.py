@@ -10,7 +10,7 @@ import lessons.demos
 from safe.page import MOST, Page, points_of
 from tests.runs import output_of
 
-# ---------------------------------------------------------------------------------------------------------- a run's page
+# --------------------------------------------------------------------------------------------------------- a run's page
 
 NOTES = b'{"note": "by hand"}\n[1]\n"step"\n\xff\xfe\n{"step": null, "loss": 1}\n{"st'
 
@@ -48,7 +48,8 @@ def test_a_long_run_s_curve_has_few_points_and_the_last():
 
 
 def test_a_run_s_page_is_whole_at_every_moment_and_seldom_written(tmp_path, monkeypatch):
-    entry = {"step": 1, "loss": 4.0, "predicted_bytes": {"gradients": 1 << 20}, "measured_bytes": {"gradients": 3 << 19}}
+    entry = {"step": 1, "loss": 4.0, "predicted_bytes": {"gradients": 1 << 20},
+             "measured_bytes": {"gradients": 3 << 19}}
     page = Page(logged(tmp_path / "run", entry))
     page.said += ["layout   dp 2", "<b>"]
     index, seen, replace = tmp_path / "run" / "index.html", [], os.replace

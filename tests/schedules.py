@@ -173,7 +173,8 @@ def test_broken_schedules_are_rejected(make, change, says):
 
 def test_a_micro_batch_that_no_list_has_is_missed():
     def without(number):
-        return [[action for action in actions if action.micro_batch != number] for actions in parallel.one_f_one_b(2, 4)]
+        lists = parallel.one_f_one_b(2, 4)
+    return [[action for action in actions if action.micro_batch != number] for actions in lists]
 
     for number in range(3):
         with pytest.raises(parallel.ScheduleError, match=f"stage 0, micro-batch {number}: F and B.*must each be there"):

@@ -119,8 +119,8 @@ def imported(statement):
 
 
 def test_imports_point_one_way():
-    """Only rooms before its own, or files of its own. Inside its last function train.py may name the rooms that it turns
-    on."""
+    """Only rooms before its own, or files of its own. Inside its last function train.py may name the rooms that it
+    turns on."""
     wrong = []
     for file, tree in TREES.items():
         room = room_of(file)
