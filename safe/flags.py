@@ -28,8 +28,8 @@ class Settings(Flags):
                          "source of Python's standard library. The last 10 %% are held out")
     tokenizer: str = flag("", "folder with a GPT-2's tokenizer.json, or vocab.json and merges.txt; left out, those "
                               "beside the weights of --init-from or --resume, or else tokens are bytes")
-    out: str = flag("", "folder for log.jsonl, index.html with its curves, and checkpoints; the same command again goes "
-                        "on from the newest one")
+    out: str = flag("", "folder for log.jsonl, index.html with its curves, and checkpoints; the same command again "
+                        "goes on from the newest one")
     resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, in --out. Flags "
                            "that decide the losses (data, sizes, --lr ...) keep its values if they are left out",
                        nargs="?", const="newest", metavar="PATH")
