@@ -1763,6 +1763,8 @@ class ScheduleError(ValueError):
     """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`."""
 
     def __init__(self, lists, at, why):
+        self.lists = lists
+        self.at = at
         lines = [why]
         for rank, actions in enumerate(lists):
             cells = names_of(actions) + ["end"]

@@ -60,6 +60,25 @@ def schedules():
     return SCHEDULES
 
 
+def schedule_of(name):
+    """The schedule(p, m, v) of this name, or of the text of lists that --schedule-file has put in its place."""
+    if name in parallel.SCHEDULES:
+        return parallel.SCHEDULES[name]
+    from further import schedules
+    return schedules.schedule_of(name)
+
+
+def read_schedule(s):
+    """Put the text of --schedule-file in the place of --schedule's name. ValueError if its lists cannot run."""
+    if not s.schedule_file:
+        return
+    from further.schedules import read
+    text = read(s.schedule_file, s.pp, s.micro_batches)
+    if s.schedule not in (Flags.schedule, text):
+        raise ValueError(f"--schedule {s.schedule} beside --schedule-file: leave one of them out")
+    s.schedule = text
+
+
 @dataclass
 class Flags:
     """Flags of the command line, --with-dashes."""
@@ -93,6 +112,7 @@ class Flags:
     ep: int = flag(1, "ranks of dp that share out the experts")
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(schedules()))
+    schedule_file: str = flag("", "a text with a list of actions for each rank, in place of --schedule")
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
@@ -212,7 +232,7 @@ class Layout:
     cp_kind: str = "ring"           # or "ulysses"
     ep: int = 1                     # ranks of dp that share out the experts
     pp: int = 1                     # ranks that the layers are spread over
-    schedule: str = "1f1b"          # the pipeline's; its lists say which stages live on which rank
+    schedule: str = "1f1b"          # the pipeline's, or the text of its lists, which say on which rank a stage lives
     virtual_stages: int = 1         # stages a rank, for a schedule that leaves it open
     zero: int = 0                   # the stage of ZeRO, over dp x cp
     zero_within: int = None         # or over each so many neighbours of dp x cp
@@ -270,7 +290,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
 
 def stage_to_rank_of(config, layout):
     """Where stages live, {stage: rank}. ValueError if there are more of them than pieces of the model."""
-    return parallel.place_stages(schedules()[layout.schedule], layout.pp, layout.virtual_stages, config.n_layer + 2)
+    return parallel.place_stages(schedule_of(layout.schedule), layout.pp, layout.virtual_stages, config.n_layer + 2)
 
 
 def over_nodes(group, groups):
@@ -430,7 +450,7 @@ class ParallelGPT:
         """This rank's lowered list for m micro-batches, checked; without `training`, of forwards alone."""
         layout = self.layout
         if training:
-            lists = parallel.checked(schedules()[layout.schedule], layout.pp, m, layout.virtual_stages)
+            lists = parallel.checked(schedule_of(layout.schedule), layout.pp, m, layout.virtual_stages)
         else:
             lists = parallel.lower([[action for stage in parallel.stages_on(rank, self.stage_to_rank)
                                      for action in parallel.whole_batch("F", stage, m)] for rank in range(layout.pp)])
@@ -777,6 +797,7 @@ class Run:
         if len(self.data[1]) <= self.config.seq_len:
             refuse(f"the held-out tenth is of {len(self.data[1])} tokens: give more text")
         try:
+            read_schedule(s)
             stage_to_rank_of(self.config, layout_of(s))
             if s.resume:
                 from further.resume import read

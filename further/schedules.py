@@ -11,7 +11,9 @@ F, I and W as in parallel.py's section on pipelines; the schedules in a V are be
     torchrun --nproc_per_node 2 train.py --plain --pp 2 --micro-batches 4 --schedule zb-h1
 """
 
+import functools
 import itertools
+import pathlib
 import re
 from collections import defaultdict, deque
 
@@ -20,8 +22,8 @@ from torch.autograd.graph import get_gradient_edge
 
 import parallel
 from parallel import (
-    Action, alternate, check, check_complete, lower, MicroBatch, needs, one_f_one_b, ranks_of_stages, result_of,
-    whole_batch)
+    Action, alternate, check, check_complete, lower, MicroBatch, names_of, needs, one_f_one_b, ranks_of_stages,
+    result_of, ScheduleError, whole_batch)
 
 
 def interleaved(p, m, v):
@@ -225,6 +227,38 @@ def parse(text):
     check_complete(lists)
     check(lower(lists))
     return lists
+
+
+def read(file, p, m):
+    """The text of --schedule-file. ValueError, in one line, unless it is a schedule of p ranks and m micro-batches."""
+    try:
+        text = pathlib.Path(file).read_text()
+        lists = parse(text)
+    except ScheduleError as error:
+        at = [f"rank {rank} at {[*names_of(error.lists[rank]), 'its end'][i]}" for rank, i in error.at.items()]
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"--schedule-file {file}: {', '.join([why, *at])}; give lists that can run") from None
+    except (OSError, ValueError) as error:
+        what = getattr(error, "strerror", None) or error
+        raise ValueError(f"--schedule-file {file}: {what}; give a row a rank, as `python -m lessons pipeline` prints"
+                         ) from None
+    stages = {len({action.stage for action in actions}) for actions in lists}
+    if 0 in stages or len(stages) > 1:
+        raise ValueError(f"--schedule-file {file}: ranks have {sorted(stages)} stages: give each equally many")
+    count = 1 + max(action.micro_batch for actions in lists for action in actions)
+    if (p, m) != (len(lists), count):
+        raise ValueError(f"--schedule-file {file} is of {len(lists)} ranks and {count} micro-batches: give --pp "
+                         f"{len(lists)} --micro-batches {count}")
+    return text
+
+
+@functools.cache  # each text is one schedule, because `checked` proves a schedule once
+def schedule_of(name):
+    """The schedule(p, m, v) of a name in SCHEDULES, or of a text, which is for its own ranks and micro-batches alone."""
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    lists = parse(name)
+    return lambda p, m, v: lists
 
 
 # ------------------------------------------------------------------------------------------ backward in two: I, later W

@@ -16,7 +16,7 @@ from safe.files import tell
 from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, multiple, reject
 from theory.speed import replayable
-from train import config_of, device_for, flag, Flags, processes_of, schedules
+from train import config_of, device_for, flag, Flags, processes_of, read_schedule, schedule_of
 
 
 # -------------------------------------------------------------------------------------------------- settings, bad input
@@ -171,7 +171,11 @@ def check_schedule(s, config):
     """Reject a schedule that makes no lists for these ranks, micro-batches and stages, or lists that cannot finish."""
     check_stages(s, config, s.virtual_stages)  # before there are lists of so many
     try:
-        lists = schedules()[s.schedule](s.pp, s.micro_batches, s.virtual_stages)
+        read_schedule(s)
+    except ValueError as problem:
+        raise BadInput(problem) from None
+    try:
+        lists = schedule_of(s.schedule)(s.pp, s.micro_batches, s.virtual_stages)
         parallel.check(parallel.lower(lists), s.micro_batches)
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
         raise BadInput(f"--schedule {s.schedule}: {problem}; give --micro-batches "

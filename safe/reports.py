@@ -116,7 +116,7 @@ def describe(trainer):
     s, c, mesh, run = trainer.s, trainer.config, trainer.net.mesh, trainer.run
     device, here, gpus = trainer.device.type, dist.processes_of_a_node(mesh.size()), gpus_here()
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
-    axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + f" x pp {s.pp} ({s.schedule})" * (s.pp > 1)
+    axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + f" x pp {s.pp} ({s.schedule_file or s.schedule})" * (s.pp > 1)
     experts = f" ({c.active_parameters():,} a token: {c.top_k} of {c.experts} experts)" if c.experts else ""
     left_out = "; " * bool(run.left_out) + about_left_out(run.left_out)
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model

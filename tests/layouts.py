@@ -684,7 +684,7 @@ SOME = """dp=1,2,3,4 tp=1,2,3,4 cp=1,2,3,4 pp=1,2,3,4 sp=False,True ep=1,2,3 zer
     holes=False,True"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
 SIZES_DRAWN = 2 * [2, 4, 3, 4, 2, 6, 4] + [4, 6, 8, 8]  # ranks of each
-LATER = {*"model dtype device kernels plain together".split()}  # they round, or have tests of their own
+LATER = {*"model dtype device kernels plain together schedule_file".split()}  # they round, or have tests of their own
 OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weight_decay seed eval_every log_every
     sample prompt temperature top_k_sample tokenizer out save_every resume""".split()}
 IDLE = {  # options that change nothing where one of these is so

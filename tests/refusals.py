@@ -77,6 +77,14 @@ REFUSED = {
         --seq-len 0                         | --seq-len
         --vocab-size 100                    | --vocab-size
         --pp 2 --virtual-stages 2           | --schedule interleaved
+        --schedule-file /no/such            | /no/such: No such file or directory; give a row a rank
+        --schedule-file SHORT               | is not the row of rank 0: it begins with rank 0; give
+        --schedule-file STUCK --pp 2        | deadlock: no rank can go on, rank 0 at B0, rank 1 at B0; give
+        --schedule-file UNLIKE --pp 2       | ranks have [1, 2] stages: give each equally many
+        --schedule-file LISTS               | lists.txt is of 2 ranks and 1 micro-batches: give --pp 2 --micro-batches 1
+        --schedule-file LISTS --pp 2 --micro-batches 1 --schedule gpipe | leave one of them out
+        --schedule-file LISTS --pp 2 --micro-batches 1 --virtual-stages 2 | --virtual-stages 2 is for
+        --plain --schedule-file STUCK       | deadlock: no rank can go on, rank 0 at B0
         --cuda-graphs on --device cpu       | --cuda-graphs on
         --dp 8 --zero 2 --zero-within 6     | --zero-within 6 does not divide --dp 8: give --zero-
         --dp 2 --zero-within 2              | give --zero 1, 2 or 3
@@ -308,6 +316,8 @@ def files(text, tmp_path_factory):
             "llama.bin": np.arange(100_000, dtype=np.uint32).tobytes(),
             "words.bin": "wörds\n".encode() * 1000, "zip.bin": b"PK\3\4" + bytes(500),
             "u32.bin": np.arange(500, dtype=np.uint32).tobytes(), "i64.bin": np.arange(500).tobytes(),
+            "stuck.txt": b"rank 0  F0 B0\nrank 1  B0 F0\n", "lists.txt": b"rank 0  F0 .. B0\nrank 1  .. F0 B0\n",
+            "unlike.txt": b"rank 0  F0/0 F0/2 B0/2 B0/0\nrank 1  F0 B0\n",
             "empty": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
             "odd_bin.bin": b"123", "big_bin.bin": np.full(5000, 60000, np.uint16).tobytes(), "nothing/picture": b"\0\1",
             "bad_hf/config.json": b"{}", "no_weights/config.json": b"{}", "large_half/vocab.json": b"{}",

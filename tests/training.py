@@ -21,10 +21,11 @@ import train
 from tests.pool import close, parametrize, table
 from tests.refusals import heed, refusal_of_layout
 from tests.runs import log_of, parse, printed_by, run_training, trained
-from further.schedules import zero_bubble_h1
+from further.schedules import zb_v, zero_bubble_h1
 from safe.data import load_data
 from safe.flags import BadInput, check_layout, model_config, Settings
 from safe.huggingface import load, save
+from theory.clock import draw, simulate
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +82,15 @@ def test_every_layout_logs_the_same_losses(trained, plain_log, tmp_path, size, l
     assert log_of(tmp_path, "predicted_bytes", "measured_bytes")
     saved = load(tmp_path / "step-00000010").parameters()
     assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(saved, weights, strict=True))
+
+
+def test_lists_of_a_file_log_the_losses_of_1f1b(trained, tmp_path):
+    """Backwards in halves, two stages a rank, in a V; the run names the file."""
+    (tmp_path / "mine.txt").write_text(draw(simulate(zb_v(2, 4))))
+    for out, flags in ("there", ""), ("here", "--schedule-file OUT/mine.txt"):
+        trained(2, f"--pp 2 --micro-batches 4 --n-layer 2 --dtype fp64 --steps 2 --out OUT/{out} {flags}")
+    there, here = (log_of(tmp_path / out, "step", "loss", "grad_norm") for out in ("there", "here"))
+    assert len(here) == 2 and close(here, there) and "mine.txt" in (tmp_path / "here" / "index.html").read_text()
 
 
 def events_of(path):
