@@ -254,7 +254,7 @@ def read(file, p, m):
 
 @functools.cache  # each text is one schedule, because `checked` proves a schedule once
 def schedule_of(name):
-    """The schedule(p, m, v) of a name in SCHEDULES, or of a text, which is for its own ranks and micro-batches alone."""
+    """The schedule(p, m, v) of a name in SCHEDULES, or of a text, which is for its own p and m alone."""
     if name in SCHEDULES:
         return SCHEDULES[name]
     lists = parse(name)
