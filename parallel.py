@@ -67,7 +67,7 @@ def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
     return init_device_mesh(device_type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
 
 
-def ranks_of_replicas(mesh):
+def ranks_of_dp_cp(mesh):
     """The ranks that keep the same parameters, those of dp and cp: a row for each place in pp and tp. For pp 2, dp 2,
     tp 2 [[0, 2], [1, 3], [4, 6], [5, 7]]."""
     return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)                             # (pp tp, dp cp)

@@ -274,7 +274,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if layout.zero == 3:
             materialize_buffers(model.to(master), source, device)
-            model = parallel.FlatFSDP(model, groups.within, layout.dtype, device)
+            model = parallel.FlatFSDP(model, groups.shard, layout.dtype, device)
             model.load(lambda param, name: parallel.cut_like(param, source(name)))
         else:
             materialize(model, source, device, master, parallel.cut_like)
@@ -283,7 +283,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
         #    ShardedOptimizer    in `ParallelGPT`, for all stages: ZeRO 1 and 2, and 0 in 16 bits
         #    FSDP                in step 4: ZeRO 3, because it shards weights as they come; parameters stay the same
         if layout.zero == 0 and not layout.shards_optimizer:
-            model = parallel.DDP(model, groups.replicas, broadcast_buffers=False)  # routers' biases stay alike
+            model = parallel.DDP(model, groups.dp_cp, broadcast_buffers=False)  # routers' biases stay alike
         stages[stage] = model
     return (gpt or ParallelGPT)(config, layout, device, mesh, groups, stages, stage_to_rank, optimizer)
 
@@ -303,33 +303,33 @@ def over_nodes(group, groups):
 def make_groups(mesh, layout, stage_to_rank, tied):
     """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
 
-    replicas          the ranks that average gradients, dp x cp
-    within, between   ZeRO's: `zero_within` neighbours among the replicas share out the states (None: all of them do);
-                      `between` are the ranks with the same shard, or None. (HSDP's shard and replicate groups)
+    dp_cp             the ranks that average gradients, dp x cp
+    shard, replicate  ZeRO's: `zero_within` neighbours in dp_cp share out the states (None: all of it does); `replicate`
+                      are the ranks with the same shard, or None. (HSDP's groups of these names)
     ep, same_experts  of `split_experts`, or None
-    ends              the two ranks that keep a `tied` embedding, of the first and the last stage, else None
+    embedding         the two ranks that keep a `tied` embedding, of the first and the last stage, else None
     """
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
     over_nodes(None, [range(mesh.size())])
-    replicas = parallel.ranks_of_replicas(mesh)
+    dp_cp = parallel.ranks_of_dp_cp(mesh)
     make = torch.distributed.new_subgroups_by_enumeration
-    groups.replicas = groups.dp
+    groups.dp_cp = groups.dp
     if layout.cp > 1:
-        groups.replicas, _ = make(replicas.tolist())
-    over_nodes(groups.replicas, replicas.tolist())  # they send most
-    groups.within = groups.replicas
-    groups.between = None
+        groups.dp_cp, _ = make(dp_cp.tolist())
+    over_nodes(groups.dp_cp, dp_cp.tolist())  # they send most
+    groups.shard = groups.dp_cp
+    groups.replicate = None
     if layout.zero and layout.zero_within not in (None, layout.dp * layout.cp):
-        groups.within, groups.between = parallel.groups_of(replicas.unflatten(1, (-1, layout.zero_within)))
+        groups.shard, groups.replicate = parallel.groups_of(dp_cp.unflatten(1, (-1, layout.zero_within)))
     groups.ep = groups.same_experts = None
     if layout.ep > 1:
         from further.expert_parallel import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
-    groups.ends = None
+    groups.embedding = None
     ends = [stage_to_rank[0], stage_to_rank[len(stage_to_rank) - 1]]
     if tied and ends[0] != ends[1]:
         first_and_last = mesh.mesh[ends].flatten(1)                                           # (2, dp cp tp)
-        groups.ends, _ = make(first_and_last.T.tolist())
+        groups.embedding, _ = make(first_and_last.T.tolist())
     return groups
 
 
@@ -367,7 +367,7 @@ def mark_stage(model, stages, groups):
         before = parallel.placement_of(param)
         parallel.set_placement(param, sharded_over=before.sharded_over + (groups.pp,))
         if model.config.tied and name in ("wte.weight", "lm_head.weight"):
-            ends = dict(partial_over=before.partial_over + (groups.ends,)) if groups.ends else dict(twins=2)
+            ends = dict(partial_over=before.partial_over + (groups.embedding,)) if groups.embedding else dict(twins=2)
             parallel.set_placement(param, **ends)
 
 
@@ -411,7 +411,7 @@ class ParallelGPT:
         self.pipeline = parallel.Pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd,
                                           self.device, layout.tp if layout.sp else 1, micro_batch_class)
         if layout.shards_optimizer and optimizer:
-            self.optimizer = parallel.ShardedOptimizer(self.param_groups(), optimizer, groups.within, layout.zero,
+            self.optimizer = parallel.ShardedOptimizer(self.param_groups(), optimizer, groups.shard, layout.zero,
                                                        compute_dtype=layout.dtype, grad_scaler=False)
             self.params = self.optimizer.shards
             self.averagers = dict.fromkeys(stages, self.optimizer)
@@ -474,9 +474,9 @@ class ParallelGPT:
         loss = self.run(x, y, self.actions(len(x)), scale, self.averagers)
         for averager in dict.fromkeys(self.averagers.values()):
             averager.finish_grad_sync()
-        if self.groups.between:
+        if self.groups.replicate:
             from further.nodes import average_between
-            average_between(self.params, self.groups.between)
+            average_between(self.params, self.groups.replicate)
         self.add_up_gradients()
         add_up_twins(self.params)
         return loss
@@ -518,8 +518,8 @@ class ParallelGPT:
 
         A tensor, so that nothing waits for the GPU."""
         count = kernels.that_count(torch.cat([tokens.flatten() for tokens in y])).sum()
-        dist.all_reduce(count, group=self.groups.replicas)
-        replicas = dist.get_world_size(self.groups.replicas)
+        dist.all_reduce(count, group=self.groups.dp_cp)
+        replicas = dist.get_world_size(self.groups.dp_cp)
         return replicas / count.clamp(min=1).to(parallel.master_dtype(self.layout.dtype))
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
@@ -683,7 +683,7 @@ class Trainer:
 
     def mean_over_ranks(self, loss):
         loss = loss.clone()
-        dist.all_reduce(loss, dist.ReduceOp.AVG, self.net.groups.replicas)  # ranks of tp and pp have the same loss
+        dist.all_reduce(loss, dist.ReduceOp.AVG, self.net.groups.dp_cp)  # ranks of tp and pp have the same loss
         return loss.item()
 
     @torch.no_grad()

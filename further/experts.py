@@ -82,7 +82,7 @@ def balance(net, rate):
     loads = torch.zeros(net.config.n_layer, net.config.experts, dtype=torch.int64, device=net.device)
     for i, router in net.routers.items():
         loads[i] = router.load
-    routed_differently = [net.groups.replicas, net.groups.pp] + [net.groups.tp] * net.layout.sp
+    routed_differently = [net.groups.dp_cp, net.groups.pp] + [net.groups.tp] * net.layout.sp
     for group in routed_differently:
         dist.all_reduce(loads, group=group)
     for i, router in net.routers.items():

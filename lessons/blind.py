@@ -143,7 +143,7 @@ def train_on(case, steps, adam, dtype):
         if config.experts:
             experts.balance(net, 0.02)
         sent = sum(log.bytes for log in dist.traffic().values())  # of the last step, which gathers no gradients
-        dist.all_reduce(loss, dist.ReduceOp.AVG, net.groups.replicas)
+        dist.all_reduce(loss, dist.ReduceOp.AVG, net.groups.dp_cp)
         losses.append(float(loss))
     weights = {} if adam else {name: net.whole_parameter(name).double().numpy() for name in train.shapes(config)}
     return Ran(losses, norms, gradients, weights, sent)

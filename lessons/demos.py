@@ -140,7 +140,7 @@ def demo_memory(model, dp):
         # ZeRO-3's vectors are counted with the matrices, because here their all-reduce sends as many bytes.
         buckets = [(K - last, 2), (last, 1)] if zero == 3 else [(K, 0)]
         traffic = sum(sent(message.op, elements, message.width, dp, 0)
-                      for message in messages_of_buckets(s, "within", buckets, dp) for elements in message.elements)
+                      for message in messages_of_buckets(s, "shard", buckets, dp) for elements in message.elements)
         print(f"ZeRO-{zero}  {''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):10.2f}{traffic / 2**30:10.2f}   {what}")
     print("\nSent: in a step of one micro-batch. With m of them ZeRO-2 sends gradients m times, ZeRO-3 weights, too.\n"
           "ZeRO-0 all-reduces gradients, in two halves of 4 bytes a parameter. ZeRO-1 sends one such half, and in\n"

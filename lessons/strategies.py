@@ -75,7 +75,7 @@ def make_trainer(config, s, device):
     return trainer(s, config, peers.random_source(config, device), (tokens, tokens, None), device)
 
 
-WAITED = "tp", "cp", "pp", "ends", "replicas", "world", "all"  # axes on which the caller waits for all-reduces
+WAITED = "tp", "cp", "pp", "embedding", "dp_cp", "world", "all"  # axes on which the caller waits for all-reduces
 
 
 @contextlib.contextmanager

@@ -258,8 +258,8 @@ def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, 
             further.experts.balance(net, RATE)
         if cuda_graphs and step == 0:
             net.forward(x, y)  # eager, and what it gathers must not be missing in what is recorded next
-        torch_dist.all_reduce(total, group=net.groups.replicas)  # the library's: this one must work under sabotage too
-        losses.append(float(total) / dist.get_world_size(net.groups.replicas))
+        torch_dist.all_reduce(total, group=net.groups.dp_cp)  # the library's: this one must work under sabotage too
+        losses.append(float(total) / dist.get_world_size(net.groups.dp_cp))
     if want:
         biases = [float((buffer.cpu() - torch.from_numpy(want[1][name])).abs().max())
                   for stage in net.stages for name, buffer in net.module(stage).named_buffers()]
@@ -636,7 +636,7 @@ def test_micro_batches_may_differ_in_size_and_length(layout):
     want = sum(losses) / sum(b.numel() for b in y)
     want.backward()
     loss = net.forward_backward(x, y)
-    dist.all_reduce(loss, dist.ReduceOp.AVG, net.groups.replicas)
+    dist.all_reduce(loss, dist.ReduceOp.AVG, net.groups.dp_cp)
     norm = nn.utils.get_total_norm([p.grad for p in one.parameters()])
     assert close(loss, want.detach()) and close(net.clip_grad_norm_(0), norm)
 

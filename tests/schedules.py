@@ -209,7 +209,7 @@ def test_pipelines_make_the_groups_they_use(virtual_stages, tied, rank):
         net = small_gpt(config, pp=3, schedule="interleaved", virtual_stages=virtual_stages)
     line, back = [(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 2), (2, 0)]
     assert made == sorted(line + back * (virtual_stages > 1))
-    assert (net.groups.ends is None) == (not tied or rank == 1)
+    assert (net.groups.embedding is None) == (not tied or rank == 1)
 
 
 def test_layers_are_split_by_cost():

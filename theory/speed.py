@@ -248,12 +248,12 @@ def groups_of(s):
         "tp": (s.tp, 1),
         "cp": (s.cp, s.tp),
         "ep": (s.ep, s.tp * s.cp),
-        "replicas": (replicas, s.tp),
-        "within": (shards, s.tp),
-        "between": (replicas // shards, s.tp * shards),
+        "dp_cp": (replicas, s.tp),
+        "shard": (shards, s.tp),
+        "replicate": (replicas // shards, s.tp * shards),
         "same_experts": (replicas // s.ep, s.tp * s.ep),
         "pp": (min(s.pp, 2), each),
-        "ends": (min(s.pp, 2), every // 2),
+        "embedding": (min(s.pp, 2), every // 2),
         "world": (every, 1),
         "all": (every, 1)}
 
@@ -292,15 +292,15 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
     whole.
     """
     m = s.micro_batches
-    gather, reduce = (spent["within"][what] + spent["same_experts"][what] for what in ("weights", "gradients"))
+    gather, reduce = (spent["shard"][what] + spent["same_experts"][what] for what in ("weights", "gradients"))
     if s.zero == 3:
         one, send = gather / m / (2 * count - 1), reduce / m
         seen = m * (max(one, count * one - forward) + max(send / count, (count - 1) * one + send - backward))
     else:
         seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
         seen += max(gather / count, gather - updates)
-    lost = min(1.0, (touched["within"] + touched["same_experts"]) / max(gather + reduce, 1e-9))
-    between = spent["between"].total()  # starts when all else has arrived
+    lost = min(1.0, (touched["shard"] + touched["same_experts"]) / max(gather + reduce, 1e-9))
+    between = spent["replicate"].total()  # starts when all else has arrived
     return seen + (gather + reduce - seen) * lost + between
 
 
@@ -327,7 +327,7 @@ def predict(config, s, machine):
         idle = max(simulate(lists_of(s.schedule, s.pp, m, s.virtual_stages), *costs).idle)
     # Ranks wait for transfers where the pipeline fills and drains, once a stage, and at the end for a tied embedding's
     # gradient.
-    pp = spent["pp"]["activations"] / m * (s.pp - 1) + spent["ends"].total()
+    pp = spent["pp"]["activations"] / m * (s.pp - 1) + spent["embedding"].total()
 
     # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
     shards, copies = (shards_of(s), s.dp * s.cp // s.ep) if s.zero else (1, 1)

@@ -50,9 +50,9 @@ def in_two_levels(op, elements, inside, nodes, rank):
 class Message(NamedTuple):
     """One kind of collective or message of a training step.
 
-    axis: the group that it goes through, as train.make_groups names it: "tp", "cp", "ep", "pp"; "within", the ranks
-    over which ZeRO shards, all of dp x cp or a part of it; "between", those with the same shard; "replicas", dp x cp
-    where the caller waits; "ends", a pipeline's first and last stage; "same_experts", the ranks that have them. Or
+    axis: the group that it goes through, as train.make_groups names it: "tp", "cp", "ep", "pp"; "shard", the ranks
+    over which ZeRO shards, all of dp x cp or a part of it; "replicate", those with the same shard; "dp_cp", dp x cp
+    where the caller waits; "embedding", a pipeline's first and last stage; "same_experts", the ranks that have them. Or
     "world", all ranks; "all", all ranks in the trainer's own group.
     """
     what: str
@@ -102,8 +102,8 @@ def messages_of_buckets(s, axis, buckets, shards):
         kept = [n // shards for n in whole]
     if s.zero in (1, 2):
         yield Message("weights", GATHER, axis, whole, narrow)
-    if axis == "within" and shards < s.dp * s.cp:
-        yield Message("averages of shards", "all_reduce", "between", kept, wide)
+    if axis == "shard" and shards < s.dp * s.cp:
+        yield Message("averages of shards", "all_reduce", "replicate", kept, wide)
 
 
 def messages_of_experts(config, s, stages, rows):
@@ -129,7 +129,7 @@ def messages_of_experts(config, s, stages, rows):
         yield Message("gates", GATHER, "tp", [choices], wide, forwards * backwards)
     if s.tp > 1:
         yield Message("gradients of gates", SCATTER if s.sp else "all_reduce", "tp", [choices], wide, backwards)
-    for axis in ("replicas", "pp") + ("tp",) * s.sp:
+    for axis in ("dp_cp", "pp") + ("tp",) * s.sp:
         yield Message("loads", "all_reduce", axis, [config.n_layer * config.experts], 8)
 
 
@@ -184,7 +184,7 @@ def messages_of_pipeline(config, s, stages, tp_rank):
     if config.tied and (first or last) and stage_to_rank[0] != stage_to_rank[len(stage_to_rank) - 1]:
         vocabulary = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
         kept = -(-vocabulary * config.n_embd // (shards_of(s) if s.zero else 1))
-        yield Message("tied embedding", "all_reduce", "ends", [kept], wide, first + last)
+        yield Message("tied embedding", "all_reduce", "embedding", [kept], wide, first + last)
 
 
 def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
@@ -197,9 +197,9 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
     rows: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1, ...),
         ...], [(from rank 0, ...), ...]); None: equally many for each expert.
     """
-    yield from messages_of_buckets(s, "within", buckets, shards_of(s))
+    yield from messages_of_buckets(s, "shard", buckets, shards_of(s))
     yield from messages_of_buckets(s, "same_experts", of_experts, s.dp * s.cp // s.ep)
-    yield Message("how many targets count", "all_reduce", "replicas", [1], 8)
+    yield Message("how many targets count", "all_reduce", "dp_cp", [1], 8)
     if config.experts:
         yield from messages_of_experts(config, s, stages, rows)
     if s.tp > 1:
