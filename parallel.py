@@ -38,9 +38,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, increment_version, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 import collectives as dist
 import kernels
@@ -529,9 +529,9 @@ class FlatBucket(Bucket):
             mine = values[self.own].to(torch.float32, copy=True)  # `cast_masters` writes it into the weights
         self.shard = nn.Parameter(mine, params[0].requires_grad)
         self.total, self.total_dtype = None, self.shard.dtype  # gradients side by side, and what they add up in
-        over = self.placement.sharded_over + ((self.group,) if sharded else ())
+        self.cut_over = (self.group,) if sharded else ()  # groups whose ranks have the other Nths
+        over = self.placement.sharded_over + self.cut_over
         self.shard.placement = replace(self.placement, sharded_over=over, cuts=(), decays=all(map(is_matrix, params)))
-        self.note_weights()
 
     def zeros(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
@@ -551,35 +551,12 @@ class FlatBucket(Bucket):
     def holds_gradients(self):
         return self.total is not None or any(p.grad is not None and p.requires_grad for p in self.params)
 
-    def overlap(self, param):
-        """What of a parameter lies in the shard: (where in the flat parameter, where in the shard)."""
+    def kept(self, param):
+        """What this rank keeps of a parameter: (the shard, where in it that lies, where in the flat parameter)."""
         start = self.first[param]
         low = max(start, self.own.start)
         high = max(low, min(start + param.numel(), self.own.stop))
-        return slice(low - start, high - start), slice(low - self.own.start, high - self.own.start)
-
-    def note_weights(self):
-        """Note where each parameter lies, and its version, which grows whenever somebody writes into it."""
-        self.noted = [(p.data_ptr(), p._version) for p in self.params]
-
-    @torch.no_grad()
-    def take_up_writes(self):
-        """Take up what somebody has done to the parameters since `note_weights`: load_state_dict wrote into them, or
-        p.data = ... or to(memory_format) has moved them away from `weights`. The shard follows; where a 16-bit weight
-        has not changed, its float32 master stays. ValueError for another dtype, shape or device."""
-        for p, noted in zip(self.params, self.noted):
-            if (p.data_ptr(), p._version) == noted:
-                continue
-            view = self.view(self.weights, p)
-            if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
-                raise ValueError(f"a parameter is now {tuple(p.shape)} {p.dtype} on {p.device}, and was "
-                                 f"{tuple(view.shape)} {view.dtype} on {view.device}: change a module before its "
-                                 "optimizer is made")
-            point_into(p, view.copy_(p))
-            there, here = self.overlap(p)
-            new, master = view.reshape(-1)[there], self.shard[here]
-            master.copy_(torch.where(new == master.to(new.dtype), master, new))
-        self.note_weights()
+        return self.shard, slice(low - self.own.start, high - self.own.start), slice(low - start, high - start)
 
 
 def point_into(param, view):
@@ -624,21 +601,6 @@ def add_to_shard(bucket, average):
         bucket.shard.grad += average
 
 
-@torch.no_grad()
-def show_overflow_to_all(shards, group):
-    """Where a rank's shards have gradients that are not finite, one of every other rank's becomes NaN, too. All ranks
-    add up 0 x their largest gradient. 0 x inf and 0 x NaN are NaN, and so is the sum; else it is 0."""
-    grads = [shard.grad for shard in shards if shard.grad is not None and shard.grad.numel()]
-    nothing = (0 * torch.nn.utils.get_total_norm(grads, math.inf)).to(dist.link_of(group).device, torch.float32)
-    dist.all_reduce(nothing, group=group)
-    for grad in grads[:1]:
-        grad[:1] += nothing
-
-
-# Optimizers whose update of an element depends on others of its tensor.
-WHOLE_TENSORS = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam
-
-
 class ShardedOptimizer:
     """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its Nth of the parameters, and steps it.
 
@@ -649,73 +611,36 @@ class ShardedOptimizer:
         optimizer.step(); optimizer.zero_grad()                own Nth stepped, parameters: all-gather
 
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
-    optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors, and
-    whose step takes no closure.
+    optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
     stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
     the same parameters in each backward then. stage=0 shards nothing. compute_dtype: see mixed precision, above.
-    grad_scaler: let all ranks see what is not finite, a number more a step, so that torch.amp.GradScaler decides alike.
-    Parameters may be frozen and unfrozen between steps, and written, by load_state_dict or p.data = ...; in 16 bits
-    p.data.copy_ goes unseen.
 
-    `inner`, of that class, steps the shards: PyTorch's schedulers take it, and its state_dict is this rank's.
+    `inner`, of that class, steps the shards: PyTorch's schedulers take it, and its state_dict is this rank's. It must
+    be made when it is settled which parameters are trained, and who writes into 16-bit weights later is not heard:
+    ZeroRedundancyOptimizer of further/zero.py lets you change both between steps.
     """
+    bucket_class = FlatBucket
 
-    def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
-                 grad_scaler=True, **kwargs):
-        one_process = optimizer_class(params, **kwargs)
-        if isinstance(one_process, WHOLE_TENSORS):
-            raise ValueError(f"{type(one_process).__name__} looks at whole tensors, and a shard has parts of them: use "
-                             "DDP, or an optimizer that works element by element")
-        param_groups = one_process.param_groups  # a list of parameters is one group
-        names = [name for g in param_groups for name in g.pop("param_names", [None] * len(g["params"]))]
+    def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None, **kwargs):
+        param_groups = optimizer_class(params, **kwargs).param_groups  # a list of parameters is one group
         group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # the number of its parameter group
-        self.named = {i if name is None else name: p for i, (name, p) in enumerate(zip(names, group_of))}
         self.group, self.stage = group_or_world(group), stage
-        refuse_unlike([*group_of], self.group)
-
-        self.buckets = [FlatBucket(some, self.group, stage > 0, compute_dtype)
+        self.buckets = [self.bucket_class(some, self.group, stage > 0, compute_dtype)
                         for some in make_buckets([*group_of], bucket_mb, group_of.get)]
         self.shards = [bucket.shard for bucket in self.buckets]
-        self.parts = {}  # parameter -> the part of its shard that `inner` steps by itself
-        self.agrees = grad_scaler and stage > 0
         for i, g in enumerate(param_groups):
             g["params"] = [bucket.shard for bucket in self.buckets if group_of[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         self.reducer = (EveryBackward if stage == 2 else FlatReducer)(self.buckets, send[stage], add_to_shard)
+        self.reducers = [self.reducer]
+        self.bucket_of = self.reducer.bucket_of
 
     def no_sync(self):
         return self.reducer.no_sync()
 
     def finish_grad_sync(self):
         self.reducer.finish()
-        if self.agrees:
-            show_overflow_to_all(self.shards, self.group)
-        for bucket in self.buckets:
-            some_frozen = len({p.requires_grad for p in bucket.params}) == 2
-            if some_frozen and bucket.params[0] not in self.parts:
-                self.split(bucket)
-        for param, part in self.parts.items():
-            bucket = self.reducer.bucket_of[param]
-            grad = bucket.shard.grad if param.requires_grad else None
-            part.grad = None if grad is None else grad[bucket.overlap(param)[1]]
-
-    def split(self, bucket):
-        """Let `inner` step the parts of a shard one by one, each with its own state, because it must leave out those
-        of frozen parameters."""
-        state = self.inner.state.pop(bucket.shard, {})
-        parts = {}
-        for param in bucket.params:
-            _, here = bucket.overlap(param)
-            part = parts[param] = nn.Parameter(bucket.shard.detach()[here], param.requires_grad)
-            part.placement = bucket.shard.placement
-            if state:
-                self.inner.state[part] = {key: (value[here] if value.shape == bucket.shard.shape else value).clone()
-                                          for key, value in state.items()}
-        self.parts.update(parts)
-        for group in self.inner.param_groups:
-            if any(p is bucket.shard for p in group["params"]):
-                group["params"] = [p for p in group["params"] if p is not bucket.shard] + [*parts.values()]
 
     @property
     def param_groups(self):
@@ -729,38 +654,18 @@ class ShardedOptimizer:
         """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
         self.reducer.reset()
         self.inner.zero_grad(set_to_none)
-        if self.parts and set_to_none:
-            for shard in self.shards:
-                shard.grad = None
 
     @torch.no_grad()
     def step(self):
-        """Step the shards. A shard is a view of the weights, or a float32 master that `cast_masters` writes into
-        them. Then all-gather the other ranks' Nths."""
-        changing = self.before_step()
-        self.inner.step()
-        cast_masters(changing)
+        """Step the shards, then all-gather the other ranks' Nths."""
+        changing = [bucket for bucket in self.buckets if bucket.shard.grad is not None]
+        self.update(changing)
         self.gather_weights(changing)
-        self.after_step(changing)
 
-    def before_step(self):
-        """Returns the buckets that a step changes."""
-        for bucket in self.buckets:
-            bucket.take_up_writes()
-        return [bucket for bucket in self.buckets if bucket.shard.grad is not None]
-
-    def after_step(self, changed):
-        for bucket in changed:
-            increment_version(bucket.params)  # so that a backward through the old weights is refused
-            bucket.note_weights()
-
-    def kept(self, param):
-        """Where this rank keeps a parameter: (what is stepped for it, which elements of that are the parameter's, which
-        of the parameter's elements they are, the groups over whose ranks it is cut). Of further/states.py."""
-        bucket = self.reducer.bucket_of[param]
-        there, here = bucket.overlap(param)
-        stepped, here = (self.parts[param], slice(None)) if param in self.parts else (bucket.shard, here)
-        return stepped, here, there, [self.group] if self.stage else []
+    def update(self, buckets):
+        """A shard is a view of the weights, or a float32 master that `cast_masters` writes into them."""
+        self.inner.step()
+        cast_masters(buckets)
 
     def gather_weights(self, buckets):
         """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
@@ -822,15 +727,13 @@ class FlatParameter(FlatBucket):
     """The FlatBucket of one unit of FSDP, of which this rank keeps the shard alone. (The name is PyTorch's.)
 
     A gather fills `weights`, memory of its own. Only when it has ended do the parameters become views of that, so
-    no parameter ever shows half-gathered values. `free` makes the parameters `Absent` and drops the memory, which lives
-    on while anybody has a view of it.
+    no parameter ever shows half-gathered values. `free` makes the parameters NaN and drops the memory, which lives on
+    while anybody has a view of it.
     """
 
     def __init__(self, *options):
         super().__init__(*options)
         self.shard.data = self.shard.data.clone()  # as a view it would keep all of `weights`
-        self.kind = {p: type(p) for p in self.params}
-        self.shape = {p: p.shape for p in self.params}
         self.nothing = torch.full((), math.nan).to(self.weights)
         self.handle = None  # of a gather under way
         self.is_whole = True
@@ -855,7 +758,6 @@ class FlatParameter(FlatBucket):
         self.end_gather()
         self.is_whole = True
         for p in self.params:
-            p.__class__ = self.kind[p]
             p.data = self.view(self.weights, p)
 
     def free(self, keep=False):
@@ -866,34 +768,7 @@ class FlatParameter(FlatBucket):
         if self.is_whole:
             self.is_whole = False
             for p in self.params:
-                p.data = self.nothing.expand(self.shape[p])
-                p.__class__ = absent(self.kind[p])
-
-
-class Absent:
-    """What a parameter is while its unit is not whole: who uses its values in Python has the unit gathered first. To
-    what does not ask, as a kernel in C++, it is NaN."""
-    WITHOUT_VALUES = {"grad", "requires_grad", "requires_grad_", "is_leaf", "shape", "size", "dim", "ndim", "numel",
-                      "nbytes", "dtype", "device", "is_meta", "is_floating_point", "is_complex", "layout", "_version",
-                      "untyped_storage",
-                      "_backward_hooks", "register_hook", "_post_accumulate_grad_hooks",
-                      "register_post_accumulate_grad_hook"}
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        attribute = getattr(function, "__self__", None)  # if the function gets or sets one
-        if getattr(attribute, "__name__", function.__name__) not in Absent.WITHOUT_VALUES:
-            for param in tree_leaves((args, kwargs)):
-                if isinstance(param, Absent):
-                    param.lend()
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs or {})
-
-
-@functools.cache
-def absent(kind):
-    """The Absent class of a class of parameters."""
-    return type(f"Absent{kind.__name__}", (Absent, kind), {})
+                p.data = self.nothing.expand(p.shape)
 
 
 def free_and_scatter(flat):
@@ -949,8 +824,8 @@ class Prefetcher:
     use on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units with
     matrices; a model that uses units in another order gathers some too early, and some only when they are needed.
 
-    Backward needs a weight when autograd asks for what forward has saved of it (`unpack`), or when Python reads it,
-    because a `checkpoint` computes again (`lend`).
+    Backward needs a weight when autograd asks for what forward has saved of it (`unpack`), or when a `checkpoint`
+    inside of the unit runs its layers again (`before_layer`).
 
     flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
     """
@@ -967,24 +842,25 @@ class Prefetcher:
         last = flats_of[sharded[-1]] if sharded else []
         self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # until backward
         self.in_forward = False
-        self.lent = []     # what forward has read outside of its unit
         self.whole_at = {}  # address of the memory -> the flat that forward has found whole there
-        for unit in flats_of:
+        for unit, flats in flats_of.items():
             unit.register_forward_pre_hook(self.before_forward, prepend=True)
             unit.register_forward_hook(self.after_forward)
-        for flat in self.flats:
-            for p in flat.params:
-                p.lend = partial(self.lend, flat)
+            for layer in unit.children():
+                layer.register_forward_pre_hook(partial(self.before_layer, flats))
 
     def before_forward(self, unit, inputs):
-        self.take_back(except_for=self.flats_of[unit])
         for flat in self.flats_of[unit]:
             self.need(flat)
         if self.in_forward:
             self.prefetch(self.next.get(unit))
 
+    def before_layer(self, flats, *_):
+        for flat in flats:
+            self.need(flat)
+
     def after_forward(self, unit, inputs, output):
-        if self.in_forward:  # else a caller's own `checkpoint` runs the unit again, in backward, which will free it
+        if self.in_forward:  # else a `checkpoint` around the unit runs it again, in backward, which will free it
             for flat in self.flats_of[unit]:
                 flat.free(keep=flat in self.kept)
 
@@ -1004,70 +880,36 @@ class Prefetcher:
         for flat in self.flats_of.get(unit, ()):
             flat.begin_gather()
 
-    def lend(self, flat):
-        """A parameter is read outside of its unit's forward: in a method of another name, in another unit."""
-        self.need(flat)
-        if self.in_forward:
-            self.lent.append(flat)
-
-    def take_back(self, except_for=()):
-        for flat in self.lent:
-            if flat not in except_for:
-                flat.free()
-        self.lent = []
-
     @contextmanager
     def forward(self):
         """Goes around the model's forward. For weights, autograd saves which flat they are in and where, no memory."""
         self.free()  # because the optimizer may have stepped the shards
         self.in_forward, self.whole_at = True, {}
-        # A caller's own hooks, such as those of `checkpoint` around the model, go on saving the other tensors.
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (with_version, of_version)
         try:
-            with saved_tensors_hooks(partial(self.pack, pack), partial(self.unpack, unpack)):
+            with saved_tensors_hooks(self.pack, self.unpack):
                 yield
         finally:
-            self.take_back()
             self.in_forward = False
             if not torch.is_grad_enabled():
                 self.free()
 
-    def pack(self, pack, tensor):
-        if tensor.layout == torch.strided:
-            memory = tensor.untyped_storage().data_ptr()
-            flat = self.whole_at.get(memory)
-            if flat and flat.is_whole and flat.weights.data_ptr() == memory and flat.dtype == tensor.dtype:
-                return flat, flat.shard._version, (tensor.size(), tensor.stride(), tensor.storage_offset())
-        return None, None, pack(tensor)
+    def pack(self, tensor):
+        memory = tensor.untyped_storage().data_ptr()
+        flat = self.whole_at.get(memory)
+        if flat and flat.is_whole and flat.weights.data_ptr() == memory:
+            return flat, (tensor.size(), tensor.stride(), tensor.storage_offset())
+        return None, tensor.detach()
 
-    def unpack(self, unpack, saved):
-        flat, version, kept = saved
+    def unpack(self, saved):
+        flat, kept = saved
         if flat is None:
-            return unpack(kept)
-        same_version(flat.shard, version)
+            return kept
         self.need(flat)
         return flat.weights.as_strided(*kept)
 
     def free(self):
         for flat in self.flats:
             flat.free()
-
-
-# What autograd does with a tensor that it saves for backward: it refuses one that was written since.
-
-def with_version(tensor):
-    return tensor.detach(), tensor._version
-
-
-def of_version(saved):
-    same_version(*saved)
-    return saved[0]
-
-
-def same_version(tensor, version):
-    if tensor._version != version:
-        raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "
-                           f"operation: {tuple(tensor.shape)}, at version {tensor._version}, expected {version}")
 
 
 class FlatFSDP(nn.Module):
@@ -1082,25 +924,23 @@ class FlatFSDP(nn.Module):
     Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too.
     Vectors (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must use
     the same parameters in each backward. A unit with one that gets no gradient, because it is frozen or unused, stays
-    whole to the end of the step. To read a parameter outside of its unit's forward starts an all-gather, so all
-    ranks must read it. (PyTorch's FSDP shards vectors, too, and under no_sync keeps whole gradients and sends none.)
+    whole to the end of the step. (PyTorch's FSDP shards vectors, too, and under no_sync keeps whole gradients and sends
+    none.)
+
+    A parameter may be used in its unit's forward alone, and written never: elsewhere it is NaN. FSDP of further/fsdp.py
+    has no such rules, and its parameters keep their names.
 
     compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients have `master_dtype` of it.
     Shards are vectors: for weight decay ask `is_matrix`, not their shape. A module on the meta device is never whole
     anywhere: name its device, and give its values to `load`. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7,
     ZeRO-3.
     """
+    flat_class = FlatParameter
+    prefetcher_class = Prefetcher
 
     def __init__(self, module, group=None, compute_dtype=None, device=None):
         super().__init__()
         self.module, self.group, self.compute_dtype = module, group_or_world(group), compute_dtype
-        self.named = dict(module.named_parameters(remove_duplicate=False))
-        buffers = dict(module.named_buffers(remove_duplicate=False))
-        self.saved_buffers = [name for name in module.state_dict() if name in buffers]
-        refuse_unlike([*module.parameters(), *module.buffers()], self.group)
-        for buffer in module.buffers():
-            if not buffer.is_meta:
-                dist.broadcast(buffer, group=self.group, group_src=0)
         units = fsdp_units(module)
         unit_of = {}
         for unit, params in units:
@@ -1113,7 +953,7 @@ class FlatFSDP(nn.Module):
 
         matrices = [p for p in module.parameters() if is_matrix(p)]
         vectors = [p for p in module.parameters() if not is_matrix(p)]
-        self.flats = flat_buckets(matrices, FlatParameter, True, unit_of.get)
+        self.flats = flat_buckets(matrices, self.flat_class, True, unit_of.get)
         self.vectors = flat_buckets(vectors, FlatBucket, False, lambda p: None)
         self.buckets = self.flats + self.vectors
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
@@ -1122,7 +962,7 @@ class FlatFSDP(nn.Module):
         self.reducers = [of_matrices, of_vectors]
         flats_of = {unit: list(dict.fromkeys(self.bucket_of[p] for p in params if is_matrix(p)))
                     for unit, params in units}
-        self.prefetcher = Prefetcher(flats_of, of_matrices.expect)
+        self.prefetcher = self.prefetcher_class(flats_of, of_matrices.expect)
 
     @contextmanager
     def no_sync(self):
@@ -1156,126 +996,12 @@ class FlatFSDP(nn.Module):
         """What an optimizer steps: this rank's shards, of vectors all. (parameters() asks here.)"""
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
 
-    def kept(self, param):
-        """Where this rank keeps a parameter, as `ShardedOptimizer.kept`."""
-        bucket = self.bucket_of[param]
-        there, here = bucket.overlap(param)
-        return bucket.shard, here, there, [bucket.group] if bucket in self.flats else []
-
-    def state_dict(self, *args, **kwargs):
-        raise RuntimeError("an FSDP keeps parts of its parameters: call full_state_dict() on all ranks")
-
-    @torch.no_grad()
-    def full_state_dict(self):
-        """{name: whole tensor} on every rank: parameters, in the master dtype, and the first rank's buffers. Call it on
-        all ranks."""
-        whole = {}
-        for name, param in self.named.items():
-            stepped, here, there, groups = self.kept(param)
-            whole[name] = put_together(param.shape, there, stepped.detach()[here], groups)
-        for name in self.saved_buffers:
-            whole[name] = self.module.get_buffer(name).clone()
-            dist.broadcast(whole[name], group=self.group, group_src=0)
-        return whole
-
-    @torch.no_grad()
-    def load_state_dict(self, whole):
-        """The inverse. RuntimeError where names lack or are unknown, or a shape is another."""
-        if names := whole.keys() ^ {*self.named, *self.saved_buffers}:
-            raise RuntimeError(f"the state has other names than the model: {min(names)} is in one of the two alone")
-        self.load(lambda param, name: whole[name])
-        for name in self.saved_buffers:
-            buffer = self.module.get_buffer(name)
-            buffer.copy_(same_shape(name, whole[name], buffer.shape))
-
     @torch.no_grad()
     def load(self, get):
-        """Set every parameter to get(param, name), a whole tensor, of which this rank keeps its shard. RuntimeError for
-        one of another shape."""
-        for name, param in self.named.items():
-            stepped, here, there, _ = self.kept(param)
-            stepped[here] = same_shape(name, get(param, name), param.shape).reshape(-1)[there].to(stepped)
-
-
-def same_shape(name, tensor, shape):
-    if tensor.shape != shape:
-        raise RuntimeError(f"size mismatch: {name} is {tuple(tensor.shape)}, and in the model {tuple(shape)}")
-    return tensor
-
-
-class FSDP(FlatFSDP):
-    """A FlatFSDP whose parameters keep their names, for an optimizer with groups by name, schedulers, and readers.
-
-        model = FSDP(module, group)
-        optimizer = torch.optim.AdamW(model.parameters(), ...)    by name: model.named_parameters()
-        loss.backward(); model.finish_grad_sync(); optimizer.step(); optimizer.zero_grad()
-
-    Between steps, from finish_grad_sync to the next forward, the module's parameters are this rank's parts: vectors in
-    the master dtype, maybe empty, each with a .grad alike. They may be frozen, unfrozen, written, or moved by p.data =
-    ... From forward to finish_grad_sync the module has its whole parameters in their place. grad_scaler: as for
-    ShardedOptimizer.
-    """
-
-    def __init__(self, module, group=None, compute_dtype=None, device=None, grad_scaler=True):
-        super().__init__(module, group, compute_dtype, device)
-        self.agrees = grad_scaler
-        self.owners = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
-        self.memory = {}  # parameter -> what of it lies in the shard
-        self.parts = {}   # parameter -> that as a Parameter
-        for p in self.bucket_of:
-            shard, here, *_ = super().kept(p)
-            self.memory[p] = shard.detach()[here]
-            self.parts[p] = PlacedParameter(self.memory[p], p.requires_grad)
-            self.parts[p].placement = replace(shard.placement, decays=is_matrix(p))
-        self.show_parts()
-
-    def show_parts(self, shown=True):
-        self.shows_parts = shown
-        for module, name, p in self.owners:
-            module._parameters[name] = self.parts[p] if shown else p
-
-    def forward(self, *args, **kwargs):
-        between = self.shows_parts
-        if between:
-            self.take_up_changes()
-            self.show_parts(False)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            if between and not torch.is_grad_enabled():
-                self.show_parts()
-
-    @torch.no_grad()
-    def take_up_changes(self):
-        """Take up what somebody has done to the parts between steps: frozen them, or moved them by p.data = ..."""
-        for p, part in self.parts.items():
-            memory = self.memory[p]
-            if part.data_ptr() != memory.data_ptr():
-                part.data = memory.copy_(same_shape("a parameter's part", part, memory.shape))
-            p.requires_grad_(part.requires_grad)
-
-    @torch.no_grad()
-    def finish_grad_sync(self):
-        super().finish_grad_sync()
-        for p, part in self.parts.items():
-            shard, here, *_ = super().kept(p)
-            if p.requires_grad and shard.grad is not None:
-                part.grad = shard.grad[here] if part.grad is None else part.grad + shard.grad[here]
-            part.requires_grad_(p.requires_grad)
-        for bucket in self.buckets:
-            bucket.shard.grad = None  # so that the parts' are the only ones
-        if self.agrees:
-            show_overflow_to_all(self.parts.values(), self.group)
-        self.show_parts()
-
-    def named_parameters(self, *args, **kwargs):
-        """This rank's parts, at any time."""
-        for name, p in self.module.named_parameters(*args, **kwargs):
-            yield name, self.parts.get(p, p)
-
-    def kept(self, param):
-        _, _, there, groups = super().kept(param)
-        return self.parts[param], slice(None), there, groups
+        """Set every parameter to get(param, name), a whole tensor, of which this rank keeps its shard."""
+        for name, param in self.module.named_parameters():
+            shard, here, there = self.bucket_of[param].kept(param)
+            shard[here] = get(param, name).reshape(-1)[there].to(shard)
 
 
 # --------------------------------------------------------------------------------------------- tensor parallel: f and g

@@ -412,10 +412,10 @@ class ParallelGPT:
                                           self.device, layout.tp if layout.sp else 1, micro_batch_class)
         if layout.shards_optimizer and optimizer:
             self.optimizer = parallel.ShardedOptimizer(self.param_groups(), optimizer, groups.shard, layout.zero,
-                                                       compute_dtype=layout.dtype, grad_scaler=False)
+                                                       compute_dtype=layout.dtype)
             self.params = self.optimizer.shards
             self.averagers = dict.fromkeys(stages, self.optimizer)
-            self.bucket_of = self.optimizer.reducer.bucket_of
+            self.bucket_of = self.optimizer.bucket_of
             return
         self.optimizer = optimizer and optimizer(self.param_groups())
         self.params = [p for group in self.param_groups() for p in group["params"]]
@@ -534,8 +534,7 @@ class ParallelGPT:
         """Where this rank keeps a parameter: (what the optimizer steps for it, which of these elements are the
         parameter's, which elements of the parameter they are)."""
         if bucket := self.bucket_of.get(param):
-            there, here = bucket.overlap(param)
-            return bucket.shard, here, there
+            return bucket.kept(param)
         return param, slice(None), slice(None)
 
     @torch.no_grad()

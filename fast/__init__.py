@@ -16,8 +16,10 @@ from fast import attention, context, experts, grouped, linear, links, norm, over
 from further import context as further_context
 from further import expert_parallel as further_expert_parallel
 from further import experts as further_experts
+from further import fsdp as further_fsdp
 from further import nodes as further_nodes
 from further import sequence as further_sequence
+from further import zero as further_zero
 from theory.clock import split_pieces
 
 SWAPS = [  # (module, name there, what takes its place)
@@ -36,10 +38,11 @@ SWAPS = [  # (module, name there, what takes its place)
     (parallel, "EveryBackward", overlap.FastEveryBackward),
     (parallel, "ShardedOptimizer", zero.GuardedOptimizer),
     (parallel, "FlatFSDP", zero.GuardedFlatFSDP),
-    (parallel, "FSDP", zero.GuardedFSDP),
     (parallel, "ColumnParallelLinear", sequence.RegatheringColumns),
     (parallel, "even_pieces", split_pieces),
     (parallel, "Pipeline", pipeline.PatientPipeline),
+    (further_zero, "ZeroRedundancyOptimizer", zero.GuardedZeroOptimizer),
+    (further_fsdp, "FSDP", zero.GuardedFSDP),
     (further_nodes, "TwoLevels", links.fast_levels),
     (further_sequence, "gather_tokens", sequence.gather_in_place),
     (further_sequence, "scatter_tokens", sequence.scatter_in_place),

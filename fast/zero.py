@@ -1,6 +1,6 @@
 """ZeRO whose weights travel under the optimizer and the next forward, and whose steps can be dropped.
 
-Takes the place of parallel.ShardedOptimizer and FSDP. With AdamW's kernel it saves the cast of all weights, 6 bytes a
+Takes the place of parallel.ShardedOptimizer and FlatFSDP, and of what further/ makes of them. With AdamW's kernel it saves the cast of all weights, 6 bytes a
 parameter, and the network works while the optimizer and the next forward do. The time was not measured by itself.
 """
 
@@ -10,11 +10,13 @@ import torch
 
 import collectives as dist
 from fast.adamw import AdamW
-from parallel import cast_masters, FlatFSDP, FSDP, fsdp_units, ShardedOptimizer
+from further.fsdp import FSDP
+from further.zero import ZeroRedundancyOptimizer
+from parallel import cast_masters, FlatBucket, FlatFSDP, fsdp_units, ShardedOptimizer
 
 
-class GuardedOptimizer(ShardedOptimizer):
-    """A ShardedOptimizer that saves a pass over the weights.
+class Ahead:
+    """A ShardedOptimizer or ZeroRedundancyOptimizer that saves a pass over the weights.
 
     fast.adamw.AdamW writes the 16-bit weights while it updates their masters, so they need no cast afterwards, and a
     bucket's all-gather runs beside the update of the buckets after it. `step` finishes an unfinished step; `zero_grad`
@@ -37,18 +39,12 @@ class GuardedOptimizer(ShardedOptimizer):
         self.wait_for_weights(self.buckets)
         if not self.reducer.finished:
             self.finish_grad_sync()
-        changing = self.before_step()
+        super().step()
+
+    def update(self, buckets):
         self.inner.step()
         if not isinstance(self.inner, AdamW):
-            cast_masters(changing)
-        self.gather_weights(changing)
-        self.after_step(changing)
-
-    def split(self, bucket):
-        super().split(bucket)
-        if isinstance(self.inner, AdamW) and bucket.shard in self.inner.copies:
-            copy = self.inner.copies.pop(bucket.shard)
-            self.inner.copies |= {self.parts[p]: copy[bucket.overlap(p)[1]] for p in bucket.params}
+            cast_masters(buckets)
 
     def gather_weights(self, buckets, wait=True):
         """wait: until they are there, unless forward does."""
@@ -90,6 +86,19 @@ class GuardedOptimizer(ShardedOptimizer):
                 self.arrived[bucket].wait()  # every replay does, for the gather before it
             elif bucket in self.gathering:
                 self.gathering.pop(bucket).wait()
+
+
+class GuardedOptimizer(Ahead, ShardedOptimizer):
+    pass
+
+
+class GuardedZeroOptimizer(Ahead, ZeroRedundancyOptimizer):
+    def split(self, bucket):
+        super().split(bucket)
+        if isinstance(self.inner, AdamW) and bucket.shard in self.inner.copies:
+            copy = self.inner.copies.pop(bucket.shard)
+            wheres = {p: FlatBucket.kept(bucket, p)[1] for p in bucket.params}
+            self.inner.copies |= {bucket.parts[p]: copy[here] for p, here in wheres.items()}
 
 
 class Guarded:

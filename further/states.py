@@ -1,12 +1,12 @@
 """Optimizer states of shards made whole, so that training goes on with any number of ranks.
 
-    whole = full_optimizer_state(optimizer)               of a parallel.ShardedOptimizer
-    whole = full_optimizer_state(model, optimizer)        of a parallel.FSDP, and PyTorch's optimizer of its parameters
+    whole = full_optimizer_state(optimizer)               of a ZeroRedundancyOptimizer, further/zero.py's
+    whole = full_optimizer_state(model, optimizer)        of an FSDP, further/fsdp.py's, and PyTorch's optimizer
     load_optimizer_state(optimizer, whole)                after the module has its weights
     load_optimizer_state(model, whole, optimizer)
 
-`whole` is {parameter's name: {key: whole tensor}} on every rank. Where the `params` of a ShardedOptimizer have no
-names, their numbers stand for them. Of 16-bit weights the float32 master is a state, too. Call both on all ranks.
+`whole` is {parameter's name: {key: whole tensor}} on every rank. Where the optimizer got no names, the parameters'
+numbers stand for them. Of 16-bit weights the float32 master is a state, too. Call both on all ranks.
 """
 
 from collections import defaultdict
@@ -22,7 +22,8 @@ def full_optimizer_state(sharded, optimizer=None):
     optimizer = optimizer or sharded.inner
     whole = {}
     for name, param in sharded.named.items():
-        stepped, here, there, groups = sharded.kept(param)
+        stepped, here, there = sharded.kept(param)
+        groups = sharded.bucket_of[param].cut_over
         state = dict(optimizer.state.get(stepped, {}))
         if stepped.dtype != param.dtype:
             state["master"] = stepped.detach()
@@ -44,12 +45,12 @@ def load_optimizer_state(sharded, whole, optimizer=None):
     for bucket in sharded.buckets:
         bucket.take_up_writes()
         unlike = [p for p in bucket.params if p.dim() and numbers[p] != numbers[bucket.params[0]]]
-        if unlike and bucket.params[0] not in sharded.parts:
+        if unlike and not bucket.parts:
             sharded.split(bucket)
     load_parts(sharded, whole, sharded.inner)
     parallel.cast_masters(sharded.buckets)
     sharded.gather_weights(sharded.buckets)
-    sharded.after_step(sharded.buckets)
+    sharded.note_step(sharded.buckets)
 
 
 def load_parts(sharded, whole, optimizer):
@@ -59,7 +60,7 @@ def load_parts(sharded, whole, optimizer):
     of_elements = {key for state in whole.values() for key, value in state.items() if value.dim()}
     states = defaultdict(dict)
     for name, param in sharded.named.items():
-        stepped, here, there, _ = sharded.kept(param)
+        stepped, here, there = sharded.kept(param)
         for key, value in whole.get(name, {}).items():
             if key not in of_elements:
                 states[stepped][key] = value.clone()

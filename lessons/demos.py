@@ -261,7 +261,7 @@ def demo_data():
 
 def demo_fsdp():
     """ZeRO-3 at work: which unit rank 0 gathers, waits for, frees and scatters while which unit computes."""
-    net = parallel.FSDP(GPT(GPTConfig(n_layer=2, n_embd=32, tied=False), seed=0))
+    net = parallel.FlatFSDP(GPT(GPTConfig(n_layer=2, n_embd=32, tied=False), seed=0))
     name_of = {unit: name for name, unit in net.module.named_modules()}
     unit_of = {flat: name_of[unit] for unit, flats in net.prefetcher.flats_of.items() for flat in flats}
 

@@ -84,7 +84,7 @@ def zero_3(net):
 
 
 def fsdp(net):
-    model = parallel.FSDP(net)
+    model = parallel.FlatFSDP(net)
     return with_sgd(model, model.finish_grad_sync)
 
 

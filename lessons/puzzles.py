@@ -84,8 +84,8 @@ def zero1(rank):
 def zero3(rank):
     """When a unit is freed in forward: it has just computed. `self.flats_of[unit]` are its
     parameters. What is in `self.kept` keeps its memory."""
-    from parallel import FSDP
-    net, whole = FSDP(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))), []
+    from parallel import FlatFSDP
+    net, whole = FlatFSDP(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))), []
     for layer in net.module:  # a unit each
         layer.register_forward_hook(lambda *_: whole.append(sum(flat.weights is not None for flat in net.flats)))
     net(torch.ones(1, 2))

@@ -150,7 +150,7 @@ def ring():
 
 def fsdp():
     n = dist.get_world_size()
-    model = parallel.FSDP(torch.nn.Sequential(*(torch.nn.Linear(n, n, bias=False) for _ in range(3))))
+    model = parallel.FlatFSDP(torch.nn.Sequential(*(torch.nn.Linear(n, n, bias=False) for _ in range(3))))
     dist.reset_traffic()
     model(torch.ones(1, n)).sum().backward()
     model.finish_grad_sync()

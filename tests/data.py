@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import collectives as dist
 import fast.adamw
 import fast.zero
+import further.fsdp
+import further.zero
 import kernels
 import parallel
 from further.loss_scale import LossScale
@@ -112,10 +114,10 @@ def laid_out(net, way, optimizer=torch.optim.SGD, group=None, compute_dtype=None
         return net, sync, optimizer([p for p in net.parameters() if p.requires_grad], **options)
     if way in ("ddp", 3):
         wrapped = (parallel.DDP(net, group, bucket_mb=4e-4) if way == "ddp" else  # 400 bytes: many buckets
-                   parallel.FSDP(net, group, compute_dtype=compute_dtype, grad_scaler=grad_scaler))
+                   further.fsdp.FSDP(net, group, compute_dtype=compute_dtype, grad_scaler=grad_scaler))
         return wrapped, wrapped, optimizer(wrapped.parameters(), **options)
-    sharded = parallel.ShardedOptimizer(net.parameters(), optimizer, group, way, 0.009,
-                                        compute_dtype=compute_dtype, grad_scaler=grad_scaler, **options)
+    sharded = further.zero.ZeroRedundancyOptimizer(net.parameters(), optimizer, group, way, 0.009,
+                                                   compute_dtype=compute_dtype, grad_scaler=grad_scaler, **options)
     return net, sharded, sharded
 
 
@@ -272,12 +274,12 @@ def train_more(net, way, compute_dtype, group, steps, states=None):
     frozen in the first step, so it has been stepped less often."""
     model = net
     if way == 3:
-        model = parallel.FSDP(net, group, compute_dtype)
+        model = further.fsdp.FSDP(net, group, compute_dtype)
         opt = torch.optim.AdamW(model.named_parameters(), lr=0.05)
         sync, of_opt = model, [opt]
     else:
-        sync = opt = parallel.ShardedOptimizer(net.named_parameters(), torch.optim.AdamW, group, way, lr=0.05,
-                                               compute_dtype=compute_dtype)
+        sync = opt = further.zero.ZeroRedundancyOptimizer(net.named_parameters(), torch.optim.AdamW, group, way,
+                                                          lr=0.05, compute_dtype=compute_dtype)
         of_opt = []
     if states:
         model.load_state_dict(states[0])
@@ -311,7 +313,7 @@ def test_training_goes_on_from_another_number_of_ranks(way, compute_dtype, rank)
     for ours, theirs in [whole[:1], resumed[:1]], [whole[1].values(), resumed[1].values()]:
         for a, b in zip(ours, theirs, strict=True):
             assert a.keys() == b.keys() and all(close(a[key], b[key]) for key in a)
-    unnamed = parallel.ShardedOptimizer(make().parameters(), torch.optim.Adam)
+    unnamed = further.zero.ZeroRedundancyOptimizer(make().parameters(), torch.optim.Adam)
     for state, message in ({4: {}}, "no parameter is called 4"), ({0: {"exp_avg": torch.ones(3)}}, "exp_avg of 0 is"):
         with pytest.raises(ValueError, match=message):
             load_optimizer_state(unnamed, state)
@@ -373,7 +375,7 @@ def test_fsdp_s_parameters_keep_their_names(rank):
         return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double().eval()
 
     one, net, x = make(0), make(0), torch.randn(2, 4, dtype=torch.float64)
-    model = parallel.FSDP(net)
+    model = further.fsdp.FSDP(net)
     for some in one, model:
         first, *others = named = dict(some.named_parameters())
         assert [*named] == [*dict(one.named_parameters())]
@@ -387,7 +389,7 @@ def test_fsdp_s_parameters_keep_their_names(rank):
             opt.zero_grad()
             named[first].data = named[first].data / 2
     net[1].running_mean += rank  # the first one's counts
-    whole, other = model.full_state_dict(), parallel.FSDP(make(1))
+    whole, other = model.full_state_dict(), further.fsdp.FSDP(make(1))
     other.load_state_dict(whole)
     assert whole.keys() == one.state_dict().keys() and close(other(x), one(x))
     for state, message in (whole | {"0.weight": whole["2.bias"]}, "size mismatch: 0.weight is"), ({}, "other names"):

@@ -22,8 +22,9 @@ import torch
 
 import collectives as dist
 import fast
+import further.fsdp
+import further.zero
 import kernels
-import parallel
 import safe
 from tests.collectives import (
     COLLECTIVES, test_between_nodes_every_rank_sends_its_share, test_blocks_may_be_uneven,
@@ -256,7 +257,8 @@ def rows_entered(run, *args, **options):
 def own_model():
     """What somebody enters who has no Layout."""
     dist.initialize("cpu")
-    parallel.FSDP(torch.nn.Linear(2, 2))
+    further.fsdp.FSDP(torch.nn.Linear(2, 2))
+    further.zero.ZeroRedundancyOptimizer(torch.nn.Linear(2, 2).parameters(), torch.optim.SGD)
 
 
 def rows_entered_by_own_model():

@@ -13,6 +13,8 @@ from torch import nn
 
 import collectives as dist
 import fast.gloo
+import further.fsdp
+import further.zero
 import model
 import parallel
 import train
@@ -220,7 +222,7 @@ def test_frozen_whole_numbers_stay_what_they_are():
     kept = {"table": torch.arange(1000, 1008).view(2, 4), "mask": torch.eye(4, dtype=torch.bool)}
     for name, values in kept.items():
         setattr(net, name, nn.Parameter(values, requires_grad=False))
-    model = parallel.FSDP(net, compute_dtype=torch.bfloat16)
+    model = further.fsdp.FSDP(net, compute_dtype=torch.bfloat16)
     whole = model.full_state_dict()
     assert all(values.equal(whole[name]) and values.dtype == getattr(net, name).dtype for name, values in kept.items())
 
@@ -238,7 +240,7 @@ def test_optimizer_refuses_what_pytorch_refuses():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.backward()
     with pytest.raises(ValueError, match="in more than one parameter group"):
-        parallel.ShardedOptimizer([{"params": list(net.parameters())}] * 2, torch.optim.SGD, lr=1.0)
+        further.zero.ZeroRedundancyOptimizer([{"params": list(net.parameters())}] * 2, torch.optim.SGD, lr=1.0)
 
 
 @on_ranks(2)
@@ -319,7 +321,7 @@ def test_an_optimizer_that_is_zeroed_drops_its_step(way):
 def test_fsdp_computes_with_the_shards_and_is_not_read_or_moved():
     """fast/ guards the module inside, too."""
     net, ((x, _), _) = module_and_inputs("odd", 0)
-    model = parallel.FlatFSDP(net)
+    model = further.fsdp.FSDP(net)
     refused = [model.state_dict]
     if not is_plain():
         for p in model.parameters():

@@ -9,7 +9,6 @@ from collections import Counter
 import torch
 from torch.utils._pytree import tree_leaves
 
-import parallel
 from further.expert_parallel import expert_plan
 from model import GPT
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
@@ -127,13 +126,7 @@ def routed_bytes(config, s, load, fused):
 
 def reducers_of(net):
     """What sends a ParallelGPT's gradients with ZeRO, and in 16 bits."""
-    found = []
-    for averager in dict.fromkeys(net.averagers.values()):
-        if isinstance(averager, parallel.ShardedOptimizer):
-            found.append(averager.reducer)
-        else:
-            found += getattr(averager, "reducers", [])
-    return found
+    return [reducer for averager in dict.fromkeys(net.averagers.values()) for reducer in averager.reducers]
 
 
 def kept_tensors(net):

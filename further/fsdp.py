@@ -1,0 +1,135 @@
+"""ZeRO-3 for a model of your own: what if its parameters are read elsewhere, and have names?
+
+    model = FSDP(module, group)
+    optimizer = torch.optim.AdamW(model.parameters(), ...)    by name: model.named_parameters()
+    loss.backward(); model.finish_grad_sync(); optimizer.step(); optimizer.zero_grad()
+
+A FlatFSDP is made for a GPT: it steps flat shards, and uses each parameter in its unit's forward alone. This one does
+what PyTorch's FSDP does with use_orig_params, and takes any module: docs/own-model.md.
+"""
+
+from dataclasses import replace
+
+import torch
+
+import collectives as dist
+from further.lend import Lender, LentParameter
+from further.zero import show_overflow_to_all
+from parallel import FlatFSDP, group_or_world, is_matrix, PlacedParameter, put_together, refuse_unlike
+
+
+class FSDP(FlatFSDP):
+    """A FlatFSDP of any module, whose parameters keep their names: for groups by name, schedulers, and readers.
+
+    Between steps, from finish_grad_sync to the next forward, the module's parameters are this rank's parts: vectors in
+    the master dtype, maybe empty, each with a .grad alike. They may be frozen, unfrozen, written, or moved by p.data =
+    ... From forward to finish_grad_sync the module has its whole parameters in their place. To read one outside of its
+    unit's forward starts an all-gather, so all ranks must read it. ValueError where ranks have other models than the
+    first one, whose values and buffers win. grad_scaler: as for ZeroRedundancyOptimizer.
+    """
+    flat_class = LentParameter
+    prefetcher_class = Lender
+
+    def __init__(self, module, group=None, compute_dtype=None, device=None, grad_scaler=True):
+        named = dict(module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        refuse_unlike([*module.parameters(), *module.buffers()], group_or_world(group))
+        for buffer in module.buffers():
+            if not buffer.is_meta:
+                dist.broadcast(buffer, group=group, group_src=0)
+        owners = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
+        saved_buffers = [name for name in module.state_dict() if name in buffers]
+        super().__init__(module, group, compute_dtype, device)
+        self.named, self.saved_buffers, self.owners = named, saved_buffers, owners
+        self.agrees = grad_scaler
+        self.memory = {}  # parameter -> what of it lies in the shard
+        self.parts = {}   # parameter -> that as a Parameter
+        for p, bucket in self.bucket_of.items():
+            shard, here, _ = bucket.kept(p)
+            self.memory[p] = shard.detach()[here]
+            self.parts[p] = PlacedParameter(self.memory[p], p.requires_grad)
+            self.parts[p].placement = replace(shard.placement, decays=is_matrix(p))
+        self.show_parts()
+
+    def show_parts(self, shown=True):
+        self.shows_parts = shown
+        for module, name, p in self.owners:
+            module._parameters[name] = self.parts[p] if shown else p
+
+    def forward(self, *args, **kwargs):
+        between = self.shows_parts
+        if between:
+            self.take_up_changes()
+            self.show_parts(False)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            if between and not torch.is_grad_enabled():
+                self.show_parts()
+
+    @torch.no_grad()
+    def take_up_changes(self):
+        """Take up what somebody has done to the parts between steps: frozen them, or moved them by p.data = ..."""
+        for p, part in self.parts.items():
+            memory = self.memory[p]
+            if part.data_ptr() != memory.data_ptr():
+                part.data = memory.copy_(same_shape("a parameter's part", part, memory.shape))
+            p.requires_grad_(part.requires_grad)
+
+    @torch.no_grad()
+    def finish_grad_sync(self):
+        super().finish_grad_sync()
+        for p, part in self.parts.items():
+            shard, here, _ = self.bucket_of[p].kept(p)
+            if p.requires_grad and shard.grad is not None:
+                part.grad = shard.grad[here] if part.grad is None else part.grad + shard.grad[here]
+            part.requires_grad_(p.requires_grad)
+        for bucket in self.buckets:
+            bucket.shard.grad = None  # so that the parts' are the only ones
+        if self.agrees:
+            show_overflow_to_all(self.parts.values(), self.group)
+        self.show_parts()
+
+    def named_parameters(self, *args, **kwargs):
+        """This rank's parts, at any time."""
+        for name, p in self.module.named_parameters(*args, **kwargs):
+            yield name, self.parts.get(p, p)
+
+    def kept(self, param):
+        """As a bucket's: what the optimizer steps for a parameter is its part."""
+        _, _, there = self.bucket_of[param].kept(param)
+        return self.parts[param], slice(None), there
+
+    def state_dict(self, *args, **kwargs):
+        raise RuntimeError("an FSDP keeps parts of its parameters: call full_state_dict() on all ranks")
+
+    @torch.no_grad()
+    def full_state_dict(self):
+        """{name: whole tensor} on every rank: parameters, in the master dtype, and the first rank's buffers. Call it on
+        all ranks."""
+        whole = {}
+        for name, param in self.named.items():
+            part, _, there = self.kept(param)
+            whole[name] = put_together(param.shape, there, part.detach(), self.bucket_of[param].cut_over)
+        for name in self.saved_buffers:
+            whole[name] = self.module.get_buffer(name).clone()
+            dist.broadcast(whole[name], group=self.group, group_src=0)
+        return whole
+
+    @torch.no_grad()
+    def load_state_dict(self, whole):
+        """The inverse. RuntimeError where names lack or are unknown, or a shape is another."""
+        if names := whole.keys() ^ {*self.named, *self.saved_buffers}:
+            raise RuntimeError(f"the state has other names than the model: {min(names)} is in one of the two alone")
+        for name, param in self.named.items():
+            part, _, there = self.kept(param)
+            part.copy_(same_shape(name, whole[name], param.shape).reshape(-1)[there])
+        for name in self.saved_buffers:
+            buffer = self.module.get_buffer(name)
+            buffer.copy_(same_shape(name, whole[name], buffer.shape))
+
+
+def same_shape(name, tensor, shape):
+    if tensor.shape != shape:
+        raise RuntimeError(f"size mismatch: {name} is {tuple(tensor.shape)}, and in the model {tuple(shape)}")
+    return tensor
