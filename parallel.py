@@ -40,7 +40,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._pytree import tree_map_only
 
 import collectives as dist
 import kernels
@@ -779,28 +778,11 @@ def free_and_scatter(flat):
 
 
 def fsdp_units(module):
-    """[(module, parameters that its forward alone uses)]: what FSDP gathers at a time.
-
-    A GPT owns no parameter itself. So wte begins a unit, and so do wpe, ln_f and lm_head; h is a container, so each of
-    its children is one.
-    """
-    units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-    def add_units(m, unit):  # unit: the parameters of the unit that m lies in, or None
-        lists = (nn.ParameterList, nn.ParameterDict)  # they have no forward of their own
-        if unit is None and (m._parameters or any(isinstance(child, lists) for child in m.children())):
-            unit = []
-            units.append((m, unit))
-        if unit is not None:
-            unit.extend(m.parameters(recurse=False))
-        for child in m.children():
-            if isinstance(m, containers) and not isinstance(child, containers):
-                units.append((child, list(child.parameters())))
-            else:
-                add_units(child, unit)
-
-    add_units(module, None)
-    return units
+    """[(module, parameters that its forward alone uses)]: what FSDP gathers at a time. Of a GPT wte, wpe, each child of
+    the container h, ln_f, lm_head. (Nested modules: further/lend.py.)"""
+    containers = nn.ModuleList, nn.ModuleDict, nn.Sequential
+    layers = [child.children() if isinstance(child, containers) else [child] for child in module.children()]
+    return [(unit, list(unit.parameters())) for unit in itertools.chain(*layers)]
 
 
 class Prefetcher:
@@ -920,7 +902,7 @@ class FlatFSDP(nn.Module):
         with model.no_sync(): loss.backward()                     every micro-batch but the last
         loss.backward(); model.finish_grad_sync(); optimizer.step(); model.zero_grad()
 
-    A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each layer outside of those.
+    A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each child outside of those.
     Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too.
     Vectors (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must use
     the same parameters in each backward. A unit with one that gets no gradient, because it is frozen or unused, stays
@@ -930,18 +912,20 @@ class FlatFSDP(nn.Module):
     A parameter may be used in its unit's forward alone, and written never: elsewhere it is NaN. FSDP of further/fsdp.py
     has no such rules, and its parameters keep their names.
 
-    compute_dtype: what layers compute in, e.g. torch.bfloat16; shards and their gradients have `master_dtype` of it.
+    compute_dtype: what layers compute in, e.g. torch.bfloat16, and inputs have; shards and their gradients have
+    `master_dtype` of it.
     Shards are vectors: for weight decay ask `is_matrix`, not their shape. A module on the meta device is never whole
     anywhere: name its device, and give its values to `load`. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7,
     ZeRO-3.
     """
+    units_of = staticmethod(fsdp_units)
     flat_class = FlatParameter
     prefetcher_class = Prefetcher
 
     def __init__(self, module, group=None, compute_dtype=None, device=None):
         super().__init__()
-        self.module, self.group, self.compute_dtype = module, group_or_world(group), compute_dtype
-        units = fsdp_units(module)
+        self.module, self.group = module, group_or_world(group)
+        units = self.units_of(module)
         unit_of = {}
         for unit, params in units:
             for p in params:
@@ -972,9 +956,6 @@ class FlatFSDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         cast_masters(self.vectors)
-        if self.compute_dtype:
-            args, kwargs = tree_map_only(
-                torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, (args, kwargs))
         with self.prefetcher.forward():
             return self.module(*args, **kwargs)
 
@@ -982,8 +963,6 @@ class FlatFSDP(nn.Module):
         """Drop the gradients, and an unfinished step. Call it on all ranks."""
         for reducer in self.reducers:
             reducer.reset()
-        for bucket in self.buckets:
-            bucket.shard.grad = None
         super().zero_grad(set_to_none)
 
     def finish_grad_sync(self):

@@ -11,9 +11,10 @@ what PyTorch's FSDP does with use_orig_params, and takes any module: docs/own-mo
 from dataclasses import replace
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import collectives as dist
-from further.lend import Lender, LentParameter
+from further.lend import Lender, LentParameter, nested_units
 from further.zero import show_overflow_to_all
 from parallel import FlatFSDP, group_or_world, is_matrix, PlacedParameter, put_together, refuse_unlike
 
@@ -27,6 +28,7 @@ class FSDP(FlatFSDP):
     unit's forward starts an all-gather, so all ranks must read it. ValueError where ranks have other models than the
     first one, whose values and buffers win. grad_scaler: as for ZeroRedundancyOptimizer.
     """
+    units_of = staticmethod(nested_units)
     flat_class = LentParameter
     prefetcher_class = Lender
 
@@ -41,7 +43,7 @@ class FSDP(FlatFSDP):
         saved_buffers = [name for name in module.state_dict() if name in buffers]
         super().__init__(module, group, compute_dtype, device)
         self.named, self.saved_buffers, self.owners = named, saved_buffers, owners
-        self.agrees = grad_scaler
+        self.compute_dtype, self.agrees = compute_dtype, grad_scaler
         self.memory = {}  # parameter -> what of it lies in the shard
         self.parts = {}   # parameter -> that as a Parameter
         for p, bucket in self.bucket_of.items():
@@ -61,6 +63,9 @@ class FSDP(FlatFSDP):
         if between:
             self.take_up_changes()
             self.show_parts(False)
+        if self.compute_dtype:
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, (args, kwargs))
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -89,6 +94,11 @@ class FSDP(FlatFSDP):
         if self.agrees:
             show_overflow_to_all(self.parts.values(), self.group)
         self.show_parts()
+
+    def zero_grad(self, set_to_none=True):
+        for bucket in self.buckets:
+            bucket.shard.grad = None
+        super().zero_grad(set_to_none)
 
     def named_parameters(self, *args, **kwargs):
         """This rank's parts, at any time."""
