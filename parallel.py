@@ -483,7 +483,7 @@ class ZeRO3:
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
 # the shards. Gradients add up in float32, too.
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def master_dtype(dtype):
@@ -976,11 +976,10 @@ class FlatFSDP(nn.Module):
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
 
     @torch.no_grad()
-    def load(self, get):
-        """Set every parameter to get(param, name), a whole tensor, of which this rank keeps its shard."""
+    def load(self, source):
+        """Set every parameter to source(name), a whole tensor, of which this rank keeps its part."""
         for name, param in self.module.named_parameters():
-            shard, here, there = self.bucket_of[param].kept(param)
-            shard[here] = get(param, name).reshape(-1)[there].to(shard)
+            take_part(self.bucket_of[param].kept(param), param, source(name))
 
 
 # --------------------------------------------------------------------------------------------- tensor parallel: f and g
@@ -1492,7 +1491,7 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
 
 # --------------------------------------------------------------------------------------------- pipeline: running a list
 
-def place_stages(schedule, p, v, pieces):
+def assign_stages(schedule, p, v, pieces):
     """Which rank each stage of a schedule is on, {stage: rank}, as its lists say, for any m the same. ValueError if a
     model of so many pieces cannot be cut into these stages."""
     stage_to_rank = ranks_of_stages(schedule(p, 2 * p, v))
@@ -1755,6 +1754,13 @@ def cut_like(param, whole):
     for cut in placement_of(param).cuts:
         whole = cut.part(whole)
     return whole
+
+
+def take_part(kept, param, whole):
+    """Copy this rank's part of a parameter's whole tensor to where it keeps that. kept: a bucket's of the parameter,
+    with a state of what is stepped, of its shape, in place of that where the state is set."""
+    stepped, here, there = kept
+    stepped.view(-1)[here] = cut_like(param, whole).reshape(-1)[there].to(stepped)
 
 
 def put_together(shape, here, values, groups):

@@ -116,7 +116,7 @@ class Flags:
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
-    dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters", choices=list(parallel.DTYPES))
+    dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters", choices=list(parallel.PRECISIONS))
     recompute: str = flag("none", "layers that backward runs again", choices=["none", "block", "attention"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "auto: Triton from Hopper on, in 16 bits or fp32", choices=["auto", "torch", "triton"])
@@ -159,7 +159,7 @@ def config_of(s):
 def layout_of(s):
     """The flags that make a Layout."""
     given = {field.name: getattr(s, field.name) for field in dataclasses.fields(Layout)}
-    return Layout(**given | {"dtype": parallel.DTYPES[s.dtype]})
+    return Layout(**given | {"dtype": parallel.PRECISIONS[s.dtype]})
 
 
 def processes_of(s, world):
@@ -275,7 +275,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
         if layout.zero == 3:
             materialize_buffers(model.to(master), source, device)
             model = parallel.FlatFSDP(model, groups.shard, layout.dtype, device)
-            model.load(lambda param, name: parallel.cut_like(param, source(name)))
+            model.load(source)
         else:
             materialize(model, source, device, master, parallel.cut_like)
         # 5. What averages gradients hooks parameters, so it comes after the steps that replace them:
@@ -290,7 +290,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
 
 def stage_to_rank_of(config, layout):
     """Where stages live, {stage: rank}. ValueError if there are more of them than pieces of the model."""
-    return parallel.place_stages(schedule_of(layout.schedule), layout.pp, layout.virtual_stages, config.n_layer + 2)
+    return parallel.assign_stages(schedule_of(layout.schedule), layout.pp, layout.virtual_stages, config.n_layer + 2)
 
 
 def over_nodes(group, groups):

@@ -134,7 +134,7 @@ def collected(x, weight, bias):
     return weight.detach(), None if bias is None else bias.detach(), partial(collector.take, weight, bias)
 
 
-def weight_gradients(ctx, dy, x):
+def gradients_of(ctx, dy, x):
     """In a product's backward: (dW, db) of rows; both None where `take` computes them."""
     if ctx.take:
         ctx.take(dy, x)
@@ -158,7 +158,7 @@ class Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy = dy.reshape(-1, dy.shape[-1]).contiguous()                                        # (rows, out)
         dx = (dy @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, *weight_gradients(ctx, dy, x.reshape(-1, x.shape[-1])), None
+        return dx, *gradients_of(ctx, dy, x.reshape(-1, x.shape[-1])), None
 
 
 # ------------------------------------------------------------------------------------------------------ padded outputs
@@ -191,7 +191,7 @@ class PaddedProduct(torch.autograd.Function):
         x, padded, y = ctx.saved_tensors
         rows = pad_columns(dy, y)
         dx = (rows @ padded).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, *weight_gradients(ctx, rows[:, :dy.shape[-1]], x.reshape(-1, x.shape[-1])), None
+        return dx, *gradients_of(ctx, rows[:, :dy.shape[-1]], x.reshape(-1, x.shape[-1])), None
 
 
 def fast_linear(x, weight, bias=None):

@@ -42,7 +42,7 @@ class FastTrainer(WatchedTrainer):
             replay_micro_batches(self.net)
 
     def adamw(self):
-        dtype = parallel.DTYPES[self.s.dtype]
+        dtype = parallel.PRECISIONS[self.s.dtype]
         flat = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=self.device))
         return AdamW if flat else super().adamw()
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 import collectives as dist
 from fast import nccl
-from fast.linear import collected, weight_gradients
+from fast.linear import collected, gradients_of
 from further.sequence import gathered
 from parallel import ColumnParallelLinear
 
@@ -70,7 +70,7 @@ class RegatheredProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             added, dx = start_scattering(dy @ weight, ctx.group, async_op=True)
         gathered.wait()
-        gradients = weight_gradients(ctx, dy.flatten(0, -2), whole.flatten(0, -2))
+        gradients = gradients_of(ctx, dy.flatten(0, -2), whole.flatten(0, -2))
         added.wait()
         return dx, *gradients, None, None
 

@@ -59,7 +59,7 @@ def load_state(net, key, source):
     shape."""
     for model in map(net.module, net.stages):
         for name, param in model.named_parameters():
-            stepped, own, there = net.kept(param)
-            whole = source("wte.weight" if net.config.tied and name == "lm_head.weight" else name)
+            stepped, *where = net.kept(param)
             state = net.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
-            state.view(-1)[own] = parallel.cut_like(param, whole).reshape(-1)[there].to(state)
+            whole = source("wte.weight" if net.config.tied and name == "lm_head.weight" else name)
+            parallel.take_part((state, *where), param, whole)

@@ -52,7 +52,7 @@ def torch_step(model, s, device, x, y, loss=None, optimizer=None, precision=None
         kinds.setdefault(type(param), []).append(param)
     optimizer = optimizer or torch.optim.AdamW([{"params": kind} for kind in kinds.values()], **ADAMW)
     loss = loss or (lambda tokens, targets: token_loss(model(tokens).float(), targets))
-    precision = precision or (lambda: torch.autocast(device.type, parallel.DTYPES[s.dtype], enabled=s.dtype == "bf16"))
+    precision = precision or (lambda: torch.autocast(device.type, parallel.PRECISIONS[s.dtype], enabled=s.dtype == "bf16"))
 
     def step():
         optimizer.zero_grad()
@@ -97,7 +97,7 @@ def torch_fsdp(config, s, device, x, y, compiled):
     within = s.zero_within
     mesh = init_device_mesh(device.type, (s.dp // within, within)) if within else world_mesh(device)
     options = {"mesh": mesh, "reshard_after_forward": not kept,
-               "mp_policy": MixedPrecisionPolicy(parallel.DTYPES[s.dtype], torch.float32)}
+               "mp_policy": MixedPrecisionPolicy(parallel.PRECISIONS[s.dtype], torch.float32)}
     for part in (*model.h.values(), model):
         fully_shard(part, **options)
     step = torch_step(model, s, device, x, y, precision=contextlib.nullcontext)
@@ -110,7 +110,7 @@ def torch_tp(config, s, device, x, y, compiled):
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module)
-    net = plain_model(config, device, compiled, parallel.DTYPES[s.dtype])
+    net = plain_model(config, device, compiled, parallel.PRECISIONS[s.dtype])
     parallelize_module(net, world_mesh(device), {
         "wte": RowwiseParallel(input_layouts=Replicate()),
         "h.*.attn.c_attn": ColwiseParallel(), "h.*.attn.c_proj": RowwiseParallel(),
@@ -132,7 +132,7 @@ def torch_pipeline(config, s, device, x, y, compiled):
     kept equal, and each rank clips by its own norm."""
     from torch.distributed.pipelining import PipelineStage, schedules
     name = THEIR_SCHEDULES[s.schedule]
-    modules = {i: plain_model(config, device, compiled, parallel.DTYPES[s.dtype], pieces)
+    modules = {i: plain_model(config, device, compiled, parallel.PRECISIONS[s.dtype], pieces)
                for i, pieces in stages_in(s, config, dist.get_rank()).items()}
     group = dist.new_group()  # of its own, so that a peer that fails leaves no messages to the next one
     stages = [PipelineStage(module, i, len(stage_to_rank_in(s)), device, group=group) for i, module in modules.items()]

@@ -37,7 +37,7 @@ def axes_of(config, gpus, batch_size, dtype, machine):
     """Layouts by their axes alone: tp inside a node, cp where attention hides a ring inside a node."""
     for tp, cp, pp, kind in itertools.product(*[divisors(gpus)] * 3, ("ring", "ulysses")):
         own = config.seq_len // cp
-        hides = max(ring_hides(machine.attention_with(own), machine.link, parallel.DTYPES[dtype]))
+        hides = max(ring_hides(machine.attention_with(own), machine.link, parallel.PRECISIONS[dtype]))
         s = Settings(dp=gpus // (tp * cp * pp), tp=tp, cp=cp, pp=pp, cp_kind=kind, dtype=dtype, batch_size=batch_size)
         if s.dp * tp * cp * pp == gpus and (own >= hides if cp > 1 else kind == "ring"):
             yield s

@@ -140,7 +140,7 @@ def measured_bubble(trainer, repeats):
     return 100 - 100 * busy / length
 
 
-def forget():
+def free_memory():
     """Free what the last strategy left: cycles, cached blocks, every group but the world's (sockets, buffers)."""
     gc.collect()
     if torch.cuda.is_initialized():
@@ -168,7 +168,7 @@ def strategies(a):
     if a.without:
         without(a, device)
         return
-    machine = measure_machine(device, parallel.DTYPES[a.dtype], a.config, a.comm)
+    machine = measure_machine(device, parallel.PRECISIONS[a.dtype], a.config, a.comm)
     say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {describe_parameters(a.config)}, {a.dtype}; "
         f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}{mfu_note(a.config)}")
     for reason in a.reasons:
@@ -185,7 +185,7 @@ def strategies(a):
     for name, s in a.layouts.items():
         for row in measure_strategy(name, s, a, device, machine):
             table.row(**row)
-        forget()
+        free_memory()
     write_json(a, device, table, model=a.model, machine=dataclasses.asdict(machine))
 
 
@@ -251,7 +251,7 @@ def without(a, device):
             trainer.step(0)
             found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats, in_a_row(a, device))[name]
             trainer = None
-            forget()
+            free_memory()
             for link in {link for links in dist.links.values() for link in links.values()}:  # the world's
                 link.close()
         return found

@@ -24,7 +24,7 @@ from lessons import gpu, peers, strategies
 from lessons.eight_bits import few_rows, in_int8
 from lessons.machine import BUS, calls_of, fit, sent_in
 from lessons.measure import without_collectives
-from lessons.strategies import communication, configs_of, forget, make_trainer, predicted_traffic, routes_of_rows
+from lessons.strategies import communication, configs_of, free_memory, make_trainer, predicted_traffic, routes_of_rows
 from train import config_of, processes_of
 from theory.speed import MACHINES, Machine
 from theory.traffic import HALVES
@@ -102,7 +102,7 @@ def test_bytes_of_every_strategy_are_the_formulas(size):
             counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
             assert predicted_traffic(trainer, routes) == counted and (counted or size == 1), case
             del trainer
-            forget()
+            free_memory()
 
 
 @on_ranks(2)
@@ -117,7 +117,7 @@ def test_a_step_runs_without_its_collectives():
             assert communication(trainer, torch.get_default_device(), 1.0, 1, 1) < 100
         assert {op for op, t in dist.traffic().items() if t.bytes} <= {"isend"}, case  # --cp's ring sends on
         del trainer
-        forget()
+        free_memory()
 
 
 def bench_rows(tmp_path, *words):

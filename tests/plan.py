@@ -115,7 +115,7 @@ def test_a_ring_hides_where_the_bytes_take_as_long_as_the_flops(dtype, width):
     """A rank's t queries see t/2 of another rank's keys: 2C FLOPs for each pair in each product, two forward and five
     backward. A token's key and value are 2C numbers of `width` bytes. Backward also sends their float32 gradients."""
     flops, link = 400e12, 300e9
-    hidden = ring_hides(flops, link, parallel.DTYPES[dtype])
+    hidden = ring_hides(flops, link, parallel.PRECISIONS[dtype])
     for tokens, sent, products in zip(hidden, (2 * width, 2 * width + 8), (2, 5)):
         assert close(sent * tokens / link, products * tokens**2 / flops)
 

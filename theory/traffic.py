@@ -73,7 +73,7 @@ def contents(config, runs):
 
 def widths(s):
     """(bytes of an element in the dtype that layers compute in, in the dtype that gradients are summed in)."""
-    dtype = parallel.DTYPES[s.dtype]
+    dtype = parallel.PRECISIONS[s.dtype]
     return dtype.itemsize, parallel.master_dtype(dtype).itemsize
 
 
