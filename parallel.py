@@ -16,8 +16,9 @@ nodes.
 `python -m lessons data`, `memory`, `fsdp`, `tensor`, `pipeline`, and for further/ `context` and `experts`, run on a
 laptop.
 
-`group=None` is all ranks, as in torch.distributed. "data" and "ZeRO" work on any nn.Module, the other sections on the
-GPT of model.py. What sections, and files of further/, must tell each other of a parameter stands in its `Placement`.
+`group=None` is all ranks, as in torch.distributed. "data" works on any nn.Module, the other sections on the GPT of
+model.py; further/zero.py and further/fsdp.py take ZeRO to any module. What sections, and files of further/, must tell
+each other of a parameter stands in its `Placement`.
 
 Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
 as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the chapters of the same names.

@@ -1,7 +1,8 @@
 """ZeRO whose weights travel under the optimizer and the next forward, and whose steps can be dropped.
 
-Takes the place of parallel.ShardedOptimizer and FlatFSDP, and of what further/ makes of them. With AdamW's kernel it saves the cast of all weights, 6 bytes a
-parameter, and the network works while the optimizer and the next forward do. The time was not measured by itself.
+Takes the place of parallel.ShardedOptimizer and FlatFSDP, and of what further/ makes of them. With AdamW's kernel it
+saves the cast of all weights, 6 bytes a parameter, and the network works while the optimizer and the next forward do.
+The time was not measured by itself.
 """
 
 import weakref

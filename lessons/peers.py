@@ -1,6 +1,7 @@
 """The same strategies of PyTorch's own parts, so that our times can be judged."""
 
 import contextlib
+from functools import partial
 
 import torch
 import torch.distributed as torch_dist
@@ -52,7 +53,7 @@ def torch_step(model, s, device, x, y, loss=None, optimizer=None, precision=None
         kinds.setdefault(type(param), []).append(param)
     optimizer = optimizer or torch.optim.AdamW([{"params": kind} for kind in kinds.values()], **ADAMW)
     loss = loss or (lambda tokens, targets: token_loss(model(tokens).float(), targets))
-    precision = precision or (lambda: torch.autocast(device.type, parallel.PRECISIONS[s.dtype], enabled=s.dtype == "bf16"))
+    precision = precision or partial(torch.autocast, device.type, parallel.PRECISIONS[s.dtype], s.dtype == "bf16")
 
     def step():
         optimizer.zero_grad()
