@@ -28,7 +28,6 @@ import functools
 import itertools
 import math
 import weakref
-import zlib
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -303,34 +302,32 @@ class Reducer:
 class DDP(nn.Module):
     """Data parallel over any module: gradients are averaged bucket by bucket, while backward still computes.
 
-        model = DDP(module, group)                  the first rank broadcasts its parameters and buffers
+        model = DDP(module, group)                  the first rank broadcasts its parameters
         with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
         loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
 
     A parameter that a rank did not use counts as zero there, so one that nobody used has a gradient of zero, not None.
-    Parameters may be frozen and unfrozen between steps, on all ranks alike. broadcast_buffers: once a step the first
-    rank's buffers, such as BatchNorm's running statistics, replace the others'.
+    Parameters may be frozen and unfrozen between steps, on all ranks alike. Buffers, such as BatchNorm's statistics,
+    are each rank's own: further/ddp.py sends them, and refuses ranks whose models differ.
     Li et al., "PyTorch Distributed" (2020). CS336 lecture 8, data parallelism.
     """
 
-    def __init__(self, module, group=None, bucket_mb=None, broadcast_buffers=True):
+    def __init__(self, module, group=None, bucket_mb=None):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
-        refuse_unlike([*module.parameters(), *module.buffers()], self.group)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), group=placement_of(tensor).average_over or self.group, group_src=0)
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.buckets = [Bucket(params, self.group) for params in make_buckets([*module.parameters()], bucket_mb)]
+        for bucket in self.buckets:
+            for param in bucket.params:
+                dist.broadcast(param.detach(), group=bucket.group, group_src=0)
         self.reducer = Reducer(self.buckets, all_reduce_bucket, split_into_grads)
-        self.reducers = [self.reducer]  # FSDP has two
-        self.changing = [*module.buffers()] if broadcast_buffers else []
+        self.reducers = [self.reducer]  # FlatFSDP has two
 
     def no_sync(self):
         return self.reducer.no_sync()
 
     def finish_grad_sync(self):
         self.reducer.finish()
-        broadcast_in_one(self.changing, self.group)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -339,36 +336,6 @@ class DDP(nn.Module):
         """As any module's; it also drops an unfinished step. Then call it on all ranks."""
         self.reducer.reset()
         super().zero_grad(set_to_none)
-
-    def __deepcopy__(self, memo):
-        raise RuntimeError("a DDP is not copied: copy its module, copy.deepcopy(model.module)")
-
-
-# What DDP has used: a check, a message of buffers, autograd's hook.
-
-def refuse_unlike(tensors, group):
-    """ValueError on all ranks of the group unless each has as many parameters and buffers, of the same shapes and
-    dtypes, with the same requires_grad: else gradients of different parameters would be added up."""
-    kinds = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-    mine = [len(kinds), sum(t.numel() for t in tensors), zlib.crc32(repr(kinds).encode())]
-    mine = torch.tensor(mine, device=dist.link_of(group).device)
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(ranks, mine, group)
-    for rank, (count, elements, kind) in enumerate(torch.stack(ranks).tolist()):
-        if kind != ranks[0][2]:
-            raise ValueError(f"rank {rank} of the group has another model than rank 0: {count} parameters and buffers "
-                             f"of {elements} elements, not {ranks[0][0]} of {ranks[0][1]}, or in other shapes, dtypes "
-                             "or requires_grad")
-
-
-def broadcast_in_one(buffers, group):
-    """The first rank's buffers to all ranks, in one message of bytes."""
-    if not buffers:
-        return
-    message = torch.cat([buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers])
-    dist.broadcast(message, group=group, group_src=0)
-    for buffer, part in zip(buffers, message.split([buffer.nbytes for buffer in buffers])):
-        buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # .data: no backward uses these numbers
 
 
 def call_when_computed(params, method):

@@ -283,7 +283,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
         #    ShardedOptimizer    in `ParallelGPT`, for all stages: ZeRO 1 and 2, and 0 in 16 bits
         #    FSDP                in step 4: ZeRO 3, because it shards weights as they come; parameters stay the same
         if layout.zero == 0 and not layout.shards_optimizer:
-            model = parallel.DDP(model, groups.dp_cp, broadcast_buffers=False)  # routers' biases stay alike
+            model = parallel.DDP(model, groups.dp_cp)
         stages[stage] = model
     return (gpt or ParallelGPT)(config, layout, device, mesh, groups, stages, stage_to_rank, optimizer)
 

@@ -14,12 +14,14 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import collectives as dist
+import parallel
+from further.ddp import broadcast_in_one, refuse_unlike
 from further.lend import Lender, LentParameter, nested_units
 from further.zero import show_overflow_to_all
-from parallel import FlatFSDP, group_or_world, is_matrix, PlacedParameter, put_together, refuse_unlike
+from parallel import group_or_world, is_matrix, PlacedParameter, put_together
 
 
-class FSDP(FlatFSDP):
+class FSDP(parallel.FlatFSDP):
     """A FlatFSDP of any module, whose parameters keep their names: for groups by name, schedulers, and readers.
 
     Between steps, from finish_grad_sync to the next forward, the module's parameters are this rank's parts: vectors in
@@ -36,9 +38,7 @@ class FSDP(FlatFSDP):
         named = dict(module.named_parameters(remove_duplicate=False))
         buffers = dict(module.named_buffers(remove_duplicate=False))
         refuse_unlike([*module.parameters(), *module.buffers()], group_or_world(group))
-        for buffer in module.buffers():
-            if not buffer.is_meta:
-                dist.broadcast(buffer, group=group, group_src=0)
+        broadcast_in_one([buffer for buffer in module.buffers() if not buffer.is_meta], group)
         owners = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
         saved_buffers = [name for name in module.state_dict() if name in buffers]
         super().__init__(module, group, compute_dtype, device)

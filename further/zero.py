@@ -13,7 +13,9 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 import collectives as dist
-from parallel import FlatBucket, group_or_world, point_into, refuse_unlike, ShardedOptimizer
+import parallel
+from further.ddp import refuse_unlike
+from parallel import FlatBucket, group_or_world, point_into
 
 
 class WatchedBucket(FlatBucket):
@@ -92,7 +94,7 @@ def show_overflow_to_all(shards, group):
 WHOLE_TENSORS = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam
 
 
-class ZeroRedundancyOptimizer(ShardedOptimizer):
+class ZeroRedundancyOptimizer(parallel.ShardedOptimizer):
     """A ShardedOptimizer of any module's parameters, with names or without.
 
     Between steps they may be frozen and unfrozen, on all ranks alike, and written, by load_state_dict or p.data = ...;

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import collectives as dist
 import fast.adamw
 import fast.zero
+import further.ddp
 import further.fsdp
 import further.zero
 import kernels
@@ -113,7 +114,7 @@ def laid_out(net, way, optimizer=torch.optim.SGD, group=None, compute_dtype=None
         sync = types.SimpleNamespace(no_sync=contextlib.nullcontext, finish_grad_sync=finish)
         return net, sync, optimizer([p for p in net.parameters() if p.requires_grad], **options)
     if way in ("ddp", 3):
-        wrapped = (parallel.DDP(net, group, bucket_mb=4e-4) if way == "ddp" else  # 400 bytes: many buckets
+        wrapped = (further.ddp.DistributedDataParallel(net, group, bucket_mb=4e-4) if way == "ddp" else  # 400 bytes: many buckets
                    further.fsdp.FSDP(net, group, compute_dtype=compute_dtype, grad_scaler=grad_scaler))
         return wrapped, wrapped, optimizer(wrapped.parameters(), **options)
     sharded = further.zero.ZeroRedundancyOptimizer(net.parameters(), optimizer, group, way, 0.009,
@@ -218,7 +219,7 @@ def test_a_ddp_is_not_copied_and_clipping_takes_what_pytorch_s_takes():
     """One tensor, or a generator."""
     net = nn.Linear(3, 4)
     with pytest.raises(RuntimeError, match="copy its module"):
-        copy.deepcopy(parallel.DDP(net))
+        copy.deepcopy(further.ddp.DistributedDataParallel(net))
     net.weight.grad = torch.ones(4, 3)
     assert close(parallel.clip_grad_norm_(net.weight, 0), 12 ** 0.5, 1e-6)
     assert parallel.clip_grad_norm_(iter(()), 1.0) == 0
@@ -401,7 +402,7 @@ def test_fsdp_s_parameters_keep_their_names(rank):
 @on_ranks(2)
 def test_replicas_have_the_first_one_s_buffers_after_a_step(rank):
     net = nn.Sequential(nn.BatchNorm1d(3))
-    model = parallel.DDP(net)
+    model = further.ddp.DistributedDataParallel(net)
     model(torch.arange(12.0).view(4, 3) * (1 + rank)).sum().backward()
     model.finish_grad_sync()
     assert close(net[0].running_mean, 0.1 * torch.tensor([4.5, 5.5, 6.5]), 1e-6)

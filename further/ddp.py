@@ -1,0 +1,59 @@
+"""Data parallelism for a model of your own: what if ranks have other models, or the model has buffers that change?
+
+    model = DistributedDataParallel(module, group)
+
+parallel.py's DDP, with what PyTorch's of this name does besides. docs/own-model.md.
+"""
+
+import zlib
+
+import torch
+
+import collectives as dist
+from parallel import DDP, group_or_world
+
+
+class DistributedDataParallel(DDP):
+    """A DDP of any module. ValueError where ranks have other models than the first one.
+
+    Parameters and buffers begin as the first rank's. broadcast_buffers: once a step the first rank's buffers, such as
+    BatchNorm's running statistics, replace the others'.
+    """
+
+    def __init__(self, module, group=None, bucket_mb=None, broadcast_buffers=True):
+        refuse_unlike([*module.parameters(), *module.buffers()], group_or_world(group))
+        super().__init__(module, group, bucket_mb)
+        broadcast_in_one([*module.buffers()], self.group)
+        self.changing = [*module.buffers()] if broadcast_buffers else []
+
+    def finish_grad_sync(self):
+        super().finish_grad_sync()
+        broadcast_in_one(self.changing, self.group)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("a DDP is not copied: copy its module, copy.deepcopy(model.module)")
+
+
+def refuse_unlike(tensors, group):
+    """ValueError on all ranks of the group unless each has as many parameters and buffers, of the same shapes and
+    dtypes, with the same requires_grad: else gradients of different parameters would be added up."""
+    kinds = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+    mine = [len(kinds), sum(t.numel() for t in tensors), zlib.crc32(repr(kinds).encode())]
+    mine = torch.tensor(mine, device=dist.link_of(group).device)
+    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ranks, mine, group)
+    for rank, (count, elements, kind) in enumerate(torch.stack(ranks).tolist()):
+        if kind != ranks[0][2]:
+            raise ValueError(f"rank {rank} of the group has another model than rank 0: {count} parameters and buffers "
+                             f"of {elements} elements, not {ranks[0][0]} of {ranks[0][1]}, or in other shapes, dtypes "
+                             "or requires_grad")
+
+
+def broadcast_in_one(buffers, group):
+    """The first rank's buffers to all ranks, in one message of bytes."""
+    if not buffers:
+        return
+    message = torch.cat([buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers])
+    dist.broadcast(message, group=group, group_src=0)
+    for buffer, part in zip(buffers, message.split([buffer.nbytes for buffer in buffers])):
+        buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # .data: no backward uses these numbers
