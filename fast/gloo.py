@@ -32,9 +32,9 @@ HEAD_BYTES = 128  # of a slot, before its SLOT_BYTES: what the message is, in wo
 class PartialMessage(Handle):
     """The handle of a message through Mailboxes. rest: its bytes that are not copied yet. head: what it is."""
 
-    def __init__(self, mailboxes, flat, name):
+    def __init__(self, mailboxes, flat, call):
         self.mailboxes, self.rest = mailboxes, flat.view(torch.uint8)
-        self.head = f"{len(self.rest)} bytes of {name} in {flat.dtype}".encode().ljust(HEAD_BYTES)
+        self.head = f"{len(self.rest)} bytes in {flat.dtype} of {call}".encode().ljust(HEAD_BYTES)
 
     def is_completed(self):
         return not len(self.rest)
@@ -113,14 +113,14 @@ class Mailboxes:
             peer.write_end = open(f"/proc/{pid}/fd/{ends[self.rank]}", "wb", 0)
             peer.to, peer.source = in_turn(self.memory[0][r]), in_turn(theirs[self.rank])
 
-    def send(self, flat, r, name):
-        """Start a message of the operation `name`."""
-        self.peers[r].sends.append(message := PartialMessage(self, flat, name))
+    def send(self, flat, r, call):
+        """Start a message of an operation, `call` in words."""
+        self.peers[r].sends.append(message := PartialMessage(self, flat, call))
         self._copy(self.peers[r])
         return message
 
-    def receive(self, flat, r, name):
-        self.peers[r].receives.append(message := PartialMessage(self, flat, name))
+    def receive(self, flat, r, call):
+        self.peers[r].receives.append(message := PartialMessage(self, flat, call))
         return message
 
     def finish(self, message):
@@ -215,6 +215,7 @@ class GlooLink(DoublingLink):
         super().__init__(group)
         self.room = torch.empty(0, dtype=torch.uint8, device="cpu")  # named, because the default device may be a GPU
         self.mailboxes = None
+        self.calls = 0  # so that what two roots of one broadcast have sent is not taken for the next one's
 
     def scratch(self, like, count):
         """One buffer serves all operations, one after the other, because a new one costs a page fault every 4 KiB."""
@@ -232,11 +233,12 @@ class GlooLink(DoublingLink):
                 message.wait()
 
     def post(self, sends=(), receives=()):
-        handles = [self.mailboxes.receive(t, peer, self.name) for t, peer in receives if t.numel()]
+        call = f"{self.name}, call {self.calls}"
+        handles = [self.mailboxes.receive(t, peer, call) for t, peer in receives if t.numel()]
         for t, peer in sends:
             if t.numel():
                 self.log.count(t)
-                handles.append(self.mailboxes.send(t, peer, self.name))
+                handles.append(self.mailboxes.send(t, peer, call))
         return handles
 
     def prepare(self):
@@ -244,6 +246,7 @@ class GlooLink(DoublingLink):
             name, self.name = self.name, "first operation"  # whichever that is; its log, without calls, is not shown
             self.mailboxes = make_mailboxes(self) or False
             self.name = name
+        self.calls += 1
 
     def close(self):
         super().close()

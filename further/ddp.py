@@ -27,6 +27,7 @@ class DistributedDataParallel(DDP):
         self.changing = [*module.buffers()] if broadcast_buffers else []
 
     def finish_grad_sync(self):
+        refuse_new(self.module, self.reducer.bucket_of)
         super().finish_grad_sync()
         broadcast_in_one(self.changing, self.group)
 
@@ -47,6 +48,13 @@ def refuse_unlike(tensors, group):
             raise ValueError(f"rank {rank} of the group has another model than rank 0: {count} parameters and buffers "
                              f"of {elements} elements, not {ranks[0][0]} of {ranks[0][1]}, or in other shapes, dtypes "
                              "or requires_grad")
+
+
+def refuse_new(module, known):
+    """RuntimeError for parameters that came into the module when it was wrapped already: nobody averages their
+    gradients."""
+    if new := [name for name, param in module.named_parameters() if param not in known]:
+        raise RuntimeError(f"{new[0]} came into the module after it was wrapped: change a module before that")
 
 
 def broadcast_in_one(buffers, group):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 import collectives as dist
 import parallel
-from further.ddp import broadcast_in_one, refuse_unlike
+from further.ddp import broadcast_in_one, refuse_new, refuse_unlike
 from further.lend import Lender, LentParameter, nested_units
 from further.zero import show_overflow_to_all
 from parallel import group_or_world, is_matrix, PlacedParameter, put_together
@@ -75,6 +75,7 @@ class FSDP(parallel.FlatFSDP):
     @torch.no_grad()
     def take_up_changes(self):
         """Take up what somebody has done to the parts between steps: frozen them, or moved them by p.data = ..."""
+        refuse_new(self.module, {*self.parts.values()})
         for p, part in self.parts.items():
             memory = self.memory[p]
             if part.data_ptr() != memory.data_ptr():

@@ -41,18 +41,27 @@ def absent(kind):
 
 class LentParameter(FlatParameter):
     """A FlatParameter whose parameters are `Absent` while it is free."""
+    versions = ()  # of the parameters when they became whole
 
     def make_whole(self):
         for p in self.params:
             if isinstance(p, Absent):
                 p.__class__ = p.kind
         super().make_whole()
+        self.versions = [p._version for p in self.params]
 
     def free(self, keep=False):
+        """RuntimeError if somebody has written into the parameters, such as an nn.Embedding with max_norm: this rank
+        keeps the shard alone, so it would be lost."""
+        now = [p._version for p in self.params] if self.is_whole else []
+        written = [p.shape for p, before, after in zip(self.params, self.versions, now) if before != after]
         super().free(keep)
         for p in self.params:
             if not isinstance(p, Absent):
                 p.__class__ = absent(type(p))
+        if written:
+            raise RuntimeError(f"a parameter of shape {tuple(written[0])} was written while it was whole, between "
+                               "forward and finish_grad_sync: FSDP keeps what is written between steps")
 
 
 class Lender(Prefetcher):

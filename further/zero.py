@@ -144,6 +144,8 @@ class ZeroRedundancyOptimizer(parallel.ShardedOptimizer):
 
     @torch.no_grad()
     def step(self):
+        if self.reducer.under_way or any(bucket.holds_gradients() for bucket in self.buckets):
+            raise RuntimeError("a step before finish_grad_sync(): its gradients have not been averaged")
         for bucket in self.buckets:
             bucket.take_up_writes()
         super().step()

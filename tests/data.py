@@ -225,6 +225,30 @@ def test_a_ddp_is_not_copied_and_clipping_takes_what_pytorch_s_takes():
     assert parallel.clip_grad_norm_(iter(()), 1.0) == 0
 
 
+@on_both
+@parametrize("way", ["ddp", 3])
+@on_ranks(2)
+def test_a_module_that_changes_after_it_is_wrapped_is_refused(way):
+    """A layer that takes another's place, or comes in addition: nobody would average its gradients."""
+    for change in (lambda net: net.append(nn.Linear(4, 4)),
+                   lambda net: setattr(net[0], "bias", nn.Parameter(torch.zeros(4)))):
+        net = nn.Sequential(nn.Linear(4, 4))
+        model, sync, _ = laid_out(net, way, lr=1.0)
+        change(net)
+        with pytest.raises(RuntimeError, match="0.bias|1.weight came into the module after it was wrapped"):
+            model(torch.ones(1, 4)).sum().backward()
+            sync.finish_grad_sync()
+
+
+@on_both
+@on_ranks(2)
+def test_what_forward_writes_into_weights_of_which_ranks_keep_parts_is_refused():
+    """An embedding whose rows are scaled down when they are looked up."""
+    model = further.fsdp.FSDP(nn.Sequential(nn.Embedding(4, 4, max_norm=0.01), nn.Linear(4, 4)))
+    with pytest.raises(RuntimeError, match=r"shape \(4, 4\) was written while it was whole"):
+        model(torch.arange(4))
+
+
 def freeze(net, step):
     """A layer is frozen at first, then another, then one parameter of a third, then none."""
     net.requires_grad_(True)

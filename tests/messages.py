@@ -180,16 +180,20 @@ def test_ranks_that_call_different_things_hear_of_it(rank):
     """Mailboxes name both sides. Without them no message is taken for another, so the group's timeout ends the call."""
     needs_mailboxes()
     t = torch.ones(4)
-    calls = {"16 bytes of all_reduce in torch.float32": lambda group=None: dist.all_reduce(t, group=group),
-             "32 bytes of all_reduce in torch.float32": lambda group=None: dist.all_reduce(t.repeat(2), group=group),
-             "16 bytes of all_reduce in torch.int32": lambda group=None: dist.all_reduce(t.int(), group=group),
-             "16 bytes of all_gather in torch.float32": lambda group=None: dist.all_gather([t, t], t, group=group),
-             "1 bytes of barrier in torch.uint8": dist.barrier}
+    calls = {"16 bytes in torch.float32 of all_reduce": lambda group=None: dist.all_reduce(t, group=group),
+             "32 bytes in torch.float32 of all_reduce": lambda group=None: dist.all_reduce(t.repeat(2), group=group),
+             "16 bytes in torch.int32 of all_reduce": lambda group=None: dist.all_reduce(t.int(), group=group),
+             "16 bytes in torch.float32 of all_gather": lambda group=None: dist.all_gather([t, t], t, group=group),
+             "1 bytes in torch.uint8 of barrier": dist.barrier}
     for pair in itertools.combinations(calls, 2):
         mine, theirs = pair if rank == 0 else pair[::-1]
-        says = f"rank {1 - rank} of the group sends {theirs}, rank {rank} expects {mine}$"
+        says = f"rank {1 - rank} of the group sends {theirs}, call 1, rank {rank} expects {mine}, call 1$"
         with served_by(GlooLink), pytest.raises(PeerError, match=says):
             calls[mine]()
+    with served_by(GlooLink):
+        dist.broadcast(t, rank)  # each is the root, and waits for nobody
+        with pytest.raises(PeerError, match="of broadcast, call 1, .* of broadcast, call 2$"):
+            dist.broadcast(t, 1 - rank)
     for mine in [*calls][:2], [*calls][::2], [*calls][::3]:
         dist.use(group := dist.new_group(timeout=timedelta(seconds=0.5)), "ring")
         with pytest.raises(PeerError, match="Timed out waiting 500ms|Connection closed by peer"):  # which was earlier
