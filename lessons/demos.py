@@ -7,7 +7,6 @@ import re
 import statistics
 
 import torch
-import torch.distributed as torch_dist
 
 import collectives as dist
 import parallel
@@ -22,8 +21,9 @@ from lessons.extension import demo_extension
 from lessons.forms import demo_forms
 from lessons.hardware import demo_machine
 from lessons.lecture8 import demo_lecture8
-from lessons.measure import of_all_ranks, off, patched, readable, say, traffic_of
+from lessons.measure import of_all_ranks, off, readable, say, traffic_of
 from lessons.measuring import demo_measuring
+from lessons.moving import fsdp_step, ring_states, ring_steps
 from lessons.overlap import demo_overlap
 from lessons.together import demo_together
 from model import GPT, PRESETS, GPTConfig
@@ -43,24 +43,6 @@ def say_in_order(text):
         say(line)
 
 
-def ring_states():
-    """This rank's tensor, as a list with a number for each chunk, before and after each step of a ring all-reduce. Rank
-    r starts from 1 << r, so a sum has a bit for each rank whose data is in it. Call on all ranks."""
-    size, states = dist.get_world_size(), []
-    t = torch.full((size,), 1 << dist.get_rank())
-    has = t.clone()
-
-    class Looking(dist.Link):
-        def exchange(self, sends=(), receives=()):
-            if len(states) < size - 1:  # what a reduce-scatter's step sends is a partial sum, which t does not have
-                has[(self.rank - 1 - len(states)) % size] |= sends[0][0].item()
-            states.append(has.bitwise_or_(t).tolist())
-            super().exchange(sends, receives)
-
-    Looking(torch_dist.group.WORLD).all_reduce(t, dist.ReduceOp.SUM)
-    return [*states, t.tolist()]
-
-
 def shown(tensors):
     return "   ".join(str(t.tolist()) for t in tensors)
 
@@ -68,9 +50,7 @@ def shown(tensors):
 def show_ring():
     rank, n = dist.get_rank(), dist.get_world_size()
     say("\nring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has")
-    steps = ["start", *(f"reduce-scatter step {s}: chunk r-{s + 1} goes right and is added" for s in range(n - 1)),
-             *(f"all-gather step {s}: chunk r-{s}, complete, goes right" for s in range(n - 1))]
-    for step, state in zip(steps, ring_states(), strict=True):
+    for step, state in zip(ring_steps(n), ring_states(), strict=True):
         say(f"  {step}")
         chunks = ["".join("abcdefghijklmnopqrstuvwxyz"[i] for i in range(n) if bits >> i & 1) for bits in state]
         say_in_order(f"    rank {rank}   " + "  ".join(chunk.ljust(n, "·") for chunk in chunks))
@@ -261,35 +241,10 @@ def demo_data():
 
 def demo_fsdp():
     """ZeRO-3 at work: which unit rank 0 gathers, waits for, frees and scatters while which unit computes."""
-    net = parallel.FlatFSDP(GPT(GPTConfig(n_layer=2, n_embd=32, tied=False), seed=0))
-    name_of = {unit: name for name, unit in net.module.named_modules()}
-    unit_of = {flat: name_of[unit] for unit, flats in net.prefetcher.flats_of.items() for flat in flats}
-
-    def told(where, name, what, happens):
-        """Print what the function does with a FlatParameter, when it happens."""
-        plain = getattr(where, name)
-
-        def tells(flat, **how):
-            if happens(flat, **how):
-                say(f"    {what} {unit_of[flat]}")
-            return plain(flat, **how)
-        return where, name, tells
-
-    def has_memory(flat):
-        return flat.weights is not None
-
     say("wte and lm_head are two matrices here (tied=False). In `plain` they are one, which stays whole from its\n"
         "first use to the end of backward. What is computed from \"gather\" to \"wait for\" hides the gather.\n"
         "A scatter stands where it starts.\n")
-    for unit in net.prefetcher.flats_of:
-        unit.register_forward_pre_hook(lambda unit, inputs: say(f"forward of {name_of[unit]}"), prepend=True)
-        unit.register_full_backward_pre_hook(lambda unit, grad: say(f"backward of {name_of[unit]}"))
-    with patched([told(parallel.FlatParameter, "begin_gather", "gather", lambda flat: not has_memory(flat)),
-                  told(parallel.FlatParameter, "end_gather", "wait for", lambda flat: flat.handle),
-                  told(parallel.FlatParameter, "free", "free", lambda flat, keep=False: has_memory(flat) and not keep),
-                  told(parallel, "reduce_scatter_bucket", "scatter", lambda flat: True)]):
-        net(torch.arange(32).view(2, 16)).sum().backward()
-        net.finish_grad_sync()
+    fsdp_step(lambda what, unit: say(f"{'' if what.endswith(' of') else '    '}{what} {unit}"))
 
 
 def demo_tensor():

@@ -3,20 +3,27 @@
     python -m lessons pages --out site    then open site/index.html in a browser; left out, it is runs/site
 
 A page a file. Docstrings and comments stand on the left, the code that follows them on the right, with its line
-numbers. Names lead to their definitions, in any file. The index is the README's reading path. Nothing is loaded from
-elsewhere, and no script runs. pages.css, beside this file, is the look.
+numbers. Names lead to their definitions, in any file. The index is the README's reading path. Besides, there are
+pictures that one steps through by buttons. Nothing is loaded from elsewhere, and scripts run in these pictures alone.
+pages.css, beside this file, is the look; explore.js and explore.css are the pictures'.
 """
 
 import ast
 import html
 import itertools
+import json
 import keyword
 import pathlib
 import re
+import string
 import textwrap
 
-from lessons import puzzles
+from further.schedules import SCHEDULES
+from lessons import moving, puzzles
+from lessons.pictures import ring_frames, svg_of, tensor_frames, zero_frames
 from lessons.puzzles import HERE
+from model import PRESETS
+from theory.speed import MACHINES
 
 FILES = [name for name in puzzles.FILES if "__" not in name]  # but for further/__init__.py, which has no code
 WIDE = 52  # columns: wider pictures stand above their code, not beside it
@@ -248,18 +255,66 @@ def index_page():
     return markdown(beginning + next(some for some in sections if "Reading path" in some.splitlines()[0]))
 
 
-def pages(out):
-    """The reference as HTML, prose beside code, behind the README's reading path."""
-    pathlib.Path(out).mkdir(parents=True, exist_ok=True)
-    bodies = {"index": index_page(), "reading": markdown((HERE / "docs/reading.md").read_text())}
-    bodies |= {module_of(file): file_page(file) for file in FILES}
-    for name, body in bodies.items():
-        links = [f'<a href="{other}.html" class="{other == name}">{other}</a>' for other in bodies]
-        pathlib.Path(out, f"{name}.html").write_text(f"""<!doctype html>
+# -------------------------------------------------------------------------------------------------- pictures that move
+
+STEPPED = {  # name: (frames, title, the stop it belongs to, what it shows)
+    "ring": (ring_frames, "Ring all-reduce", "6-ring-all-reduce",
+             "Four ranks, four chunks. A colour for each rank whose data is in a chunk; a line under what arrived."),
+    "zero": (zero_frames, "ZeRO-3", "9-zero-3",
+             "What rank 0 of four keeps of each layer. A quarter of a box is its own part; pale is on its way."),
+    "tensor": (tensor_frames, "Tensor parallelism", "10-tensor-parallelism",
+               "An MLP, Y = GeLU(X A) B, on two ranks. A cell is a number: blue is above 0, orange below.")}
+FIXED = {"pipeline": lambda: {name: moving.pipeline({"schedule": name}) for name in SCHEDULES},
+         "layout": lambda: {"fixed": moving.layout({})}}
+CHOICES = {"SCHEDULES": [*SCHEDULES], "MODELS": [*PRESETS], "MACHINES": [*MACHINES]}
+
+
+def asset(name):
+    return (HERE / "lessons" / name).read_text()
+
+
+def moving_page(name, live):
+    """A picture that moves: its HTML, and explore.js with its data. live: a server has the data of what has controls."""
+    if name in STEPPED:
+        frames, title, stop, says = STEPPED[name]
+        body = string.Template(asset("steps.html")).substitute(title=title, stop=stop, says=says)
+        data = [[svg_of(height, parts), said] for height, parts, said in frames()]
+    else:
+        body, data = asset(f"{name}.html"), None if live else FIXED[name]()
+    given = {"NAME": name, "FIXED": data, **CHOICES}
+    constants = "".join(f"const {key} = {json.dumps(value)};\n" for key, value in given.items()).replace("</", "<\\/")
+    return f"<style>{asset('explore.css')}</style>\n{body}<script>\n{constants}{asset('explore.js')}</script>\n"
+
+
+# ----------------------------------------------------------------------------------------------------------------- pages
+
+OF_FILES = {module_of(file): file for file in FILES}
+NAMES = ["index", "reading", *STEPPED, *FIXED, *OF_FILES]
+
+
+def page_of(name, live=False):
+    """A page's text. live: as for `moving_page`."""
+    if name in OF_FILES:
+        body = file_page(OF_FILES[name])
+    elif name == "index":
+        body = index_page()
+    elif name == "reading":
+        body = markdown((HERE / "docs/reading.md").read_text())
+    else:
+        body = moving_page(name, live)
+    links = [f'<a href="{other}.html" class="{other == name}">{other}</a>' for other in NAMES]
+    return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name} - ringGPT</title><style>{(HERE / "lessons/pages.css").read_text()}</style>
+<title>{name} - ringGPT</title><style>{asset("pages.css")}</style>
 <nav>{" ".join(links)}</nav>
 <main class="{"file" if name in TARGETS else "text"}">
 {body}</main></html>
-""")
+"""
+
+
+def pages(out):
+    """The reference as HTML, prose beside code, behind the README's reading path; and pictures to step through."""
+    pathlib.Path(out).mkdir(parents=True, exist_ok=True)
+    for name in NAMES:
+        pathlib.Path(out, f"{name}.html").write_text(page_of(name))
     print(f"{out}/index.html")

@@ -7,9 +7,10 @@ from collections import defaultdict
 
 import collectives as dist
 import parallel
+from further import together
 from further.schedules import SCHEDULES
-from lessons.demos import ring_states
 from lessons.measure import of_all_ranks, say
+from lessons.moving import fsdp_step, ring_states, ring_steps, tensor_matrices
 from model import PRESETS
 from safe.flags import Settings
 from theory.clock import simulate
@@ -38,6 +39,19 @@ def legend(y, step, some):
         yield box(20 + step * i, y, 10, 10, colour) + words(35 + step * i, y + 9, text, anchor="start")
 
 
+def chunks(states, s, left, width):
+    """What each rank holds of each chunk in state s of a ring: a colour for each rank whose data is in it."""
+    n = len(states[s])
+    cell = (width - 15) / n
+    room, stripe = cell - 3, (cell - 3) / n
+    for r, c in itertools.product(range(n), range(n)):
+        x, y, held = left + cell * c, 22 + 30 * r, states[s][r][c]
+        yield box(x, y, room, 26, "#8883")
+        yield from (box(x + stripe * i, y, stripe, 26, COLOURS[i]) for i in range(n) if held >> i & 1)
+        if s and held != states[s - 1][r][c]:
+            yield box(x, y + 27, room, 2, "#888")
+
+
 # The next pictures need no file. They call the code's own functions, the ring's on all ranks.
 
 def draw_ring():
@@ -46,14 +60,8 @@ def draw_ring():
     names = ["start", *(f"{half} {s}" for half in ("reduce-scatter", "all-gather") for s in range(n - 1))]
     out = [words(40 + width * s + width / 2, 14, name) for s, name in enumerate(names)]
     out += [words(38, 39 + 30 * r, f"rank {r}", 10, "end") for r in range(n)]
-    cell = (width - 15) / n
-    room, stripe = cell - 3, (cell - 3) / n
-    for s, r, c in itertools.product(range(len(states)), range(n), range(n)):
-        x, y, held = 48 + width * s + cell * c, 22 + 30 * r, states[s][r][c]
-        out.append(box(x, y, room, 26, "#8883"))
-        out += [box(x + stripe * i, y, stripe, 26, COLOURS[i]) for i in range(n) if held >> i & 1]
-        if s and held != states[s - 1][r][c]:
-            out.append(box(x, y + 27, room, 2, "#888"))
+    for s in range(len(states)):
+        out += chunks(states, s, 48 + width * s, width)
     text = (f"a column a chunk, 0 to {n - 1}; a colour for each of the {n} ranks whose data it holds; "
             "a line under what arrived")
     return 44 + 30 * n, [*out, words(520, 38 + 30 * n, text)]
@@ -109,21 +117,105 @@ def draw_schedules():
     return 24 + 112 * len(runs), out
 
 
-def draw_trace(found):
-    """The pipeline as it ran, from train.py's --trace."""
-    events = [event for event in found["traceEvents"] if event["name"].split()[0] in {*"FBIW"}]
-    first, last = min(event["ts"] for event in events), max(event["ts"] + event["dur"] for event in events)
+def spans_of(trace, unit=1.0):
+    """As a Timeline's spans, from the first action's start: the pipeline as it ran, from train.py's --trace. unit: that
+    of the times, in microseconds."""
+    events = [event for event in trace["traceEvents"] if event["name"].split()[0] in {*"FBIW"}]
+    first = min(event["ts"] for event in events)
     spans = defaultdict(list)
-    for event in sorted(events, key=lambda event: event["tid"]):  # a rank's
+    for event in sorted(events, key=lambda event: (event["tid"], event["ts"])):  # a rank's
         action, start = parallel.Action(event["name"][0], **event["args"]), event["ts"] - first
-        spans[event["tid"]].append((action, start, start + event["dur"]))
-    return 34 + 20 * len(spans), [*legend(6, 230, KINDS), *lanes(spans.values(), 900 / (last - first), 28)]
+        spans[event["tid"]].append((action, unit * start, unit * (start + event["dur"])))
+    return [*spans.values()]
+
+
+def draw_trace(found):
+    spans = spans_of(found)
+    length = max(end for row in spans for *_, end in row)
+    return 34 + 20 * len(spans), [*legend(6, 230, KINDS), *lanes(spans, 900 / length, 28)]
+
+
+# Frames of pictures that pages step through: [(height, parts, what happens)].
+
+def ring_frames():
+    states = [*zip(*together.run_joined(4, ring_states))]
+    ranks = [words(60, 39 + 30 * r, f"rank {r}", 12, "end") for r in range(4)]
+    names = [words(190 + 236 * c, 14, f"chunk {c}", 12) for c in range(4)]
+    return [(150, [*ranks, *names, *chunks(states, s, 70, 960)], said) for s, said in enumerate(ring_steps(4))]
+
+
+ZERO_STEPS = {
+    "forward of": "runs forward", "backward of": "runs backward: all of its gradients are here",
+    "gather": "is gathered: the other ranks' quarters are on their way", "wait for": "has arrived",
+    "free": "is freed, but for rank 0's own quarter",
+    "scatter": "is reduce-scattered: of its gradients rank 0 keeps the sum of its own quarter"}
+
+
+def zero_frames():
+    """What rank 0 of four keeps of each unit in a step of ZeRO-3: a quarter, or while it is needed the whole. Pale is
+    what is on its way."""
+    events = []
+    [units] = together.run_joined(1, lambda: fsdp_step(lambda *event: events.append(event)))
+    parameters, gradients, optimizer = ([n] * len(units) for n in (1, 0, 1))  # quarters of each
+    frames, coming = [], None
+    for what, unit in events:
+        at = units.index(unit) if unit in units else None
+        if at is not None:
+            some = gradients if what in ("backward of", "scatter") else parameters
+            some[at] = {"gather": 4, "free": 1, "backward of": 4, "scatter": 1}.get(what, some[at])
+            coming = {"gather": at, "wait for": None}.get(what, coming)
+        out = [words(192 + 176 * x, 16, name, 15 if x == at else 11) for x, name in enumerate(units)]
+        kept = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
+        for i, (kind, quarters) in enumerate(kept.items()):
+            out.append(words(100, 44 + 36 * i, kind, 12, "end"))
+            for x, n in enumerate(quarters):
+                pale = "66" if x == coming and i == 0 else ""
+                out += [box(112 + 176 * x, 26 + 36 * i, 160, 28, "#8883"),
+                        box(112 + 176 * x, 26 + 36 * i, 40 * n, 28, COLOURS[i] + pale)]
+        frames.append((140, out, f"{unit} {ZERO_STEPS[what]}"))
+    return frames
+
+
+TENSOR_STEPS = {  # the newest matrix: what happens
+    "A": "f does nothing forward: both ranks have the same X. A is cut by columns, so each rank has half of them",
+    "X A": "each rank multiplies X with its columns, and gets its columns of X A",
+    "Z": "GeLU works on each number, so on these columns, too: nothing is sent",
+    "B": "B is cut by rows, as many as Z has columns",
+    "term of Y": "each product has the shape of Y, but is one term of it: the two differ",
+    "Y": "g adds the terms, an all-reduce: both ranks have the same Y",
+    "dY": "backward: g does nothing, because each term's gradient is dY",
+    "dZ": "dY times B's rows, transposed: the gradient of this rank's columns",
+    "d(X A)": "back through GeLU, number by number",
+    "term of dX": "each rank knows what its columns of A make of dX: one term of it",
+    "dX": "f adds the terms, an all-reduce: both ranks have the same dX"}
+
+
+def tensor_frames():
+    """Two ranks' matrices, step by step. Blue is above 0, orange below, pale is near 0."""
+    ranks = together.run_joined(2, tensor_matrices)
+    names = [*ranks[0]]
+    frames = []
+    for newest, said in TENSOR_STEPS.items():
+        out = [words(60, 60 + 100 * r, f"rank {r}", 12, "end") for r in range(2)]
+        for (r, matrices), (i, name) in itertools.product(enumerate(ranks), enumerate(names[:names.index(newest) + 1])):
+            left, y = 80 + 77 * i, 22 + 100 * r
+            out.append(words(left + 32, y - 6, name, 13 if name == newest else 10))
+            most = max(abs(number) for row in matrices[name] for number in row)
+            for (k, row), j in itertools.product(enumerate(matrices[name]), range(4)):
+                strength = f"{round(255 * abs(row[j]) / most):02x}"
+                out.append(box(left + 16 * j, y + 16 * k, 15, 15, COLOURS[row[j] < 0] + strength))
+        frames.append((210, out, said))
+    return frames
+
+
+def svg_of(height, parts):
+    frame = f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" viewBox="0 0 1000 {height}">'
+    return "\n".join([frame, *parts, "</svg>"]) + "\n"
 
 
 def write_svg(path, height, parts):
     with open(path, "w") as file:
-        print('<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" '
-              f'viewBox="0 0 1000 {height}">', *parts, "</svg>", sep="\n", file=file)
+        file.write(svg_of(height, parts))
 
 
 def pictures(a):

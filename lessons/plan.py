@@ -82,32 +82,40 @@ def describe_parameters(config):
             f"{config.experts} experts)")
 
 
-def plan(a):
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
+def rows_of(a):
+    """A row of `plan`'s table for each layout that fits, fastest first. A layout gets one row, for its fastest
+    micro-batches and recomputing. `limits`: what takes most of the step beside computing, and its share."""
     config, machine = a.config, a.machine
-    say(f"{a.model}, {describe_parameters(config)}, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
-        f"{config.seq_len} a step\n{describe_machine(machine)}{mfu_note(config)}")
     candidates = [(predict(config, s, machine), s)
                   for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine)]
     candidates.sort(key=lambda pair: sum(pair[0]))
-    table = Table("layouts that fit, fastest first; GiB of the fullest rank; bubble, and traffic that nothing hides, "
-                  "in % of the step", {
-        "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "gib": "GiB:>6.1f",
-        **{axis: f"{axis} %:>8.1f" for axis in ("bubble", "dp", "tp", "cp", "ep", "pp")}, "layout": "layout:<80",
-        "ranks": "GiB of each pipeline rank:<1"})
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
-    for costs, s in candidates:  # a layout gets one row, for its fastest micro-batches and recomputing
+    for costs, s in candidates:
         key = describe_layout(dataclasses.replace(s, micro_batches=1, virtual_stages=1, recompute="none"))
         if key in seen or max(needed := needed_bytes(config, s)) > ROOM * machine.memory:
             continue
         seen.add(key)
         step = sum(costs)
         shares = {axis: 100 * seconds / step for axis, seconds in costs._asdict().items()}
-        table.row(layout=describe_layout(s), ms=1e3 * step, tokens=tokens / step, gib=max(needed) / 2**30,
-                  ranks=" ".join(f"{n / 2**30:.1f}" for n in needed) if s.pp > 1 else "",
-                  mfu=mfu(config, tokens / step, machine), settings=dataclasses.asdict(s), **shares)
-        if len(table.rows) == a.top:
-            break
+        limit = max(shares.keys() - {"compute"}, key=shares.get)
+        yield dict(layout=describe_layout(s), ms=1e3 * step, tokens=tokens / step, gib=max(needed) / 2**30,
+                   ranks=" ".join(f"{n / 2**30:.1f}" for n in needed) if s.pp > 1 else "",
+                   mfu=mfu(config, tokens / step, machine), settings=dataclasses.asdict(s),
+                   limits=f"{limit} {shares[limit]:.0f} %", **shares)
+
+
+def plan(a):
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
+    config, machine = a.config, a.machine
+    say(f"{a.model}, {describe_parameters(config)}, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
+        f"{config.seq_len} a step\n{describe_machine(machine)}{mfu_note(config)}")
+    table = Table("layouts that fit, fastest first; GiB of the fullest rank; bubble, and traffic that nothing hides, "
+                  "in % of the step", {
+        "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "gib": "GiB:>6.1f",
+        **{axis: f"{axis} %:>8.1f" for axis in ("bubble", "dp", "tp", "cp", "ep", "pp")}, "layout": "layout:<80",
+        "ranks": "GiB of each pipeline rank:<1"})
+    for row in itertools.islice(rows_of(a), a.top):
+        table.row(**row)
     if not table.rows:
         say(f"\nnothing divides batch and heads and fits {ROOM:.0%} of {machine.memory / 2**30:.0f} GiB: give more "
             "--gpus, or another --batch-size")

@@ -1,0 +1,378 @@
+"use strict";
+// Draws what Python has computed. NAME is the page's; FIXED its data, or null where a server answers questions. The
+// address carries the settings: behind ? where a server answers, else behind #, because files have no queries.
+
+const $ = id => document.getElementById(id);
+const query = new URLSearchParams(FIXED ? location.hash.slice(1) : location.search);
+let asked = 0;
+
+function svg(tag, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+function remember(isNew = true) {
+  if (FIXED) history.replaceState(null, "", "#" + query);
+  else history[isNew ? "pushState" : "replaceState"](null, "", "?" + query);
+}
+
+async function ask(what, options) {
+  let answer;
+  try {
+    answer = await fetch(what, options);
+  } catch {
+    throw Error("no answer: does `python -m lessons explore` still run?");
+  }
+  if (!answer.ok) throw Error(await answer.text());
+  return answer.json();
+}
+
+// Asks for the picture of the present settings, and draws it, or says why there is none. A late answer is left out.
+async function refresh(draw) {
+  const number = ++asked;
+  const later = setTimeout(() => { $("said").textContent = "computing ..."; }, 500);
+  try {
+    const data = FIXED ? FIXED[query.get("schedule")] || Object.values(FIXED)[0] : await ask(`${NAME}.json?${query}`);
+    if (number !== asked) return;
+    $("refused").textContent = $("said").textContent = "";
+    draw(data);
+  } catch (error) {
+    if (number === asked) {
+      $("refused").textContent = error.message;
+      $("said").textContent = "";
+    }
+  } finally {
+    clearTimeout(later);
+  }
+}
+
+function offer(name, values) {
+  $("controls").elements[name].append(...values.map(value => new Option(value, value)));
+}
+
+function fillControls() {
+  for (const field of $("controls").elements) if (query.has(field.name)) field.value = query.get(field.name);
+}
+
+// ------------------------------------------------------------------------------------------------------------ pipeline
+
+const LEFT = 62, ROW = 50, HIGH = 24;
+const KINDS = {F: "forward", B: "backward: I and W in one", I: "gradient of the input", W: "gradient of the weights"};
+let picture, times, now, selected = null;
+
+// A list that cannot run has no times: its actions stand in a row.
+function inARow({text, ...more}) {
+  const ranks = text.split("\n").map((line, rank) => line.split(/\s+/).slice(2).map(
+    (name, index) => [name, name[0], Number(name.split("/")[1] ?? rank), index, index + 1, false]));
+  return {...more, text, ranks, held: ranks.map(() => [[0, 0]]), length: Math.max(...ranks.map(row => row.length))};
+}
+
+const rounded = number => String(Number(number.toFixed(2)));
+
+// How many pixels a unit of time takes: as many as fit, and enough to read the shortest action.
+function pixels(element, pictures) {
+  const cells = pictures.flatMap(some => some.ranks.flat());
+  const shortest = Math.min(...cells.map(([, , , start, end]) => end - start).filter(time => time > 0));
+  const fits = (element.parentElement.clientWidth - LEFT - 4) / Math.max(...pictures.map(some => some.length));
+  return Math.min(Math.max(fits, 14 / shortest), 8000 / Math.max(...pictures.map(some => some.length)));
+}
+
+function drawCell(cell, rank, index, unit, ranks) {
+  const [name, kind, stage, start, end, critical] = cell;
+  const width = Math.max(unit * (end - start) - 1, 1);
+  const label = [name, name.match(/\d+/)[0], ""].find(text => 7 * text.length <= width);
+  const odd = Math.floor(stage / ranks) % 2 ? " odd" : "";
+  const said = `rank ${rank}: ${name}, from ${rounded(start)} to ${rounded(end)}${critical ? ", critical" : ""}`;
+  return svg("g", {class: `cell${odd}${critical ? " critical" : ""}`, style: `--kind: var(--${kind})`, "data-rank": rank,
+                   "data-index": index, "aria-label": said},
+             svg("title", {}, said),
+             svg("rect", {x: LEFT + unit * start, y: 4 + ROW * rank, width, height: HIGH}),
+             svg("text", {x: LEFT + unit * start + width / 2, y: 20 + ROW * rank}, label));
+}
+
+// What a rank holds, as steps below its row; the highest step of all ranks is `most`.
+function drawHeld(held, rank, unit, most) {
+  const base = ROW * (rank + 1) - 4;
+  let path = `M${LEFT} ${base}`;
+  for (const [time, number] of held) path += `H${LEFT + unit * time}V${base - 16 * number / (most || 1)}`;
+  return svg("path", {class: "held", d: path + `V${base}Z`});
+}
+
+function drawGrid(element, data, unit) {
+  const {ranks, held, length} = data;
+  const most = Math.max(...held.flat().map(([, number]) => number));
+  element.replaceChildren();
+  element.setAttribute("width", LEFT + unit * length + 4);
+  element.setAttribute("height", ROW * ranks.length);
+  for (const [rank, row] of ranks.entries()) {
+    element.append(svg("text", {x: 0, y: 20 + ROW * rank}, `rank ${rank}`));
+    element.append(svg("text", {x: 0, y: 42 + ROW * rank},
+                       `max ${rounded(Math.max(...held[rank].map(([, number]) => number)))}`));
+    element.append(drawHeld(held[rank], rank, unit, most));
+    element.append(...row.map((cell, index) => drawCell(cell, rank, index, unit, ranks.length)));
+  }
+}
+
+const cellAt = (rank, index) => $("grid").querySelector(`[data-rank="${rank}"][data-index="${index}"]`);
+
+function describe(data) {
+  if (data.why) return "";
+  const formulas = Object.entries(data.formulas).filter(([, time]) => time !== null);
+  return `${rounded(data.length)} long. A rank idles ${rounded(data.idle)}, ` +
+    `${Math.round(100 * data.idle / data.length)} %. It holds ${rounded(data.peak)} at most.` +
+    (formulas.length ? " Idle by the formulas: " + formulas.map(([name, time]) => `${name} ${rounded(time)}`).join(", ")
+      + "." : "");
+}
+
+function drawPipeline(data) {
+  const focused = $("grid").contains(document.activeElement);
+  picture = data = data.why ? inARow(data) : data;
+  drawGrid($("grid"), data, pixels($("grid"), [data]));
+  $("said").textContent = describe(data);
+  if (document.activeElement !== $("text")) $("text").value = data.text;
+  $("run").disabled = Boolean(data.why);
+  const {p, m, v, schedule} = $("controls").elements;
+  p.value = data.ranks.length;
+  m.value = 1 + Math.max(...data.ranks.flat().map(([name]) => Number(name.match(/\d+/)[0])));
+  v.disabled = schedule.value !== "interleaved";
+  if (data.why) {
+    const places = Object.entries(data.at).map(([rank, index]) => `rank ${rank} at ${
+      data.ranks[rank][index]?.[0] ?? "its end"}`);
+    $("refused").textContent = [data.why, ...places].join(", ");
+    for (const [rank, index] of Object.entries(data.at)) cellAt(rank, index)?.classList.add("bad");
+  }
+  times = [...new Set(data.ranks.flat().flatMap(([, , , start, end]) => [start, end]))].sort((a, b) => a - b);
+  setClock(times.length - 1);
+  if (FIXED) return;
+  for (const cell of $("grid").querySelectorAll(".cell")) {
+    cell.classList.add("movable");
+    cell.setAttribute("role", "button");
+  }
+  select(selected && cellAt(...selected) ? selected : [0, 0], focused);
+}
+
+// Actions that have not begun at times[index] are pale.
+function setClock(index) {
+  now = Math.max(0, Math.min(index, times.length - 1));
+  const time = times[now], ends = now === times.length - 1;
+  const said = picture.ranks.map((row, rank) => {
+    const runs = row.find(([, , , start, end]) => start <= time && time < end);
+    const [, holds] = picture.held[rank].findLast(([moment]) => moment <= time);
+    return `rank ${rank} ${runs ? runs[0] : "idles"}, holds ${rounded(holds)}`;
+  });
+  $("now").textContent = ends ? `time ${rounded(time)}, the end` : `time ${rounded(time)}: ${said.join("; ")}`;
+  for (const cell of $("grid").querySelectorAll(".cell")) {
+    const start = picture.ranks[cell.dataset.rank][cell.dataset.index][3];
+    cell.classList.toggle("later", !ends && start > time);
+  }
+}
+
+function select(place, focus) {
+  selected = place;
+  for (const cell of $("grid").querySelectorAll(".cell")) {
+    cell.setAttribute("tabindex", -1);
+    cell.classList.remove("selected");
+  }
+  const cell = cellAt(...place);
+  cell?.setAttribute("tabindex", 0);
+  cell?.classList.add("selected");
+  if (focus) cell?.focus();
+}
+
+function edit(text, isNew = true) {
+  query.set("text", text);
+  remember(isNew);
+  showSettings();
+  refresh(drawPipeline);
+}
+
+function move([rank, from], to) {
+  const rows = picture.ranks.map(row => row.map(([name]) => name));
+  if (to < 0 || to >= rows[rank].length || to === from) return;
+  rows[rank].splice(to, 0, ...rows[rank].splice(from, 1));
+  selected = [rank, to];
+  edit(rows.map((row, number) => `rank ${number}  ${row.join(" ")}`).join("\n"));
+}
+
+function dragging(grid) {
+  let dragged = null;
+  grid.addEventListener("pointerdown", event => {
+    const cell = event.target.closest(".movable");
+    if (!cell) return;
+    select([Number(cell.dataset.rank), Number(cell.dataset.index)], true);
+    if (event.pointerType === "touch") return; // which scrolls
+    event.preventDefault();
+    grid.setPointerCapture(event.pointerId);
+    dragged = {cell, from: event.clientX};
+  });
+  grid.addEventListener("pointermove", event => {
+    dragged?.cell.setAttribute("transform", `translate(${event.clientX - dragged.from} 0)`);
+  });
+  grid.addEventListener("pointerup", event => {
+    if (!dragged) return;
+    const [rank, index] = selected, row = picture.ranks[rank];
+    const unit = (grid.getAttribute("width") - LEFT - 4) / picture.length;
+    const middle = ([, , , start, end]) => (start + end) / 2;
+    const time = middle(row[index]) + (event.clientX - dragged.from) / unit;
+    dragged.cell.removeAttribute("transform");
+    dragged = null;
+    move(selected, row.filter((cell, other) => other !== index && middle(cell) < time).length);
+  });
+  grid.addEventListener("pointercancel", () => {
+    dragged?.cell.removeAttribute("transform");
+    dragged = null;
+  });
+}
+
+function byKeyboard(event) {
+  const step = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]}[event.key];
+  const {dataset} = event.target.closest(".cell") ?? {};
+  if (!step || !dataset) return;
+  event.preventDefault();
+  const place = [Number(dataset.rank), Number(dataset.index)];
+  const [rank, index] = [place[0] + step[0], place[1] + step[1]];
+  if (event.shiftKey) move(place, index);
+  else if (cellAt(rank, index)) select([rank, index], true);
+}
+
+async function run() {
+  $("run").disabled = true;
+  $("running").textContent = "1F1B runs, then these lists: about half a minute";
+  try {
+    const body = new URLSearchParams({text: picture.text});
+    const {losses, predicted, measured} = await ask("run", {method: "POST", body});
+    $("ran").hidden = false;
+    const equal = losses.yours.every((loss, step) => Math.abs(loss - losses["1f1b"][step]) < 1e-5);
+    $("losses").className = equal ? "" : "bad";
+    $("losses").textContent = `Losses of the first steps: these lists ${losses.yours.map(loss => loss.toFixed(6)).join(" ")
+      }, 1F1B ${losses["1f1b"].map(loss => loss.toFixed(6)).join(" ")}: ${equal ? "equal" : "not equal"}. A step's length: ${
+      rounded(predicted.length)} ms predicted, ${rounded(measured.length)} ms measured.`;
+    const unit = pixels($("predicted"), [predicted, measured]);
+    drawGrid($("predicted"), predicted, unit);
+    drawGrid($("measured"), measured, unit);
+    $("running").textContent = "";
+  } catch (error) {
+    $("running").textContent = error.message;
+  }
+  $("run").disabled = Boolean(picture.why);
+}
+
+function showSettings() {
+  fillControls();
+  $("edited").hidden = !query.has("text");
+  if (query.has("text")) $("controls").elements.schedule.value = "";
+}
+
+function pipelinePage() {
+  $("controls").elements.schedule.append(Object.assign(new Option("edited", ""), {id: "edited", hidden: true}));
+  offer("schedule", FIXED ? Object.keys(FIXED) : SCHEDULES);
+  $("controls").elements.schedule.value = "1f1b";
+  $("legend").append(...Object.entries(KINDS).map(([kind, what]) => {
+    const mark = Object.assign(document.createElement("i"), {style: `--kind: var(--${kind})`});
+    const word = document.createElement("span");
+    word.append(mark, `${kind} ${what}`);
+    return word;
+  }));
+  $("controls").addEventListener("change", ({target}) => {
+    if (!"fiw".includes(target.name)) query.delete("text");
+    for (const field of $("controls").elements) if (field.value) query.set(field.name, field.value);
+    remember();
+    showSettings();
+    refresh(drawPipeline);
+  });
+  for (const [id, index] of Object.entries({first: () => 0, back: () => now - 1, next: () => now + 1, last: () => 1e9})) {
+    $(id).addEventListener("click", () => setClock(index()));
+  }
+  let typed;
+  $("text").addEventListener("input", () => {
+    clearTimeout(typed);
+    typed = setTimeout(() => edit($("text").value, false), 400);
+  });
+  $("earlier").addEventListener("click", () => move(selected, selected[1] - 1));
+  $("later").addEventListener("click", () => move(selected, selected[1] + 1));
+  $("split").addEventListener("click", () => edit(picture.text.replace(/\bB(\S+)/g, "I$1 W$1")));
+  $("run").addEventListener("click", run);
+  $("grid").addEventListener("keydown", byKeyboard);
+  dragging($("grid"));
+  addEventListener("resize", () => picture && drawPipeline(picture));
+  showSettings();
+  return drawPipeline;
+}
+
+// -------------------------------------------------------------------------------------------------------------- layout
+
+// Rows by the column of ?sort=2, or of ?sort=-2 the other way round; at first by time.
+function drawLayout({columns, rows}) {
+  const sort = query.get("sort") || "1", column = Math.abs(sort), sign = sort.startsWith("-") ? -1 : 1;
+  const sorted = [...rows].sort(({[column]: a}, {[column]: b}) =>
+    sign * (typeof a === "number" ? a - b : String(a).localeCompare(b, "en", {numeric: true})));
+  const head = document.createElement("tr"), [thead, tbody] = $("table").children;
+  for (const [index, name] of columns.entries()) {
+    const cell = document.createElement("th"), button = document.createElement("button");
+    button.textContent = name + (index === column ? (sign > 0 ? " ↑" : " ↓") : "");
+    if (index === column) cell.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+    button.addEventListener("click", () => {
+      query.set("sort", (index === column && sign > 0 ? "-" : "") + index);
+      remember();
+      drawLayout({columns, rows});
+      thead.querySelectorAll("button")[index].focus();
+    });
+    cell.append(button);
+    head.append(cell);
+  }
+  thead.replaceChildren(head);
+  tbody.replaceChildren(...sorted.map(row => {
+    const line = document.createElement("tr");
+    line.append(...row.map(value => Object.assign(document.createElement("td"), {
+      textContent: typeof value === "number" ? value.toFixed(value < 1000 ? 1 : 0) : value ?? "-"})));
+    return line;
+  }));
+  $("said").textContent = rows.length ? `${rows.length} layouts, each with its fastest micro-batches.`
+    : "Nothing divides batch and heads and fits: give more GPUs, or another number of sequences.";
+}
+
+function layoutPage() {
+  if (!FIXED) offer("model", MODELS);
+  if (!FIXED) offer("machine", MACHINES);
+  if (!FIXED) $("controls").elements.model.value = "gpt2-xl";
+  if (!FIXED) $("controls").elements.machine.value = "h200";
+  $("controls").addEventListener("change", () => {
+    for (const field of $("controls").elements) query.set(field.name, field.value);
+    remember();
+    refresh(drawLayout);
+  });
+  fillControls();
+  return drawLayout;
+}
+
+// --------------------------------------------------------------------------------------------------------------- steps
+
+// FIXED: [a picture as SVG, what happens] of each step.
+function stepsPage() {
+  const show = () => {
+    const step = Math.max(0, Math.min(Number(query.get("step")) || 0, FIXED.length - 1));
+    query.set("step", step);
+    [$("steps").innerHTML, $("said").textContent] = FIXED[step];
+    $("now").textContent = `${step + 1} of ${FIXED.length}`;
+    $("first").disabled = $("back").disabled = step === 0;
+    $("last").disabled = $("next").disabled = step === FIXED.length - 1;
+  };
+  const steps = {first: () => 0, back: step => step - 1, next: step => step + 1, last: () => FIXED.length - 1};
+  for (const [id, other] of Object.entries(steps)) {
+    $(id).addEventListener("click", () => {
+      query.set("step", other(Number(query.get("step"))));
+      show();
+      remember();
+    });
+  }
+  show();
+}
+
+if (FIXED) document.body.classList.add("fixed");
+const draw = {pipeline: pipelinePage, layout: layoutPage}[NAME]?.() ?? stepsPage();
+if (draw) {
+  refresh(draw);
+  addEventListener("popstate", () => location.reload());
+}
