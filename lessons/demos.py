@@ -17,6 +17,7 @@ from further.experts import count_of_each, ExpertsConfig
 from further.schedules import SCHEDULES
 from lessons import kernels as errors, pages, puzzles, runs
 from lessons.blind import demo_blind
+from lessons.explore import explore
 from lessons.extension import demo_extension
 from lessons.forms import demo_forms
 from lessons.hardware import demo_machine
@@ -367,7 +368,8 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
     "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "out": None, "many_ranks": 0, "break": None}),
     "blind": (demo_blind, {"quick": 0, "out": None}),
-    "pages": (pages.pages, {"out": "runs/site"})}
+    "pages": (pages.pages, {"out": "runs/site"}),
+    "explore": (explore, {"port": 0})}
 # Each rank is a process and runs the demo.
 ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_measuring, demo_lecture8, demo_forms
 

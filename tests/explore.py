@@ -1,14 +1,26 @@
 """Pages that move: a run's own, those that `python -m lessons explore` serves, and those that need no server."""
 
+import http.client
 import json
 import os
+import pathlib
+import shutil
+import threading
 import xml.etree.ElementTree
+from urllib.parse import urlencode
 
 import pytest
 
 import lessons.demos
+from further.schedules import zero_bubble_h1
+from lessons import explore, moving, pages
+from parallel import one_f_one_b
 from safe.page import MOST, Page, points_of
-from tests.runs import output_of
+from tests.browser import Browser
+from tests.pages import site_folder
+from tests.pool import close, parametrize
+from tests.runs import output_of, slow
+from theory.clock import critical_path, simulate
 
 # --------------------------------------------------------------------------------------------------------- a run's page
 
@@ -66,3 +78,222 @@ def test_a_run_s_page_is_whole_at_every_moment_and_seldom_written(tmp_path, monk
     (tmp_path / "run" / "log.jsonl").unlink()
     page.write(over=True)  # costs the page, not the run
     assert index.read_text() == text
+
+
+# ------------------------------------------------------------------------------------------------- what pictures show
+
+def test_the_critical_path_has_no_gap_and_is_as_long_as_the_schedule():
+    for make in moving.SCHEDULES.values():
+        timeline = simulate(make(4, 8, 2), 1, 1.5, 0.75)
+        when = {action: times for row in timeline.spans for action, *times in row}
+        path = [when[action] for action in critical_path(timeline)][::-1]
+        assert path[0][0] == 0 and path[-1][1] == timeline.length
+        assert all(close(end, start) for (_, end), (start, _) in zip(path, path[1:]))
+
+
+def test_a_list_that_cannot_run_shows_where_in_check_s_words():
+    """Cells are those of the list that was given, without transfers. (The ranks' own F0 and F1 have no fault.)"""
+    stuck = "rank 0  F0 F1 B0 B1\nrank 1  F0 B1 F1 B0"
+    found = moving.pipeline({"text": stuck})
+    assert found["why"] == "deadlock: no rank can go on" and found["at"] == {0: 2, 1: 1} and found["text"] == stuck
+    found = moving.pipeline({"text": stuck.replace("B1 F1 B0", "F1 B1 B1 B0")})
+    assert found["why"] == "B1 is there twice" and found["at"] == {1: 3}
+
+
+def test_a_zero_bubble_schedule_idles_by_its_formula():
+    found = moving.pipeline({"text": moving.text_of(zero_bubble_h1(3, 4))})
+    assert found["idle"] == found["formulas"]["zb-h1"] == 2 and found["formulas"]["1f1b"] == 6
+    assert max(number for _, number in found["held"][0]) == found["peak"] == 3
+
+
+# ---------------------------------------------------------------------------------------------------------- the server
+
+@pytest.fixture(scope="module")
+def server():
+    with explore.server_at(0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def asked(server, path, body=None, **headers):
+    """(status, text) of a request below the token."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request("POST" if body is not None else "GET", path.replace("TOKEN", server.token), body, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_the_server_gives_what_its_tables_have(server):
+    status, text = asked(server, "/TOKEN/pipeline.json?schedule=zb-h1&p=3&m=4")
+    assert status == 200 and json.loads(text)["idle"] == 2
+    status, text = asked(server, "/TOKEN/layout.json?model=gpt2&gpus=4")
+    rows = [dict(zip(moving.COLUMNS, row)) for row in json.loads(text)["rows"]]
+    assert status == 200 and len(rows) > 20 and rows[0]["ms"] == min(row["ms"] for row in rows)
+    status, text = asked(server, "/TOKEN/layout.html")
+    assert status == 200 and "const FIXED = null" in text
+
+
+REFUSED = {  # what is asked for, and the answer
+    "/wrong/pipeline.html": 403, "/": 403, "/../train.py": 403, "/TOKEN": 404, "/TOKEN/": 404, "/TOKEN/../model.py": 404,
+    "/TOKEN/%2e%2e/train.py": 404, "/TOKEN//etc/passwd": 404, "/TOKEN/train.py": 404, "/TOKEN/run": 404,
+    "/TOKEN/pipeline.json?p=0": 400, "/TOKEN/pipeline.json?p=17": 400, "/TOKEN/pipeline.json?m=x": 400, "/TOKEN/pipeline.json?m=1e9": 400,
+    "/TOKEN/pipeline.json?f=nan": 400, "/TOKEN/pipeline.json?schedule=none": 400, "/TOKEN/pipeline.json?text=rank": 400,
+    "/TOKEN/layout.json?gpus=-1": 400, "/TOKEN/layout.json?machine=tpu": 400,
+    "/TOKEN/pipeline.json?" + "a=1&" * 30: 400, "/TOKEN/" + "a" * 70_000: 414}
+
+
+def test_the_server_refuses_all_else_in_a_line(server):
+    for path, status in REFUSED.items():
+        found, text = asked(server, path)
+        assert found == status and (status == 414 or text.count("\n") == 0 < len(text)), (path[:60], found, text)
+    for host in "example.com", f"127.0.0.1:{server.server_port + 1}", "":
+        assert asked(server, "/TOKEN/pipeline.json", Host=host)[0] == 403
+    assert asked(server, "/TOKEN/run", "text=rank+0++F0")[0] == 400
+    assert asked(server, "/wrong/run", "")[0] == 403
+    assert asked(server, "/TOKEN/pipeline.json", "")[0] == 404
+
+
+@parametrize("length", ["10000000", "-1", "many", ""])
+def test_a_body_that_is_too_large_is_not_read(server, length):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.putrequest("POST", f"/{server.token}/run")
+    connection.putheader("Content-Length", length)
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+
+
+def test_one_who_is_silent_keeps_nobody_waiting(server):
+    silent = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    silent.putrequest("POST", f"/{server.token}/run")
+    silent.putheader("Content-Length", "100")
+    silent.endheaders()  # and no body
+    assert asked(server, "/TOKEN/pipeline.json")[0] == 200
+    silent.close()
+
+
+def events_of(timeline):
+    """As train.py's --trace writes them, a unit of time a millisecond."""
+    return [{"name": f"{action.kind} stage {action.stage} micro-batch {action.micro_batch}", "tid": rank,
+             "ts": 5e6 + 1e3 * start, "dur": 1e3 * (end - start),
+             "args": {"stage": action.stage, "micro_batch": action.micro_batch}}
+            for rank, row in enumerate(timeline.spans) for action, start, end in row]
+
+
+def never_trained(folder, lists, *flags):
+    """Takes the place of `explore.train`: F, I and W take 2, 4 and 1 ms."""
+    if flags:
+        assert moving.parse(pathlib.Path(flags[1]).read_text()) == lists
+        events = [*events_of(simulate(lists, 2, 4, 1)), {"name": "SF stage 0"}]
+        pathlib.Path(flags[3], "trace.json").write_text(json.dumps({"traceEvents": events}))
+    return [4.5, 4.25]
+
+
+def test_lists_that_ran_are_shown_beside_what_was_predicted(server, monkeypatch):
+    monkeypatch.setattr(explore, "train", never_trained)
+    for lists in zero_bubble_h1(3, 4), one_f_one_b(2, 4):
+        body = urlencode({"text": moving.text_of(lists)})
+        status, text = asked(server, "/TOKEN/run", body)
+        found = json.loads(text)
+        assert status == 200 and found["losses"] == {"1f1b": [4.5, 4.25], "yours": [4.5, 4.25]}
+        assert close(found["measured"]["length"], simulate(lists, 2, 4, 1).length)
+        assert close(found["predicted"]["length"], found["measured"]["length"])
+    with explore.running:
+        assert asked(server, "/TOKEN/run", body) == (400, "another run is under way: wait for its end")
+
+
+# ---------------------------------------------------------------------------------------------------------- the browser
+
+@pytest.fixture
+def browser(tmp_path):
+    if not shutil.which("chromium"):
+        pytest.skip("no chromium here, which Debian's package of this name has")
+    browser = Browser(tmp_path / "profile")
+    yield browser
+    browser.close()
+
+
+CELLS = "document.querySelectorAll('.cell').length"
+
+
+def changes(browser, action, shown="$('grid').innerHTML"):
+    browser.run(f"window.before = {shown}; {action}")
+    browser.wait(f"{shown} !== window.before")
+
+
+def given(name, value):
+    return f"""(() => {{ const field = $('controls').elements.{name}; field.value = '{value}';
+               field.dispatchEvent(new Event('change', {{bubbles: true}})); }})()"""
+
+
+def show_all(browser, site, address):
+    """Each control of each page changes its picture. site: pages without a server; address: those with one."""
+    for name in pages.STEPPED:
+        browser.open(f"{site}/{name}.html", "document.querySelector('#steps svg')")
+        for button in "next", "last", "back", "first":
+            changes(browser, f"$('{button}').click()", "$('now').textContent")
+    for place in site, address:
+        browser.open(f"{place}/pipeline.html", CELLS)
+        changes(browser, given("schedule", "zb-h1"))
+        for button in "back", "first", "next", "last":
+            changes(browser, f"$('{button}').click()", "$('now').textContent")
+    for name, value in {"p": 3, "m": 5, "f": 2, "i": 3, "w": 1.5, "schedule": "interleaved", "v": 3}.items():
+        changes(browser, given(name, value))
+    browser.open(f"{address}/pipeline.html" + browser.run("location.search"), CELLS)  # which carries all that
+    assert browser.run("$('controls').elements.v.value") == "3"
+    browser.open(f"{address}/layout.html?model=gpt2&gpus=4", "$('table').innerText.includes('--dp 4')")
+    for name, value in {"gpus": 2, "machine": "h100", "batch": 8, "model": "tiny"}.items():
+        changes(browser, given(name, value), "$('table').innerHTML")
+    browser.open(f"{site}/layout.html", "document.querySelector('td')")
+    for button in 0, 3, 3:
+        changes(browser, f"document.querySelectorAll('th button')[{button}].click()", "$('table').innerHTML")
+
+
+def test_every_page_loads_and_each_control_changes_its_picture(server, site_folder, browser):
+    for width in 1440, 390:
+        browser.resize(width, 900)
+        show_all(browser, f"file://{site_folder}", f"http://127.0.0.1:{server.server_port}/{server.token}")
+        assert browser.run("document.documentElement.scrollWidth") <= width and browser.errors == []
+
+
+def edit_and_run(server, browser):
+    """By mouse, keyboard and text: 1F1B becomes ZB-H1, which runs. Returns what the page then says."""
+    text, cell = "$('text').value", '[data-rank="{}"][data-index="{}"]'.format
+    browser.open(f"http://127.0.0.1:{server.server_port}/{server.token}/pipeline.html?p=3&m=4&schedule=1f1b", CELLS)
+
+    def becomes(row):
+        browser.wait(f"{text}.includes({json.dumps(row)})")
+
+    browser.run("$('split').click()")
+    becomes("rank 2  F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3")
+    browser.drag(cell(2, 2), cell(2, 7))  # W0 behind I2
+    becomes("rank 2  F0 I0 F1 I1 W1 F2 I2 W0 W2 F3 I3 W3")
+    browser.run(f"document.querySelector('{cell(2, 4)}').focus()")
+    for place in range(5, 11):  # W1 behind I3
+        browser.key("ArrowRight", shift=True)
+        browser.wait(f"document.activeElement.dataset.index === '{place}'")
+        browser.wait(f"{text}.split('\\n')[2].split(/ +/)[{place} + 2] === 'W1'")
+    becomes("rank 2  F0 I0 F1 I1 F2 I2 W0 W2 F3 I3 W1 W3")
+    stuck = "rank 0  I0 F0\nrank 1  F0 I0 W0"
+    for lists in stuck, moving.text_of(zero_bubble_h1(3, 4)):
+        browser.run(f"$('text').focus(); {text} = {json.dumps(lists)}; $('text').dispatchEvent(new Event('input'))")
+        browser.wait("$('refused').textContent" if lists == stuck else "$('said').textContent.includes('idles 2,')")
+        assert browser.run("$('run').disabled") == (lists == stuck)
+        if lists == stuck:
+            assert "must each be there" in browser.run("$('refused').textContent")
+    browser.run("$('run').click()")
+    browser.wait("!$('ran').hidden || $('running').textContent.includes('ended')", 300)
+    assert browser.run("$('measured').querySelectorAll('.cell').length") == 36 and browser.errors == []
+    return browser.run("$('losses').textContent")
+
+
+def test_an_edited_schedule_is_refused_or_runs(server, browser, monkeypatch):
+    monkeypatch.setattr(explore, "train", never_trained)
+    assert "4.500000 4.250000: equal" in edit_and_run(server, browser)
+
+
+@slow
+def test_an_edited_schedule_has_the_losses_of_1f1b(server, browser):
+    assert ": equal" in edit_and_run(server, browser)
