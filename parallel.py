@@ -1726,9 +1726,13 @@ def cut_like(param, whole):
 
 def take_part(kept, param, whole):
     """Copy this rank's part of a parameter's whole tensor to where it keeps that. kept: a bucket's of the parameter,
-    with a state of what is stepped, of its shape, in place of that where the state is set."""
+    with a state of what is stepped, of its shape, in place of that where the state is set. RuntimeError for a tensor of
+    another shape."""
     stepped, here, there = kept
-    stepped.view(-1)[here] = cut_like(param, whole).reshape(-1)[there].to(stepped)
+    part = cut_like(param, whole)
+    if part.shape != param.shape:
+        raise RuntimeError(f"size mismatch: a tensor gives {tuple(part.shape)} for a parameter {tuple(param.shape)}")
+    stepped.view(-1)[here] = part.reshape(-1)[there].to(stepped)
 
 
 def put_together(shape, here, values, groups):

@@ -132,12 +132,16 @@ class FSDP(parallel.FlatFSDP):
         """The inverse. RuntimeError where names lack or are unknown, or a shape is another."""
         if names := whole.keys() ^ {*self.named, *self.saved_buffers}:
             raise RuntimeError(f"the state has other names than the model: {min(names)} is in one of the two alone")
-        for name, param in self.named.items():
-            part, _, there = self.kept(param)
-            part.copy_(same_shape(name, whole[name], param.shape).reshape(-1)[there])
+        self.load(whole.__getitem__)
         for name in self.saved_buffers:
             buffer = self.module.get_buffer(name)
             buffer.copy_(same_shape(name, whole[name], buffer.shape))
+
+    @torch.no_grad()
+    def load(self, source):
+        for name, param in self.named.items():
+            part, _, there = self.kept(param)
+            part.copy_(same_shape(name, source(name), param.shape).reshape(-1)[there])
 
 
 def same_shape(name, tensor, shape):

@@ -112,7 +112,7 @@ def start_again(processes, saved=lambda: True):
 
     end_with_launcher()
     forget_launcher()
-    if not re.match(r"\s*0*[1-9]", os.environ.get("OMP_NUM_THREADS", "")):
+    if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,.*)?", os.environ.get("OMP_NUM_THREADS", "")):
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup, but torchrun would handle it
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # ranks inherit this

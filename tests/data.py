@@ -421,6 +421,13 @@ def test_fsdp_s_parameters_keep_their_names(rank):
     for state, message in (whole | {"0.weight": whole["2.bias"]}, "size mismatch: 0.weight is"), ({}, "other names"):
         with pytest.raises(RuntimeError, match=message):
             other.load_state_dict(state)
+    layer = one[0].requires_grad_(False)
+    never_whole = further.fsdp.FSDP(nn.Linear(4, 5, dtype=torch.float64, device="meta"), device=x.device)
+    never_whole.load(layer.get_parameter)
+    assert close(never_whole(x), layer(x))
+    for flat in never_whole, parallel.FlatFSDP(nn.Linear(4, 5)):
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            flat.load(lambda name: torch.zeros(6, 6, 6))
 
 
 @on_both
