@@ -315,7 +315,6 @@ class DDP(nn.Module):
     def __init__(self, module, group=None, bucket_mb=None):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
-        self.params = [p for p in module.parameters() if p.requires_grad]
         self.buckets = [Bucket(params, self.group) for params in make_buckets([*module.parameters()], bucket_mb)]
         for bucket in self.buckets:
             for param in bucket.params:
@@ -667,11 +666,6 @@ class EveryBackward(FlatReducer):
     def no_sync(self):
         yield  # it changes nothing
 
-    def expect(self, bucket):
-        """FSDP: a unit's backward begins, which computes all of its bucket, whatever the one before has left out."""
-        if bucket in self.missing:
-            self.missing[bucket] = set(bucket.params)
-
     def mark_ready(self, bucket, param):
         self.missing[bucket].discard(param)
         if self.complete(bucket):
@@ -777,12 +771,11 @@ class Prefetcher:
     Backward needs a weight when autograd asks for what forward has saved of it (`unpack`), or when a `checkpoint`
     inside of the unit runs its layers again (`before_layer`).
 
-    flats_of: {unit: the FlatParameters that it computes with}. expect(flat): called when its backward begins.
+    flats_of: {unit: the FlatParameters that it computes with}.
     """
 
-    def __init__(self, flats_of, expect):
+    def __init__(self, flats_of):
         self.flats_of = flats_of
-        self.expect = expect
         uses = Counter(flat for flats in flats_of.values() for flat in flats)
         self.flats = [*uses]
         sharded = [unit for unit, flats in flats_of.items() if flats]
@@ -822,7 +815,6 @@ class Prefetcher:
         if self.in_forward:
             self.whole_at[flat.weights.data_ptr()] = flat
         else:
-            self.expect(flat)
             self.prefetch(self.previous.get(self.unit_of[flat]))
 
     def prefetch(self, unit):
@@ -894,19 +886,13 @@ class FlatFSDP(nn.Module):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
         units = self.units_of(module)
-        unit_of = {}
-        for unit, params in units:
-            for p in params:
-                unit_of.setdefault(p, unit)  # a tied one is of the first
-
-        def flat_buckets(params, kind, sharded, same):  # inf: a bucket is a whole unit, however large
-            return [kind(some, self.group, sharded, compute_dtype, device)
-                    for some in make_buckets(params, math.inf, same)]
-
+        unit_of = {p: unit for unit, params in reversed(units) for p in params}  # a tied one is of the first
         matrices = [p for p in module.parameters() if is_matrix(p)]
         vectors = [p for p in module.parameters() if not is_matrix(p)]
-        self.flats = flat_buckets(matrices, self.flat_class, True, unit_of.get)
-        self.vectors = flat_buckets(vectors, FlatBucket, False, lambda p: None)
+        self.flats = [self.flat_class(some, self.group, True, compute_dtype, device)
+                      for some in make_buckets(matrices, math.inf, unit_of.get)]  # a whole unit each, however large
+        self.vectors = [FlatBucket(some, self.group, False, compute_dtype, device)
+                        for some in make_buckets(vectors, math.inf)]
         self.buckets = self.flats + self.vectors
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         of_matrices = EveryBackward(self.flats, free_and_scatter, add_to_shard)
@@ -914,7 +900,7 @@ class FlatFSDP(nn.Module):
         self.reducers = [of_matrices, of_vectors]
         flats_of = {unit: list(dict.fromkeys(self.bucket_of[p] for p in params if is_matrix(p)))
                     for unit, params in units}
-        self.prefetcher = self.prefetcher_class(flats_of, of_matrices.expect)
+        self.prefetcher = self.prefetcher_class(flats_of)
 
     @contextmanager
     def no_sync(self):

@@ -2,10 +2,9 @@
 
     import fast; fast.on()      before any process group, model or optimizer is made, in every process
 
-A leaf is a class from which no other class of the reference inherits (or one that has a row of its own), or a function
-that the reference calls through its module. What stands here subclasses or calls the original, which it has imported by
-name before `on` rebinds it.
-There is no off(): the reference alone runs in a process that never calls `on`.
+A leaf is a class from which no other class of the reference inherits, or only such as have a row of their own, or a
+function that the reference calls through its module. What stands here subclasses or calls the original, which it has
+imported by name before `on` rebinds it. There is no off(): the reference alone runs in a process that never calls `on`.
 """
 
 import collectives

@@ -107,10 +107,6 @@ class FastEveryBackward(FastReducer, EveryBackward):
         super().begin_step()
         self.promised = {}  # bucket -> the shard's .grad, into which gradients of this step are on their way
 
-    def expect(self, bucket):
-        super().expect(bucket)
-        self.collect_rest([bucket] if bucket in self.missing else [])
-
     def start(self, bucket):
         super().start(bucket)
         self.keeps_promise(bucket)

@@ -125,4 +125,6 @@ class GuardedFlatFSDP(Guarded, FlatFSDP):
 
 
 class GuardedFSDP(Guarded, FSDP):
-    pass
+    def expect(self, flat):
+        super().expect(flat)
+        self.reducers[0].collect_rest([flat] if flat in self.reducers[0].missing else [])

@@ -44,6 +44,7 @@ class FSDP(parallel.FlatFSDP):
         super().__init__(module, group, compute_dtype, device)
         self.named, self.saved_buffers, self.owners = named, saved_buffers, owners
         self.compute_dtype, self.agrees = compute_dtype, grad_scaler
+        self.prefetcher.expect = self.expect
         self.memory = {}  # parameter -> what of it lies in the shard
         self.parts = {}   # parameter -> that as a Parameter
         for p, bucket in self.bucket_of.items():
@@ -52,6 +53,12 @@ class FSDP(parallel.FlatFSDP):
             self.parts[p] = PlacedParameter(self.memory[p], p.requires_grad)
             self.parts[p].placement = replace(shard.placement, decays=is_matrix(p))
         self.show_parts()
+
+    def expect(self, flat):
+        """A unit's backward begins, which computes all of its bucket, whatever the one before has left out."""
+        missing = self.reducers[0].missing
+        if flat in missing:
+            missing[flat] = set(flat.params)
 
     def show_parts(self, shown=True):
         self.shows_parts = shown

@@ -67,14 +67,22 @@ class LentParameter(FlatParameter):
 class Lender(Prefetcher):
     """A Prefetcher that also gathers what is read outside of its unit's forward: in a hook, in a method of another
     name, in another unit; and frees that when the next unit begins. What autograd saves it treats as autograd does: a
-    tensor that was written since is refused, and a caller's own hooks, such as `checkpoint`'s, go on saving it."""
+    tensor that was written since is refused, and a caller's own hooks, such as `checkpoint`'s, go on saving it.
 
-    def __init__(self, flats_of, expect):
-        super().__init__(flats_of, expect)
+    expect(flat): called when a flat's backward begins. Its owner sets it.
+    """
+
+    def __init__(self, flats_of):
+        super().__init__(flats_of)
         self.lent = []
         for flat in self.flats:
             for p in flat.params:
                 p.lend = functools.partial(self.lend, flat)
+
+    def need(self, flat):
+        if not (flat.is_whole or self.in_forward):
+            self.expect(flat)
+        super().need(flat)
 
     def lend(self, flat, param):
         self.need(flat)

@@ -214,7 +214,7 @@ def demo_data():
         came.add(param)
         bucket = model.reducer.bucket_of[param]
         if came.issuperset(bucket.params):
-            missing = [p for p in reversed(model.params) if p not in came]
+            missing = [p for p in reversed([*net.parameters()]) if p not in came]
             say(f"  {len(came):9} of {len(piece)}   {pieces(bucket.params):22}{pieces(missing) or 'nothing'}")
 
     def show(what, other):
@@ -222,7 +222,7 @@ def demo_data():
         error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
         say(f"  {what:25}{sent.calls:11}{sent.messages:10}{sent.bytes:14,}   {error:.0e}")
 
-    for param in model.params:
+    for param in net.parameters():
         param.register_post_accumulate_grad_hook(look)
     say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
         f"float64; wte is the head, too.\n"
