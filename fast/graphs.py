@@ -34,7 +34,7 @@ class Totals:
     """The flat vectors of a DDP or ShardedOptimizer, to which recordings add gradients. They keep their addresses."""
 
     def __init__(self, sync):
-        self.sync, self.reducers = sync, [sync.reducer]
+        self.sync, self.reducers = sync, sync.reducers
         self.flats = {bucket: torch.empty(bucket.numel, dtype=bucket.total_dtype, device=bucket.device)
                       for bucket in sync.buckets}
         self.of = {p: bucket.view(flat, p) for bucket, flat in self.flats.items() for p in bucket.params}
@@ -86,8 +86,8 @@ class ShardTotals(Totals):
     """
 
     def __init__(self, sync):
-        self.sync, self.flats = sync, {}
-        self.reducers, self.units = (sync.reducers, sync.flats) if isinstance(sync, FlatFSDP) else ([sync.reducer], [])
+        self.sync, self.reducers, self.flats = sync, sync.reducers, {}
+        self.units = sync.flats if isinstance(sync, FlatFSDP) else []
 
     def begin(self, overwrite):
         """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch.

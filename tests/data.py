@@ -188,7 +188,7 @@ def test_gradients_not_zeroed_add_up(way, rank):
             (one(*x).square().mean() / 2).backward()
     norm = parallel.clip_grad_norm_(stepped_by(opt), 0, [None])
     assert close(norm, nn.utils.get_total_norm([p.grad for p in one.parameters()]))
-    alive = weakref.ref(sync.reducers[0] if way == 3 else sync.reducer)
+    alive = weakref.ref(sync.reducers[0])
     del model, sync, opt, net
     gc.collect()
     assert alive() is None

@@ -55,7 +55,7 @@ def step_of_zero(stage, micro_batches, group, between):
     n, x = dist.get_world_size(group), torch.ones(2, 48)
     net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)])
     model, sync, opt = laid_out(net, stage, lr=0.1, group=group, grad_scaler=False)
-    before, reducers = bytes_alive(), sync.reducers if stage == 3 else [sync.reducer]
+    before, reducers = bytes_alive(), sync.reducers
     dist.reset_traffic()
     for i in range(micro_batches):
         with sync.no_sync() if i < micro_batches - 1 else contextlib.nullcontext():
