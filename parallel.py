@@ -66,12 +66,6 @@ def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
     return init_device_mesh(device_type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
 
 
-def ranks_of_dp_cp(mesh):
-    """The ranks that keep the same parameters, those of dp and cp: a row for each place in pp and tp. For pp 2, dp 2,
-    tp 2 [[0, 2], [1, 3], [4, 6], [5, 7]]."""
-    return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)                             # (pp tp, dp cp)
-
-
 def groups_of(grids):
     """Of the grid of ranks that this rank is in: [its group along the rows, its group along the columns]."""
     return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
@@ -902,11 +896,9 @@ class FlatFSDP(nn.Module):
                     for unit, params in units}
         self.prefetcher = self.prefetcher_class(flats_of)
 
-    @contextmanager
     def no_sync(self):
-        of_matrices, of_vectors = self.reducers  # matrices' gradients leave in every backward, vectors' add up
-        with of_matrices.no_sync(), of_vectors.no_sync():
-            yield
+        _, of_vectors = self.reducers  # matrices' gradients leave in every backward, vectors' add up
+        return of_vectors.no_sync()
 
     def forward(self, *args, **kwargs):
         cast_masters(self.vectors)

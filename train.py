@@ -300,6 +300,12 @@ def over_nodes(group, groups):
         two_levels(group, groups)
 
 
+def ranks_of_dp_cp(mesh):
+    """The ranks that keep the same parameters, those of dp and cp: a row for each place in pp and tp. For pp 2, dp 2,
+    tp 2 [[0, 2], [1, 3], [4, 6], [5, 7]]."""
+    return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)                             # (pp tp, dp cp)
+
+
 def make_groups(mesh, layout, stage_to_rank, tied):
     """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
 
@@ -311,7 +317,7 @@ def make_groups(mesh, layout, stage_to_rank, tied):
     """
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
     over_nodes(None, [range(mesh.size())])
-    dp_cp = parallel.ranks_of_dp_cp(mesh)
+    dp_cp = ranks_of_dp_cp(mesh)
     make = torch.distributed.new_subgroups_by_enumeration
     groups.dp_cp = groups.dp
     if layout.cp > 1:
