@@ -89,7 +89,8 @@ class Placement:
     average_over: object = None  # of an expert: the group that keeps the same one, and averages its gradient,
     divide_by: int = 1           # by how many: an expert's gradient adds up those of so many ranks' losses
     decays: bool = None       # whether it has weight decay; None: as its shape says
-    cuts: tuple = field(default=(), compare=False)  # the `Cut`s that took this rank's part of the whole tensor
+    cuts: tuple = field(default=(), compare=False)  # the `Cut`s that took this rank's part of the whole tensor,
+    whole: tuple = field(default=None, compare=False)  # and that one's shape
 
 
 WHOLE = Placement()  # made once, because every step asks for the placement of every parameter
@@ -489,8 +490,7 @@ class FlatBucket(Bucket):
             mine = values[self.own].to(torch.float32, copy=True)  # `cast_masters` writes it into the weights
         self.shard = nn.Parameter(mine, params[0].requires_grad)
         self.total, self.total_dtype = None, self.shard.dtype  # gradients side by side, and what they add up in
-        self.cut_over = (self.group,) if sharded else ()  # groups whose ranks have the other Nths
-        over = self.placement.sharded_over + self.cut_over
+        over = self.placement.sharded_over + ((self.group,) if sharded else ())
         self.shard.placement = replace(self.placement, sharded_over=over, cuts=(), decays=all(map(is_matrix, params)))
 
     def zeros(self, dtype):
@@ -1081,7 +1081,8 @@ def local_parameter(param, cut):
         return None
     local = nn.Parameter(cut.part(param.detach()).contiguous(), param.requires_grad)
     local.placement = before = placement_of(param)
-    set_placement(local, cuts=before.cuts + (cut,), sharded_over=before.sharded_over + (cut.group,))
+    set_placement(local, cuts=before.cuts + (cut,), sharded_over=before.sharded_over + (cut.group,),
+                  whole=whole_shape(param))
     return local
 
 
@@ -1695,6 +1696,10 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
 # and `put_together` merges them. One tensor at a time is whole; large models' trainers write shards, and cut when they
 # load.
 
+def whole_shape(param):
+    return placement_of(param).whole or param.shape
+
+
 def cut_like(param, whole):
     """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
     for cut in placement_of(param).cuts:
@@ -1702,15 +1707,28 @@ def cut_like(param, whole):
     return whole
 
 
+# kept: of a parameter, what is stepped for it, where in that it lies, where it lies in the flat parameter, as
+# `FlatBucket.kept` says. Where an optimizer's state is meant, it stands in place of what is stepped.
+
 def take_part(kept, param, whole):
-    """Copy this rank's part of a parameter's whole tensor to where it keeps that. kept: a bucket's of the parameter,
-    with a state of what is stepped, of its shape, in place of that where the state is set. RuntimeError for a tensor of
-    another shape."""
+    """Copy this rank's part of a whole tensor to where it keeps that. RuntimeError for one of another shape."""
     stepped, here, there = kept
-    part = cut_like(param, whole)
-    if part.shape != param.shape:
-        raise RuntimeError(f"size mismatch: a tensor gives {tuple(part.shape)} for a parameter {tuple(param.shape)}")
-    stepped.view(-1)[here] = part.reshape(-1)[there].to(stepped)
+    if whole.shape != whole_shape(param):
+        raise RuntimeError(f"size mismatch: {tuple(whole.shape)} for a parameter of {tuple(whole_shape(param))}")
+    stepped.view(-1)[here] = cut_like(param, whole).reshape(-1)[there].to(stepped)
+
+
+def part_here(kept, param):
+    """(which elements of the whole tensor this rank has, their values), as `put_together` takes them."""
+    stepped, here, there = kept
+    shape = whole_shape(param)
+    numbers = torch.arange(math.prod(shape), device=stepped.device).view(shape)  # cut like the tensor, they say which
+    return cut_like(param, numbers).reshape(-1)[there], stepped.detach().reshape(-1)[here]
+
+
+def whole_of(kept, param, groups):
+    """A parameter's whole tensor, on all ranks of the groups over which it is cut."""
+    return put_together(whole_shape(param), *part_here(kept, param), groups)
 
 
 def put_together(shape, here, values, groups):

@@ -549,25 +549,21 @@ class ParallelGPT:
         (zeros before its first step); or a buffer. Call it on all ranks."""
         shape = {**shapes(self.config), **buffers(self.config)}[name]
         dtype = torch.float32 if name in buffers(self.config) else parallel.master_dtype(self.layout.dtype)
-        places = slice(0)  # this one, no values and no groups: of a rank that has none of it
-        values = torch.empty(0, device=self.device)
+        part = slice(0), torch.empty(0, device=self.device)  # with no groups: of a rank that has none of it
         groups = []
         for model in map(self.module, self.stages):
             if name in (own := dict(model.named_buffers())):
-                places = slice(None)
-                values = own[name].view(-1)
+                part = slice(None), own[name].view(-1)
             elif name in (own := dict(model.named_parameters())):
-                stepped, here, there = self.kept(own[name])
-                held = stepped.detach()
+                stepped, *where = self.kept(own[name])
+                held = stepped
                 if key is not None:
                     held = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
-                # The numbers 0, 1, ... in the tensor's shape, cut like it, say which of its elements are here.
-                numbers = torch.arange(math.prod(shape), device=self.device).view(shape)
-                places = parallel.cut_like(own[name], numbers).reshape(-1)[there]
-                values = held.reshape(-1)[here]
+                part = parallel.part_here((held, *where), own[name])
                 groups = [group for group in parallel.placement_of(stepped).sharded_over if group != self.groups.pp]
+        here, values = part
         groups = [*groups, self.groups.pp]  # a rank of another stage knows pp alone
-        return parallel.put_together(shape, places, values.to(dtype), groups)
+        return parallel.put_together(shape, here, values.to(dtype), groups)
 
 
 # ------------------------------------------------------------------------------------------------------------- training

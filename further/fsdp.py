@@ -19,7 +19,8 @@ import parallel
 from further.ddp import broadcast_in_one, refuse_new, refuse_unlike
 from further.lend import Lender, LentParameter, nested_units
 from further.zero import show_overflow_to_all
-from parallel import group_or_world, is_matrix, PlacedParameter, put_together
+from parallel import (
+    group_or_world, is_matrix, PlacedParameter, placement_of, take_part, whole_of, whole_shape)
 
 
 class FSDP(parallel.FlatFSDP):
@@ -134,8 +135,8 @@ class FSDP(parallel.FlatFSDP):
         all ranks."""
         whole = {}
         for name, param in self.named.items():
-            part, _, there = self.kept(param)
-            whole[name] = put_together(param.shape, there, part.detach(), self.bucket_of[param].cut_over)
+            part, *_ = kept = self.kept(param)
+            whole[name] = whole_of(kept, param, placement_of(part).sharded_over)
         for name in self.saved_buffers:
             whole[name] = self.module.get_buffer(name).clone()
             dist.broadcast(whole[name], group=self.group, group_src=0)
@@ -154,8 +155,7 @@ class FSDP(parallel.FlatFSDP):
     @torch.no_grad()
     def load(self, source):
         for name, param in self.named.items():
-            part, _, there = self.kept(param)
-            part.copy_(same_shape(name, source(name), param.shape).reshape(-1)[there])
+            take_part(self.kept(param), param, same_shape(name, source(name), whole_shape(param)))
 
 
 def same_shape(name, tensor, shape):

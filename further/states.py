@@ -22,12 +22,12 @@ def full_optimizer_state(sharded, optimizer=None):
     optimizer = optimizer or sharded.inner
     whole = {}
     for name, param in sharded.named.items():
-        stepped, here, there = sharded.kept(param)
-        groups = sharded.bucket_of[param].cut_over
+        stepped, *where = sharded.kept(param)
+        groups = parallel.placement_of(stepped).sharded_over
         state = dict(optimizer.state.get(stepped, {}))
         if stepped.dtype != param.dtype:
             state["master"] = stepped.detach()
-        whole[name] = {key: parallel.put_together(param.shape, there, value[here], groups)
+        whole[name] = {key: parallel.whole_of((value, *where), param, groups)
                        if value.shape == stepped.shape else value.clone()  # a number, such as its steps
                        for key, value in state.items()}
     return whole
@@ -60,15 +60,16 @@ def load_parts(sharded, whole, optimizer):
     of_elements = {key for state in whole.values() for key, value in state.items() if value.dim()}
     states = defaultdict(dict)
     for name, param in sharded.named.items():
-        stepped, here, there = sharded.kept(param)
+        stepped, *where = sharded.kept(param)
         for key, value in whole.get(name, {}).items():
             if key not in of_elements:
                 states[stepped][key] = value.clone()
                 continue
-            if value.shape != param.shape:
-                raise ValueError(f"{key} of {name} is {tuple(value.shape)}, the parameter {tuple(param.shape)}")
+            if value.shape != parallel.whole_shape(param):
+                raise ValueError(f"{key} of {name} is {tuple(value.shape)}, the parameter "
+                                 f"{tuple(parallel.whole_shape(param))}")
             room = stepped if key == "master" else states[stepped].setdefault(key, torch.zeros_like(stepped))
-            room[here] = value.reshape(-1)[there].to(room)
+            parallel.take_part((room, *where), param, value)
     order = [p for group in optimizer.param_groups for p in group["params"]]  # PyTorch numbers them so
     state = {i: states[p] for i, p in enumerate(order) if p in states}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
