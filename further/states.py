@@ -3,7 +3,7 @@
     whole = full_optimizer_state(optimizer)               of a ZeroRedundancyOptimizer, further/zero.py's
     whole = full_optimizer_state(model, optimizer)        of an FSDP, further/fsdp.py's, and PyTorch's optimizer
     load_optimizer_state(optimizer, whole)                after the module has its weights
-    load_optimizer_state(model, whole, optimizer)
+    load_optimizer_state(model, whole, optimizer)         (parameters may be cut by tensor parallelism before)
 
 `whole` is {parameter's name: {key: whole tensor}} on every rank. Where the optimizer got no names, the parameters'
 numbers stand for them. Of 16-bit weights the float32 master is a state, too. Call both on all ranks.
