@@ -114,9 +114,10 @@ def laid_out(net, way, optimizer=torch.optim.SGD, group=None, compute_dtype=None
         sync = types.SimpleNamespace(no_sync=contextlib.nullcontext, finish_grad_sync=finish)
         return net, sync, optimizer([p for p in net.parameters() if p.requires_grad], **options)
     if way in ("ddp", 3):
-        few = 4e-4  # MB, 400 bytes: many buckets
-        wrapped = (further.ddp.DistributedDataParallel(net, group, bucket_mb=few) if way == "ddp" else
-                   further.fsdp.FSDP(net, group, compute_dtype=compute_dtype, grad_scaler=grad_scaler))
+        if way == "ddp":
+            wrapped = further.ddp.DistributedDataParallel(net, group, bucket_mb=4e-4)  # 400 bytes: many buckets
+        else:
+            wrapped = further.fsdp.FSDP(net, group, compute_dtype=compute_dtype, grad_scaler=grad_scaler)
         return wrapped, wrapped, optimizer(wrapped.parameters(), **options)
     sharded = further.zero.ZeroRedundancyOptimizer(net.parameters(), optimizer, group, way, 0.009,
                                                    compute_dtype=compute_dtype, grad_scaler=grad_scaler, **options)
