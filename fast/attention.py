@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 import kernels
 from fast import grouped
 from kernels import (
-    attention_backward_reference, attention_forward, attention_reference, dot, DTYPES, finite_or_inf, flash_takes,
-    HEAD_DIMS, last_key, load_rows, programs_at_once, store_rows, TensorDescriptor, tiled, tl, triton)
+    attention_backward, attention_backward_reference, attention_forward, attention_reference, dot, DTYPES,
+    finite_or_inf, flash_takes, HEAD_DIMS, last_key, load_rows, programs_at_once, store_rows, TensorDescriptor, tiled, tl, triton)
 
 
 try:  # Gluon is a part of Triton whose names still change. Without it kernels.py serves Hopper GPUs, too.
@@ -341,10 +341,10 @@ ATTENTION_TILES = {
             128: (64, 64, 4, 2),         # 625 / 656   (32, 64, 4, 3) 554 / 567   (64, 128, 8, 2) 512 / 541
             256: (32, 64, 8, 2)},
 }
-# Of float32, products are plain, without tensor cores. As three TF32 products each, at head dim 64 they took a sixth of
-# the time, but gradients were 1.1 (D = 64) to 1.25 times (128) as far off as PyTorch's. So the model leaves float32 to
-# PyTorch; rings, and who asks for Triton, come here.
-ATTENTION_TILES_FLOAT32 = {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
+# float32 runs on kernels.py's own kernels. There products are plain, without tensor cores, so tiles matter little; and
+# LSE stays in base e, because its rounding once more, to base 2, is 5 % of a gradient's error. As three TF32 products
+# each, at head dim 64 they took a sixth of the time, but gradients were 1.1 (D = 64) to 1.25 times (128) as far off as
+# PyTorch's. So the model leaves float32 to PyTorch; rings, and who asks for Triton, come here.
 
 
 def tiled_rows(x, rows):
@@ -354,24 +354,34 @@ def tiled_rows(x, rows):
 
 def backward_settings(name, q, k, is_causal):
     """(BM, BN, the last arguments, the options of a launch) of a kernel of ATTENTION_TILES."""
-    (_, H, Tq, D), wide, scale = q.shape, q.dtype == torch.float32, 1 / math.sqrt(q.shape[3])
-    BM, BN, warps, stages = (ATTENTION_TILES_FLOAT32 if wide else ATTENTION_TILES[name])[max(D, 64)]
+    _, H, Tq, D = q.shape
+    scale = 1 / math.sqrt(D)
+    BM, BN, warps, stages = ATTENTION_TILES[name][max(D, 64)]
     last = scale * math.log2(math.e), scale, Tq, k.shape[2], H, is_causal, D, BM, BN
     return BM, BN, last, {"num_warps": warps, "num_stages": stages}
 
 
 def tuned_attention_forward(q, k, v, is_causal):
-    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq rounded up to 128), float32, base 2."""
+    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq rounded up to 128), float32, base 2; of
+    float32 inputs LSE is as `attention_forward` returns it."""
     check_attention(q, k, v)
     if specialized_takes(q, k, is_causal):
         return specialized_attention_forward(q, k, v, is_causal)
     o, lse = attention_forward(q, k, v, is_causal)
-    return o, F.pad(lse * math.log2(math.e), (0, -lse.shape[1] % 128), value=math.inf)
+    return o, lse if q.dtype == torch.float32 else padded(lse * math.log2(math.e))
+
+
+def padded(lse):
+    """lse (B*H, T) with +inf up to a multiple of 128 rows: what the tuned kernels read."""
+    return F.pad(lse, (0, -lse.shape[1] % 128), value=math.inf)
 
 
 def tuned_attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
     """Write the gradients into dq, dk, dv, whose strides TMA must be able to address, as `aligned` says."""
-    do, delta = aligned(do), torch.empty_like(lse)
+    if q.dtype == torch.float32:
+        return attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv)
+    do = aligned(do)
+    delta = torch.empty_like(lse)
     tuned_backward_q(q, k, v, o, lse, delta, do, is_causal, dq)
     tuned_backward_kv(q, k, v, lse, delta, do, is_causal, dk, dv)
 
@@ -439,14 +449,14 @@ class PackedAttention(torch.autograd.Function):
         return grad, None
 
 
-# What ring attention calls in place of the two references. O has q's dtype here. The tuned kernels' LSE is in base 2,
-# +inf where a row sees no key, and padded to a multiple of 128 rows, so it is converted from and to L.
+# What ring attention calls in place of the two references. O has q's dtype here. The kernels' LSE is +inf where a row
+# sees no key; that of the tuned ones is in base 2, and padded to a multiple of 128 rows. It is converted from and to L.
 
 def attention_block(q, k, v, is_causal):
     if not flash_takes(q):
         return attention_reference(q, k, v, is_causal)
     o, lse = tuned_attention_forward(*map(aligned, (q, k, v)), is_causal)
-    lse = lse[:, :q.shape[2]].reshape(q.shape[:3]) * math.log(2)
+    lse = lse[:, :q.shape[2]].reshape(q.shape[:3]) * (1 if q.dtype == torch.float32 else math.log(2))
     return o, lse.masked_fill(lse == math.inf, -math.inf)
 
 
@@ -454,7 +464,8 @@ def attention_block_backward(q, k, v, o, lse, do, is_causal):
     if not flash_takes(q):
         return attention_backward_reference(q, k, v, o, lse, do, is_causal)
     q, k, v, o, do = map(aligned, (q, k, v, o, do))
-    lse = finite_or_inf(lse).flatten(0, 1).squeeze(2).float() / math.log(2)
+    lse = finite_or_inf(lse).flatten(0, 1).squeeze(2).float()
+    lse = lse if q.dtype == torch.float32 else padded(lse / math.log(2))
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
-    tuned_attention_backward(q, k, v, o, F.pad(lse, (0, -lse.shape[1] % 128), value=math.inf), do, is_causal, *grads)
+    tuned_attention_backward(q, k, v, o, lse, do, is_causal, *grads)
     return grads

@@ -97,7 +97,9 @@ class TunedRing(RingAttention):
     @staticmethod
     def forward(ctx, qkv, group):
         rank, half = dist.get_rank(group), qkv.shape[1] // 2
-        ctx.tuned, ctx.group = kernels.flash_takes(qkv) and half % 128 == 0, group  # both chunks must be whole tiles
+        ctx.group = group
+        # Both chunks must be whole tiles. float32 has no tuned kernels.
+        ctx.tuned = kernels.flash_takes(qkv) and qkv.dtype != torch.float32 and half % 128 == 0
         if not ctx.tuned:
             return RingAttention.forward(ctx, qkv, group)
         qkv = qkv.contiguous()

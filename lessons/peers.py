@@ -149,13 +149,35 @@ def torch_pipeline(config, s, device, x, y, compiled):
         optimizer.zero_grad()
         try:
             runner.step(*given, **wanted)
-        except Exception:  # no other rank must go on waiting for this one
-            cuda = device.type == "cuda"
-            (torch_dist.distributed_c10d._abort_process_group if cuda else dist.destroy_process_group)(group)
+        except Exception:
+            end(group, device)  # no other rank must go on waiting for this one
             raise
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
+
+    if device.type == "cuda":
+        fail_together(step, group, device)
     return step, name
+
+
+def end(group, device):
+    (torch_dist.distributed_c10d._abort_process_group if device.type == "cuda" else dist.destroy_process_group)(group)
+
+
+def fail_together(step, group, device):
+    """Run a step; where it fails on some ranks, end the group on all and raise why. With gloo a rank that waits for a
+    failed one gets an error at once. With NCCL the GPU would wait for ten minutes, but its CPU goes on and asks here."""
+    failed = None
+    try:
+        step()
+    except Exception as error:
+        failed = f"{type(error).__name__}: {error}"
+    every = [None] * dist.get_world_size()
+    torch_dist.all_gather_object(every, failed, torch_dist.new_group(backend="gloo"))
+    if why := next(filter(None, every), None):
+        if not failed:
+            end(group, device)
+        raise RuntimeError(why)
 
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,

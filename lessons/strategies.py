@@ -298,17 +298,27 @@ def splits_backward(s):
     return any(action.kind == "I" for actions in lists for action in actions)
 
 
+@contextlib.contextmanager
+def pytorchs_kernels():
+    """Inside, PyTorch's kernels run, because ours know neither autocast nor DTensor."""
+    kernels.use("torch")
+    try:
+        yield
+    finally:
+        kernels.use("auto")
+
+
 def build_peer(name, compiled, config, s, device, batches):
     """(a function that runs a step of PyTorch's parts, its label)"""
     if compiled:
         torch._dynamo.reset()
         torch._functorch.config.donated_buffer = not splits_backward(s)  # else I frees what W needs
-    step, title = peers.PEERS[name](config, s, device, *batches, compiled)
+    with pytorchs_kernels():
+        step, title = peers.PEERS[name](config, s, device, *batches, compiled)
 
-    def in_pytorch():  # with PyTorch's kernels, because ours know neither autocast nor DTensor
-        kernels.use("torch")
+    @pytorchs_kernels()
+    def in_pytorch():
         step()
-        kernels.use("auto")
 
     in_pytorch()
     in_pytorch()
