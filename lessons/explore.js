@@ -141,7 +141,12 @@ function drawPipeline(data) {
     const places = Object.entries(data.at).map(([rank, index]) => `rank ${rank} at ${
       data.ranks[rank][index]?.[0] ?? "its end"}`);
     $("refused").textContent = [data.why, ...places].join(", ");
-    for (const [rank, index] of Object.entries(data.at)) cellAt(rank, index)?.classList.add("bad");
+    for (const [rank, index] of Object.entries(data.at)) {
+      const cell = cellAt(rank, index);
+      cell?.classList.add("bad");
+      cell?.querySelector("title").replaceChildren(data.why);
+      cell?.setAttribute("aria-label", `${cell.getAttribute("aria-label")}: ${data.why}`);
+    }
   }
   times = [...new Set(data.ranks.flat().flatMap(([, , , start, end]) => [start, end]))].sort((a, b) => a - b);
   setClock(times.length - 1);
@@ -296,7 +301,12 @@ function pipelinePage() {
   $("run").addEventListener("click", run);
   $("grid").addEventListener("keydown", byKeyboard);
   dragging($("grid"));
-  addEventListener("resize", () => picture && drawPipeline(picture));
+  addEventListener("resize", () => {
+    if (!picture) return;
+    const before = now;
+    drawPipeline(picture);
+    setClock(before);
+  });
   showSettings();
   return drawPipeline;
 }

@@ -27,7 +27,7 @@ from lessons import moving, pages
 from lessons.pictures import spans_of
 from lessons.puzzles import HERE
 from parallel import ranks_of_stages
-from safe.sizes import reject
+from safe.sizes import BadInput, reject
 from theory.clock import simulate
 
 LIMIT = 1 << 16  # bytes of a request's body
@@ -142,7 +142,10 @@ class Explorer(BaseHTTPRequestHandler):
 
 def server_at(port):
     """A server that is not running yet. port: 0 takes one that is free."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), Explorer)
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Explorer)
+    except (OSError, OverflowError) as problem:
+        raise BadInput(f"--port {port}: {problem}; leave --port out, and a free one is taken") from None
     server.daemon_threads = True
     server.token = secrets.token_urlsafe(16)
     server.hosts = {f"{name}:{server.server_port}" for name in ("127.0.0.1", "localhost")}

@@ -156,20 +156,19 @@ def zero_frames():
     what is on its way."""
     events = []
     [units] = together.run_joined(1, lambda: fsdp_step(lambda *event: events.append(event)))
-    parameters, gradients, optimizer = ([n] * len(units) for n in (1, 0, 1))  # quarters of each
-    frames, coming = [], None
+    kept = {kind: dict.fromkeys(units, n) for kind, n in (("parameters", 1), ("gradients", 0), ("optimizer", 1))}
+    left_after = {"gather": 4, "free": 1, "backward of": 4, "scatter": 1}  # how many quarters
+    frames, coming = [], ""
     for what, unit in events:
-        at = units.index(unit) if unit in units else None
-        if at is not None:
-            some = gradients if what in ("backward of", "scatter") else parameters
-            some[at] = {"gather": 4, "free": 1, "backward of": 4, "scatter": 1}.get(what, some[at])
-            coming = {"gather": at, "wait for": None}.get(what, coming)
-        out = [words(192 + 176 * x, 16, name, 15 if x == at else 11) for x, name in enumerate(units)]
-        kept = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
+        kind = "gradients" if what in ("backward of", "scatter") else "parameters"
+        if unit in units:  # norms have vectors alone, which stay whole
+            kept[kind][unit] = left_after.get(what, kept[kind][unit])
+        coming = {"gather": unit, "wait for": ""}.get(what, coming)
+        out = [words(192 + 176 * x, 16, name, 15 if name == unit else 11) for x, name in enumerate(units)]
         for i, (kind, quarters) in enumerate(kept.items()):
             out.append(words(100, 44 + 36 * i, kind, 12, "end"))
-            for x, n in enumerate(quarters):
-                pale = "66" if x == coming and i == 0 else ""
+            for x, (name, n) in enumerate(quarters.items()):
+                pale = "66" if name == coming and kind == "parameters" else ""
                 out += [box(112 + 176 * x, 26 + 36 * i, 160, 28, "#8883"),
                         box(112 + 176 * x, 26 + 36 * i, 40 * n, 28, COLOURS[i] + pale)]
         frames.append((140, out, f"{unit} {ZERO_STEPS[what]}"))

@@ -238,6 +238,8 @@ REFUSED = {
         memory --model gpt9                 | --model
         pages --out                         | --out
         pages --into HF                     | --into
+        explore --port 70000                | leave --port out
+        runs HF                             | no log.jsonl with a step is there; give a folder of train.py's --out
         puzzles rings                       | rings
         puzzles --into NEW                  | Name one, e.g. ring
         puzzles ring --into HF              | --into
