@@ -58,9 +58,11 @@ def measure_kernels(a):
     device = torch.device(a.device)
     kernels.use("triton")  # ours or an error
     n, side, repeats = (1 << 28, 8192, 10) if device.type == "cuda" and not a.quick else (1 << 12, 64, 2)
-    (x, y), m = torch.zeros(2, n, device=device), torch.randn(side, side, device=device).bfloat16()
+    x, y = torch.zeros(2, n, device=device)
+    m = torch.randn(side, side, device=device).bfloat16()
     ceilings = seconds_of({"copy": (y.copy_, [x]), "matmul": (torch.matmul, [m, m])}, device, repeats)
-    hbm, peak = 2 * x.nbytes / ceilings["copy"][0], 2 * side**3 / ceilings["matmul"][0]
+    hbm = 2 * x.nbytes / ceilings["copy"][0]
+    peak = 2 * side**3 / ceilings["matmul"][0]
     del x, y, m
     say(f"copy {hbm / 1e12:.2f} TB/s, bf16 product of {side} x {side} {peak / 1e12:.0f} TFLOP/s. The roofline is "
         f"the longer time: bytes at the first rate, or FLOPs at the second\n"
@@ -152,7 +154,8 @@ def scaling(a):
         "kind": "scaling:<7", "gpus": "GPUs:>5", "strategy": "strategy:<11", "who": "who:<31", "batch": "batch:>6",
         "ms": "ms:>8.1f", "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f",
         "launch": "host's launch, us:>17.1f"})
-    worlds, one = [1 << i for i in range(a.gpus.bit_length())], {}
+    worlds = [1 << i for i in range(a.gpus.bit_length())]
+    one = {}
     names = "device", "comm", "dtype", "model", "cuda_graphs", "repeats", *SIZES
     for n in worlds:
         batch = a.batch_size * (n if a.kind == "weak" else worlds[-1])
@@ -244,7 +247,8 @@ def check(a, world):
         check_file(a)
         return world if world > 1 else 4
     if a.what == "plan":
-        a.gpus, a.device = a.gpus or 8, "cuda"
+        a.gpus = a.gpus or 8
+        a.device = "cuda"
         a.machine = load_machine(a)
         check_model(a, "gpt2-xl")
         return 1
@@ -298,7 +302,8 @@ def check_strategies(a):
     a.config, routed, twin = configs_of(a.config)
     every = layouts(a.gpus, a.micro_batches or 8, a.virtual_stages, routed.experts)
     a.configs = dict.fromkeys(every, a.config) | {"experts": routed, "dense twin": twin}
-    a.layouts, a.reasons = {}, []
+    a.layouts = {}
+    a.reasons = []
     for name in a.only or [name for name in every if asked or a.configs[name] is a.config]:
         reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
         s = Settings(**given | every[name])

@@ -87,6 +87,12 @@ def exact(x):
 
 
 @triton.jit
+def load_float32(pointers, mask):
+    """The numbers there, 0 where the mask is False, as float32."""
+    return tl.load(pointers, mask, 0).to(tl.float32)
+
+
+@triton.jit
 def dot(a, b, total=None):
     """total + a b. "ieee": float32 without TF32."""
     return tl.dot(exact(a), exact(b), total, input_precision="ieee")

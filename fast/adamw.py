@@ -26,7 +26,9 @@ def _adamw(p, g, m, v, copy, scale, n, lr, beta1, beta2, eps, decay, correction1
     d = tl.load(g + at, inside).to(tl.float32)
     if scale is not None:
         d *= tl.load(scale).to(tl.float32)
-    m1, v1, p1 = tl.load(m + at, inside), tl.load(v + at, inside), tl.load(p + at, inside)
+    m1 = tl.load(m + at, inside)
+    v1 = tl.load(v + at, inside)
+    p1 = tl.load(p + at, inside)
     m1 += (d - m1) * (1 - beta1)
     v1 += (d * d - v1) * (1 - beta2)
     p1 = p1 * (1 - lr * decay) - lr * (m1 / correction1) / (tl.sqrt(v1 / correction2) + eps)
@@ -48,7 +50,9 @@ class AdamW(torch.optim.AdamW):
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):  # and no other options
         super().__init__(params, lr, betas, eps, weight_decay)
-        self.scale, self.copies, self.stepped = None, {}, lambda param: None
+        self.scale = None
+        self.copies = {}
+        self.stepped = lambda param: None
 
     @torch.no_grad()
     def step(self):

@@ -68,7 +68,7 @@ STAGES = {64: 3, 128: 2}  # head dim: blocks of keys, and of values, in shared m
 
 @gluon.jit
 def _tile_at(tiles, i, blocks):
-    """(head, block of rows) of tile i. tiles: this program's row of `attention_schedule`."""
+    """(head, block of rows) of tile i. tiles: this program's row of `specialized_tiles`."""
     tile = gl.load(tiles + 1 + i)
     return tile // blocks, tile % blocks
 
@@ -209,15 +209,18 @@ def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H,
     # left of 3 x 168 registers: a part has at least four warps' registers.
 
 
-def attention_schedule(costs, heads, together, programs, device):
+@functools.cache  # CUDA graphs keep the addresses. While one is recorded, no new schedule can be made.
+def specialized_tiles(Tq, Tk, is_causal, heads, together, programs, device):
     """The tiles of each of `programs` programs: (programs, 1 + most tiles + 1), int32. A row begins with their number,
-    and its last entry is 0, which is read in `_attend`'s last round. Row block i of head h is h * len(costs) + i, and
-    takes time in proportion to costs[i].
+    and its last entry is 0, which is read in `_attend`'s last round. Row block i of head h is h * blocks + i.
 
     Heads are handed out `together` at a time, so that their keys and values stay in L2; of these the longest tiles
-    first, each to the program that has least to do.
+    first, each to the program that has least to do. A tile costs the blocks of keys that it sees, and one more for
+    loading Q and storing O.
     """
-    loads, rows = [(0, program) for program in range(programs)], [[] for _ in range(programs)]
+    costs = [(min((i + 1) * TILE + Tk - Tq, Tk) if is_causal else Tk) // TILE + 1 for i in range(Tq // TILE)]
+    loads = [(0, program) for program in range(programs)]
+    rows = [[] for _ in range(programs)]
     for first in range(0, heads, together):
         for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
             for head in range(first, min(heads, first + together)):
@@ -227,13 +230,6 @@ def attention_schedule(costs, heads, together, programs, device):
     most = max(map(len, rows))
     rows = [[len(row)] + row + [0] * (most + 1 - len(row)) for row in rows]
     return torch.tensor(rows, dtype=torch.int32, device=device)
-
-
-@functools.cache  # CUDA graphs keep the addresses. While one is recorded, no new schedule can be made.
-def specialized_tiles(Tq, Tk, is_causal, heads, together, programs, device):
-    """The `attention_schedule` of these sizes. Costs: blocks of keys, and one more for loading Q and storing O."""
-    costs = [(min((i + 1) * TILE + Tk - Tq, Tk) if is_causal else Tk) // TILE + 1 for i in range(Tq // TILE)]
-    return attention_schedule(costs, heads, together, programs, device)
 
 
 def specialized_takes(q, k, is_causal):

@@ -5,8 +5,6 @@ medium takes 1.3 % longer on two H200s (ZeRO-3), 3.6 % (--tp), 20 % (--tp --sp).
 NCCL's 22.
 """
 
-import itertools
-
 import torch
 from torch.distributed import ReduceOp
 
@@ -18,31 +16,29 @@ SUMMED = (*DTYPES, torch.float64)  # dtypes that the kernels add up, those of 16
 # -------------------------------------------------------------------------------------------------------- sum of rows
 #
 # A reduce-scatter or all-reduce between GPUs ends by adding one row of every rank, which may lie in other GPUs' memory,
-# and by storing the sum or mean in one place or several. Adding the rows one by one would read and write the sum again
-# for each. This kernel reads every row once and writes every result once.
+# and by storing the sum or mean. Adding the rows one by one would read and write the sum again for each. This kernel
+# reads every row once and writes the result once.
 
 @triton.jit
-def _sum_rows(rows, outs, n, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_rows(rows, out, n, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64 if rows[0].dtype.element_ty == tl.float64 else tl.float32)
     for r in tl.static_range(len(rows)):
         total += tl.load(rows[r] + at, at < n).to(total.dtype)
-    for r in tl.static_range(len(outs)):
-        tl.store(outs[r] + at, total / len(rows) if DIVIDE else total, at < n)
+    tl.store(out + at, total / len(rows) if DIVIDE else total, at < n)
 
 
-def sum_rows(rows, outs, divide):
-    """Write the sum of rows, N tensors (n), into each of outs (n); with `divide`, the mean. A row may be one of outs.
+def sum_rows(rows, out, divide):
+    """Write the sum of rows, N tensors (n), into `out` (n), which may be a row; with `divide`, the mean.
 
     All must be contiguous and of one dtype of SUMMED. Else ValueError. Rows are added in their order.
     """
-    n, dtype = len(rows[0]), rows[0].dtype
-    alike = all(t.shape == (n,) and t.dtype == dtype and t.is_contiguous() for t in (*rows, *outs))
-    if dtype not in SUMMED or not alike:
-        raise ValueError(f"sum of rows {[(*t.shape, t.dtype) for t in (*rows, *outs)]}: needs contiguous (n) of one "
+    alike = all(t.shape == out.shape and t.dtype == out.dtype and t.is_contiguous() for t in (*rows, out))
+    if out.dtype not in SUMMED or not alike:
+        raise ValueError(f"sum of rows {[(*t.shape, t.dtype) for t in (*rows, out)]}: needs contiguous (n) of one "
                          f"floating dtype")
-    block = 4096 // dtype.itemsize  # 4 KiB a program, as in launch_map
-    _sum_rows[(triton.cdiv(n, block),)](tuple(rows), tuple(outs), n, divide, block, num_warps=4)
+    block = 4096 // out.itemsize  # 4 KiB a program, as in launch_map
+    _sum_rows[(triton.cdiv(len(out), block),)](tuple(rows), out, len(out), divide, block, num_warps=4)
 
 
 # --------------------------------------------------------------------------------------------------------- all-to-all
@@ -125,7 +121,8 @@ def _count(counter):
 def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT_BYTES: tl.constexpr,
                 LEAST_BYTES: tl.constexpr, WORD: tl.constexpr, UNIT: tl.constexpr):
     N: tl.constexpr = len(blocks) // 4
-    share, step = tl.program_id(0), tl.program_id(1)
+    share = tl.program_id(0)
+    step = tl.program_id(1)
     start, sends = _share(_of_step(blocks, step, 1), share, SHARES, LEAST_BYTES)
     outgoing = _of_step(blocks, step, 0) + start
     start, receives = _share(_of_step(blocks, step, 3), share, SHARES, LEAST_BYTES)
@@ -134,15 +131,24 @@ def _all_to_all(blocks, windows, SHARES: tl.constexpr, SLOTS: tl.constexpr, SLOT
     if step == N - 1:  # my own block
         _copy_bytes(incoming, outgoing, sends, WORD, UNIT)
     elif rounds > 0:
-        mine, theirs, givers = tl.load(windows + N - 1), tl.load(windows + step), tl.load(windows + N + step)
-        number, programs = step * SHARES + share, (N - 1) * SHARES
-        slots, counters = number * SLOTS * SLOT_BYTES, programs * SLOTS * SLOT_BYTES + 4 * number
-        arrived_here, arrived_there = _counter(mine + counters), _counter(theirs + counters)
-        taken_there, taken_here = _counter(mine + counters) + programs, _counter(givers + counters) + programs
-        sent_before, taken_before = arrived_here + 2 * programs, arrived_here + 3 * programs  # no other program's
-        sent, taken = tl.load(sent_before), tl.load(taken_before)
+        mine = tl.load(windows + N - 1)
+        theirs = tl.load(windows + step)
+        givers = tl.load(windows + N + step)
+        number = step * SHARES + share
+        programs = (N - 1) * SHARES
+        slots = number * SLOTS * SLOT_BYTES
+        counters = programs * SLOTS * SLOT_BYTES + 4 * number
+        arrived_here = _counter(mine + counters)
+        arrived_there = _counter(theirs + counters)
+        taken_there = _counter(mine + counters) + programs
+        taken_here = _counter(givers + counters) + programs
+        sent_before = arrived_here + 2 * programs  # these two are no other program's
+        taken_before = arrived_here + 3 * programs
+        sent = tl.load(sent_before)
+        taken = tl.load(taken_before)
         for t in range(0, rounds + 1):
-            at, before = t * SLOT_BYTES, (t - 1) * SLOT_BYTES
+            at = t * SLOT_BYTES
+            before = (t - 1) * SLOT_BYTES
             if at < sends:
                 _wait(taken_there, sent + 1 - SLOTS)
                 slot = theirs + slots + (sent & (SLOTS - 1)) * SLOT_BYTES
@@ -172,17 +178,21 @@ class AllToAll:
         self.peers = [((rank + 1 + s) % n, (rank - 1 - s) % n) for s in range(n)]  # the last is for my own block
         self.windows = torch.tensor([[windows[peer] for peer in line] for line in zip(*self.peers)], device=device)
         self.words = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-        self.shapes, self.compiled = (_shares(n), SLOTS, SLOT_BYTES, LEAST_BYTES), {}
+        self.shapes = _shares(n), SLOTS, SLOT_BYTES, LEAST_BYTES
+        self.compiled = {}
 
     def __call__(self, outgoing, incoming):
         """Send outgoing[r] to every rank r, and receive from it into incoming[r]. Both are lists of (address, bytes); 0
         bytes are not sent. ValueError if this rank's block to itself has two sizes."""
-        blocks, bits = [], 16
+        blocks = []
+        bits = 16
         for to, source in self.peers:
-            (there, sends), (here, receives) = outgoing[to], incoming[source]
+            there, sends = outgoing[to]
+            here, receives = incoming[source]
             blocks += there, sends, here, receives
             bits |= there | sends | here | receives
-        largest, unit = max(blocks[1::2]), bits & -bits
+        largest = max(blocks[1::2])
+        unit = bits & -bits
         if blocks[-3] != blocks[-1]:
             raise ValueError(f"all-to-all: my own block has {blocks[-3]} bytes to be sent, {blocks[-1]} to be received")
         if not largest:
@@ -218,7 +228,6 @@ class AllToAll:
 
 SUM_PROGRAMS, SUM_SLOTS = 128, 4
 OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.MAX: "max"}
-COMBINED = {*itertools.product(SUMMED, OPS), (torch.int64, ReduceOp.SUM)}  # (dtype, op) that an AllReduce takes
 
 
 def sum_slot_bytes(ranks):
@@ -267,18 +276,23 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
     kind: tl.constexpr = flat.dtype.element_ty
     BYTES: tl.constexpr = SLOT * (kind.primitive_bitwidth // 8)
     counters: tl.constexpr = 2 * PROGRAMS * (N - 1) * SLOTS * BYTES  # they lie behind all slots
-    program, rank = tl.program_id(0), tl.load(windows + N).to(tl.int32)
+    program = tl.program_id(0)
+    rank = tl.load(windows + N).to(tl.int32)
     here = tl.load(windows + rank)
     # The first of N-1 lines of slots, each; rank-s fills line s-1 of them.
-    pieces, sums = program * (N - 1), (PROGRAMS + program) * (N - 1)
+    pieces = program * (N - 1)
+    sums = (PROGRAMS + program) * (N - 1)
     # How many pieces this program has handled in all launches; `before`: in those before.
     done = _counter(here + counters + 4 * (2 * PROGRAMS * (N - 1) + program))
-    before, lane = tl.load(done), tl.arange(0, SLOT)
-    start, end = program * width, tl.minimum(program * width + width, least + (0 if EVEN else 1))
+    before = tl.load(done)
+    lane = tl.arange(0, SLOT)
+    start = program * width
+    end = tl.minimum(program * width + width, least + (0 if EVEN else 1))
     rounds = tl.cdiv(end - start, SLOT)
     for t in range(0, rounds + 2):
         if t < rounds:
-            first, slot = start + t * SLOT, (before + t) & (SLOTS - 1)
+            first = start + t * SLOT
+            slot = (before + t) & (SLOTS - 1)
             if SEND:
                 for s in tl.static_range(1, N):
                     at, inside = _chunk(flat, (rank + s) % N, first, lane, row, least, more, end, N, EVEN, ROWS)
@@ -287,7 +301,8 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
                 tl.debug_barrier()  # until all threads have written
             _count_for_all(windows, rank, counters, pieces, N)
         if (t > 0) & (t <= rounds):
-            first, slot = start + (t - 1) * SLOT, (before + t - 1) & (SLOTS - 1)
+            first = start + (t - 1) * SLOT
+            slot = (before + t - 1) & (SLOTS - 1)
             for s in tl.static_range(1, N):
                 _wait(_counter(here + counters + 4 * (pieces + s - 1)), before + t)
             at, inside = _chunk(flat, rank, first, lane, row, least, more, end, N, EVEN, ROWS)
@@ -311,7 +326,8 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
             tl.debug_barrier()
             _count_for_all(windows, rank, counters, sums, N)
         if t > 1:
-            first, slot = start + (t - 2) * SLOT, (before + t - 2) & (SLOTS - 1)
+            first = start + (t - 2) * SLOT
+            slot = (before + t - 2) & (SLOTS - 1)
             for s in tl.static_range(1, N):
                 _wait(_counter(here + counters + 4 * (sums + s - 1)), before + t - 1)
                 if GATHER:
@@ -325,7 +341,7 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
 
 class AllReduce:
     """All-reduces, reduce-scatters and all-gathers of N ranks, one kernel a call. windows, rank: as for `AllToAll`, but
-    of `all_reduce_bytes` bytes. Tensors are contiguous, their dtype and op in COMBINED.
+    of `all_reduce_bytes` bytes. Tensors are contiguous, their dtype in SUMMED, their op in OPS.
 
     One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32. row:
     Nths do not lie side by side in `flat`, but in rows of N parts of `row` elements, one of every Nth. A part must fill
@@ -333,7 +349,8 @@ class AllReduce:
     """
 
     def __init__(self, windows, rank, device):
-        self.ranks, self.windows = len(windows), torch.tensor([*windows, rank], device=device)
+        self.ranks = len(windows)
+        self.windows = torch.tensor([*windows, rank], device=device)
 
     def takes_rows(self, nbytes):
         """Whether a row's parts may have so many bytes: no slot may lie across two of them."""
@@ -351,20 +368,25 @@ class AllReduce:
 
     def all_gather(self, flat, own, row=0):
         """Write all ranks' `own` (n), of any dtype, to `flat` (N n), of which `own` may be a part."""
-        row, (flat, own) = row * flat.itemsize, (t.as_strided(t.shape, (1,)).view(torch.uint8) for t in (flat, own))
+        row *= flat.itemsize
+        flat, own = (t.as_strided(t.shape, (1,)).view(torch.uint8) for t in (flat, own))
         if (flat.data_ptr() | own.data_ptr() | len(own)) % 4 == 0:
-            row, flat, own = row // 4, flat.view(torch.int32), own.view(torch.int32)
+            row //= 4
+            flat = flat.view(torch.int32)
+            own = own.view(torch.int32)
         self._launch(flat, own, row, SEND=False, GATHER=True, OP="")
 
     def _launch(self, flat, own, row=0, **what):
         if not len(flat):
             return
-        (least, more), slot = divmod(len(flat), self.ranks), sum_slot_bytes(self.ranks) // flat.itemsize
-        unit, longest = slot if row else LEAST_BYTES // flat.itemsize, least + (more > 0)
+        least, more = divmod(len(flat), self.ranks)
+        slot = sum_slot_bytes(self.ranks) // flat.itemsize
+        unit = slot if row else LEAST_BYTES // flat.itemsize
+        longest = least + (more > 0)
         width = triton.cdiv(triton.cdiv(longest, SUM_PROGRAMS), unit) * unit
         _all_reduce[(triton.cdiv(longest, width),)](
             flat, own, self.windows, least, more, width, row, self.ranks, not more, row > 0, **what,
-            TOTAL={torch.float64: tl.float64, torch.int64: tl.int64}.get(flat.dtype, tl.float32),
+            TOTAL=tl.float64 if flat.dtype == torch.float64 else tl.float32,
             PROGRAMS=SUM_PROGRAMS, SLOTS=SUM_SLOTS, SLOT=slot, num_warps=16)
 
 

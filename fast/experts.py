@@ -15,7 +15,7 @@ from fast import grouped
 from fast.nccl import NodeLink
 from further.expert_parallel import exchange_counts, through_experts, visit
 from further.experts import Experts
-from kernels import tl, triton
+from kernels import load_float32, tl, triton
 
 
 class FusedExperts(Experts):
@@ -40,7 +40,8 @@ class FusedExperts(Experts):
 
 @triton.jit
 def _count_slots(chosen, counts, n, E, E_PAD: tl.constexpr, M: tl.constexpr):
-    slot, e = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, E_PAD)
+    slot = tl.program_id(0) * M + tl.arange(0, M)
+    e = tl.arange(0, E_PAD)
     here = tl.load(chosen + slot, slot < n, -1)[:, None] == e[None]
     tl.store(counts + tl.program_id(0) * E + e, tl.sum(here.to(tl.int32), 0), e < E)
 
@@ -49,8 +50,10 @@ def _count_slots(chosen, counts, n, E, E_PAD: tl.constexpr, M: tl.constexpr):
 def _places(chosen, counts, places, totals, n, E, programs, E_PAD: tl.constexpr, M: tl.constexpr):
     """A slot is one of a token's k choices. Its place is the number of slots of lower experts, plus those of its own
     expert in earlier programs, plus those of its own expert before it in this program."""
-    slot, e = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, E_PAD)
-    total, before = tl.zeros((E_PAD,), tl.int32), tl.zeros((E_PAD,), tl.int32)
+    slot = tl.program_id(0) * M + tl.arange(0, M)
+    e = tl.arange(0, E_PAD)
+    total = tl.zeros((E_PAD,), tl.int32)
+    before = tl.zeros((E_PAD,), tl.int32)
     for i in range(programs):
         count = tl.load(counts + i * E + e, e < E, 0)
         total += count
@@ -65,10 +68,14 @@ def _places(chosen, counts, places, totals, n, E, programs, E_PAD: tl.constexpr,
 def places_by_expert(chosen, E):
     """Sort the choices (..., k) by expert, and for the same expert in their order. Returns (places int32 (n, k), where
     each choice lies after sorting; how often each expert is chosen, int64 (E))."""
-    n, M, width = chosen.numel(), 256, triton.next_power_of_2(E)
+    n = chosen.numel()
+    M = 256
+    width = triton.next_power_of_2(E)
     programs = max(1, triton.cdiv(n, M))
-    chosen, totals = chosen.flatten(0, -2).contiguous(), chosen.new_empty(E)
-    counts, places = chosen.new_empty(programs, E, dtype=torch.int32), torch.empty_like(chosen, dtype=torch.int32)
+    chosen = chosen.flatten(0, -2).contiguous()
+    totals = chosen.new_empty(E)
+    counts = chosen.new_empty(programs, E, dtype=torch.int32)
+    places = torch.empty_like(chosen, dtype=torch.int32)
     _count_slots[programs,](chosen, counts, n, E, width, M, num_warps=4)
     _places[programs,](chosen, counts, places, totals, n, E, programs, width, M, num_warps=4)
     return places, totals
@@ -77,36 +84,42 @@ def places_by_expert(chosen, E):
 @triton.jit
 def _dispatch(x, places, gates, rows, y, dgates, C, K: tl.constexpr, BLOCK: tl.constexpr):
     """rows[place] = x. As combine's backward, with gates: rows[place] = gate x, and dgates = x . y[place]."""
-    t, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    v = tl.load(x + t * C + c, c < C, 0).to(tl.float32)
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    v = load_float32(x + t * C + c, c < C)
     for j in tl.static_range(K):
-        place, w = tl.load(places + t * K + j).to(tl.int64) * C, v
+        place = tl.load(places + t * K + j).to(tl.int64) * C
+        w = v
         if gates is not None:
             w = v * tl.load(gates + t * K + j)
-            tl.store(dgates + t * K + j, tl.sum(v * tl.load(y + place + c, c < C, 0).to(tl.float32), 0))
+            tl.store(dgates + t * K + j, tl.sum(v * load_float32(y + place + c, c < C), 0))
         tl.store(rows + place + c, w, c < C)
 
 
 @triton.jit
 def _combine(rows, places, gates, x, C, K: tl.constexpr, BLOCK: tl.constexpr):
-    t, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
-        v = tl.load(rows + tl.load(places + t * K + j).to(tl.int64) * C + c, c < C, 0).to(tl.float32)
+        v = load_float32(rows + tl.load(places + t * K + j).to(tl.int64) * C + c, c < C)
         total += v if gates is None else v * tl.load(gates + t * K + j)
     tl.store(x + t * C + c, total, c < C)
 
 
 def launch_dispatch(x, places, gates=None, y=None):
     """(rows (n k, C), dgates (n, k) or None) of x (n, C)."""
-    (n, k), C = places.shape, x.shape[1]
-    rows, dgates = x.new_empty(n * k, C), None if gates is None else torch.empty_like(gates)
+    n, k = places.shape
+    C = x.shape[1]
+    rows = x.new_empty(n * k, C)
+    dgates = None if gates is None else torch.empty_like(gates)
     _dispatch[n,](x.contiguous(), places, gates, rows, y, dgates, C, k, triton.next_power_of_2(C), num_warps=4)
     return rows, dgates
 
 
 def launch_combine(rows, places, gates=None):
-    (n, k), C = places.shape, rows.shape[1]
+    n, k = places.shape
+    C = rows.shape[1]
     x = rows.new_empty(n, C)
     _combine[n,](rows.contiguous(), places, gates, x, C, k, triton.next_power_of_2(C), num_warps=4)
     return x
@@ -149,7 +162,8 @@ def without_sorting(mlps, rows, counts):
         return mlps(rows, counts[0])
     if not kernels.on_triton(rows):
         return through_experts(mlps, rows, counts)
-    by_expert, by_rank = counts.T.flatten(), counts.flatten()
+    by_expert = counts.T.flatten()
+    by_rank = counts.flatten()
     starts = (by_expert.cumsum(0) - by_expert).view(-1, len(counts)).T.flatten()              # by rank and expert
     moves = (starts + by_rank - by_rank.cumsum(0)).repeat_interleave(by_rank, output_size=len(rows))
     places = (torch.arange(len(rows), device=rows.device) + moves).int().unsqueeze(1)
@@ -210,16 +224,20 @@ def visit_under_own_rows(mlps, group, rows, counts):
     Rows travel there during c_fc of the rows that stay, and back during c_proj; gradients likewise. The cost: rows that
     stay are multiplied apart, so the CPU launches more kernels, and each expert has two gradients to add up.
     """
-    experts, link = mlps.__self__, dist.link_of(group)
+    experts = mlps.__self__
+    link = dist.link_of(group)
     if not isinstance(link, HIDE_EXCHANGES["link"]) or rows.nbytes < HIDE_EXCHANGES["bytes"] or link.size == 1:
         return visit(mlps, group, rows, counts)
-    n, rank, grouped.SPARED = link.size, link.rank, 2  # products spare 2 multiprocessors for the transfers' signals
+    n = link.size
+    rank = link.rank
+    grouped.SPARED = 2  # products spare 2 multiprocessors for the transfers' signals
     arriving, sends, receives = exchange_counts(counts, group)
     first = sum(sends[:rank])                                                                 # rows for lower ranks
     before, own, after = rows.split([first, sends[rank], len(rows) - first - sends[rank]])
     sends[rank] = receives[rank] = 0
     there, back = (SimpleNamespace(group=group, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
-    stay, others = arriving[rank], torch.cat([arriving[:rank], arriving[rank + 1:]])
+    stay = arriving[rank]
+    others = torch.cat([arriving[:rank], arriving[rank + 1:]])
 
     away = before if rank == n - 1 else after if rank == 0 else torch.cat([before, after])
     travelling = Travel.apply(away, there)

@@ -33,7 +33,8 @@ class PartialMessage(Handle):
     """The handle of a message through Mailboxes. rest: its bytes that are not copied yet. head: what it is."""
 
     def __init__(self, mailboxes, flat, call):
-        self.mailboxes, self.rest = mailboxes, flat.view(torch.uint8)
+        self.mailboxes = mailboxes
+        self.rest = flat.view(torch.uint8)
         self.head = f"{len(self.rest)} bytes in {flat.dtype} of {call}".encode().ljust(HEAD_BYTES)
 
     def is_completed(self):
@@ -46,7 +47,8 @@ class PartialMessage(Handle):
 def cut(messages):
     """(head of the first message, its bytes for the next slot). The message goes with its last bytes."""
     message = messages[0]
-    part, message.rest = message.rest[:SLOT_BYTES], message.rest[SLOT_BYTES:]
+    part = message.rest[:SLOT_BYTES]
+    message.rest = message.rest[SLOT_BYTES:]
     if message.is_completed():
         messages.popleft()
     return message.head, part
@@ -69,7 +71,8 @@ class Mailboxes:
 
     In front of a slot's bytes stands what message they are of. If the receiver waits for another, it raises an error.
     """
-    FULL, EMPTY = b"F", b"E"
+    FULL = b"F"
+    EMPTY = b"E"
 
     def __init__(self, link):
         """Make this rank's memory and pipes. `offer` holds the numbers by which the other ranks open them.
@@ -77,11 +80,14 @@ class Mailboxes:
         Of another rank, sends and receives are the messages under way. empty: how many slots to it are empty. full: how
         many from it are full. emptied: how many of these have been emptied, and not yet reported to it.
         """
-        self.rank, self.size = link.rank, link.size
+        self.rank = link.rank
+        self.size = link.size
         fd = os.memfd_create("mailboxes")  # a file in memory alone, which goes with the last process that maps it
         self.own_ends = [os.fdopen(fd, "r+b", 0)]
         os.ftruncate(fd, self.size * SLOTS * (HEAD_BYTES + SLOT_BYTES))  # only pages that are written take memory
-        self.memory, self.peers, ends = [self.slots_in(fd)], {}, [0] * self.size
+        self.memory = [self.slots_in(fd)]
+        self.peers = {}
+        ends = [0] * self.size
         for r in range(self.size):
             if r != self.rank:
                 read_end, end = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb")))
@@ -111,7 +117,8 @@ class Mailboxes:
             if int(self.secret_of(theirs, r)) != secret:
                 raise OSError("a process of another container has this number here")
             peer.write_end = open(f"/proc/{pid}/fd/{ends[self.rank]}", "wb", 0)
-            peer.to, peer.source = in_turn(self.memory[0][r]), in_turn(theirs[self.rank])
+            peer.to = in_turn(self.memory[0][r])
+            peer.source = in_turn(theirs[self.rank])
 
     def send(self, flat, r, call):
         """Start a message of an operation, `call` in words."""
@@ -162,7 +169,8 @@ class Mailboxes:
 
     def _sleep(self):
         """Sleep until a rank with which a message is under way writes into its pipe, and count the slots it reports."""
-        poll, of = select.poll(), {}
+        poll = select.poll()
+        of = {}
         for peer in self.peers.values():
             if peer.sends or peer.receives:
                 of[peer.read_end.fileno()] = peer
@@ -187,7 +195,8 @@ def make_mailboxes(link):
     """Mailboxes for this group, or None if its processes cannot open each other's memory. Call it on all ranks."""
     if link.size == 1 or len(set(link.nodes)) > 1 or sys.platform != "linux":
         return None
-    boxes, row = None, [0] * (3 + link.size)
+    boxes = None
+    row = [0] * (3 + link.size)
     with contextlib.suppress(OSError, AttributeError):  # some builds of Python have no memfd_create
         boxes = Mailboxes(link)
         row = boxes.offer
@@ -213,16 +222,8 @@ class GlooLink(DoublingLink):
 
     def __init__(self, group):
         super().__init__(group)
-        self.room = torch.empty(0, dtype=torch.uint8, device="cpu")  # named, because the default device may be a GPU
         self.mailboxes = None
         self.calls = 0  # so that what two roots of one broadcast have sent is not taken for the next one's
-
-    def scratch(self, like, count):
-        """One buffer serves all operations, one after the other, because a new one costs a page fault every 4 KiB."""
-        nbytes = count * like.itemsize
-        if len(self.room) < nbytes:
-            self.room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return self.room[:nbytes].view(like.dtype)
 
     def exchange(self, sends=(), receives=()):
         if not self.mailboxes:
@@ -243,7 +244,8 @@ class GlooLink(DoublingLink):
 
     def prepare(self):
         if self.mailboxes is None:
-            name, self.name = self.name, "first operation"  # whichever that is; its log, without calls, is not shown
+            name = self.name
+            self.name = "first operation"  # whichever that is; its log, without calls, is not shown
             self.mailboxes = make_mailboxes(self) or False
             self.name = name
         self.calls += 1
@@ -254,7 +256,7 @@ class GlooLink(DoublingLink):
             self.mailboxes.close()
 
 
-def scratches():
-    """The buffers that gloo groups keep for messages: for receives, and Mailboxes's slots."""
-    links = [link for links in dist.links.values() for link in links.values() if isinstance(link, GlooLink)]
-    return [t for link in links for t in (link.room, *(link.mailboxes.memory if link.mailboxes else ()))]
+def mailbox_memory():
+    """The memory of all Mailboxes."""
+    links = {link for links in dist.links.values() for link in links.values() if isinstance(link, GlooLink)}
+    return [memory for link in links if link.mailboxes for memory in link.mailboxes.memory]

@@ -34,7 +34,8 @@ class Totals:
     """The flat vectors of a DDP or ShardedOptimizer, to which recordings add gradients. They keep their addresses."""
 
     def __init__(self, sync):
-        self.sync, self.reducers = sync, sync.reducers
+        self.sync = sync
+        self.reducers = sync.reducers
         self.flats = {bucket: torch.empty(bucket.numel, dtype=bucket.total_dtype, device=bucket.device)
                       for bucket in sync.buckets}
         self.of = {p: bucket.view(flat, p) for bucket, flat in self.flats.items() for p in bucket.params}
@@ -49,7 +50,8 @@ class Totals:
 
     def add(self, param, a, b=None, overwrite=False, computed=True):
         """Add a gradient a, or a product a b, to param's total. Adding a bf16 product to float32 takes one pass."""
-        total, beta = self.of[param], 0 if overwrite else 1
+        total = self.of[param]
+        beta = 0 if overwrite else 1
         if b is None:
             (total.copy_ if overwrite else total.add_)(a)
         elif total.dtype == a.dtype:
@@ -86,7 +88,9 @@ class ShardTotals(Totals):
     """
 
     def __init__(self, sync):
-        self.sync, self.reducers, self.flats = sync, sync.reducers, {}
+        self.sync = sync
+        self.reducers = sync.reducers
+        self.flats = {}
         self.units = sync.flats if isinstance(sync, FlatFSDP) else []
 
     def begin(self, overwrite):
@@ -133,15 +137,20 @@ class Recording(CollectingMicroBatch):
                  overwrite=False):
         super().__init__(module, loss, weight_gradients)
         totals.begin(overwrite)  # frees all units, because a graph would not gather one that is whole now
-        self.totals, self.kinds, self.closes, self.overwrite = totals, kinds, closes, overwrite
+        self.totals = totals
+        self.kinds = kinds
+        self.closes = closes
+        self.overwrite = overwrite
         self.pool = pool or torch.cuda.graph_pool_handle()
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.input, self.target = x.detach().clone(), target.clone()
+        self.input = x.detach().clone()
+        self.target = target.clone()
         if weight_gradients:
             weight_gradients.add = self.add
         recorded.make_room()
         self.graphs = {kind: recorded.RecordedGraph(partial(self.record, kind), self.pool) for kind in kinds}
-        self.edge, self.later = None, []  # kept alive, autograd's nodes would tie eager steps to the recording stream
+        self.edge = None  # kept alive, autograd's nodes would tie eager steps to the recording stream
+        self.later = []
 
     def record(self, kind):
         if kind == "F":
@@ -200,7 +209,9 @@ class GraphStep(PatientStep):
 
     def prepare(self):
         """Record, if the step before has warmed up for it; point all gradients at the totals."""
-        pipeline, actions, averagers = self.pipeline, self.actions, self.averagers
+        pipeline = self.pipeline
+        actions = self.actions
+        averagers = self.averagers
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
         # alone: whether a graph can send gradients
         alone = pipeline.last_stage == 0 and kinds == "FB" and most_held(actions) == 1
@@ -218,7 +229,8 @@ class GraphStep(PatientStep):
             totals.begin(overwrite)
 
     def record(self, stage, kinds, alone, overwrite, totals):
-        pipeline, graphs = self.pipeline, self.pipeline.graphs
+        pipeline = self.pipeline
+        graphs = pipeline.graphs
         example = self.x[0] if stage == 0 else self.room_for(0).zero_()
         recording = partial(Recording, pipeline.stages[stage], pipeline.loss_of(stage),
                             pipeline.weight_gradients.get(stage), totals, kinds, example, self.y[0])
@@ -268,7 +280,8 @@ class GraphPipeline(PatientPipeline):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.graphs, self.totals = None, {}
+        self.graphs = None
+        self.totals = {}
 
     def add_up(self, averagers):
         """Let weight gradients be added to the totals, in eager runs, too, so that both add in the same order."""
@@ -292,7 +305,8 @@ def replay_micro_batches(net):
 
     ValueError if ZeRO-2 or 3 has several stages or another schedule than 1F1B, because while one micro-batch waits for
     its backward, the graphs of others would gather and free the same units."""
-    zero, pipeline = net.layout.zero, GraphPipeline
+    zero = net.layout.zero
+    pipeline = GraphPipeline
     if zero > 1:
         pipeline = HookedGraphPipeline
         if len(net.stage_to_rank) > 1 or net.layout.schedule != "1f1b":

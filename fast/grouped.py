@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 import kernels
 from fast.linear import column_sums
 from further.experts import grouped_linear
-from kernels import _tile, dot, programs_at_once, TensorDescriptor, tl, triton
+from kernels import _tile, dot, load_float32, programs_at_once, TensorDescriptor, tl, triton
 
 
 # ----------------------------------------------------------------------------------------------------- grouped product
@@ -33,7 +33,8 @@ from kernels import _tile, dot, programs_at_once, TensorDescriptor, tl, triton
 def _list_row_tiles(counts, table, E, E_PAD: tl.constexpr, BM: tl.constexpr):
     """table (row tiles, 3): the group of each, E or more of a surplus one, its first row, and the row after the group's
     last. So the product's programs need not find them for every tile again."""
-    tile, group = tl.program_id(0), tl.arange(0, E_PAD)
+    tile = tl.program_id(0)
+    group = tl.arange(0, E_PAD)
     count = tl.load(counts + group, group < E, 0)
     tiles = (count + BM - 1) // BM
     e = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # how many groups end before this tile
@@ -89,7 +90,9 @@ def tuned_grouped_kernel(X, W, Y, bias, counts, table, E, N, K, TRANSPOSED: tl.c
     wide = tl.cdiv(N, BN)
     for program in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=True):
         row, column = _tile(program, tall, wide, GROUP)
-        e, first, end = tl.load(table + 3 * row), tl.load(table + 3 * row + 1), tl.load(table + 3 * row + 2)
+        e = tl.load(table + 3 * row)
+        first = tl.load(table + 3 * row + 1)
+        end = tl.load(table + 3 * row + 2)
         n = column * BN
         tile = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
@@ -99,7 +102,7 @@ def tuned_grouped_kernel(X, W, Y, bias, counts, table, E, N, K, TRANSPOSED: tl.c
                 tile = dot(X.load([first, k]), W.load([e, n, k]).reshape(BN, BK).T, tile)
         if bias is not None:
             columns = n + tl.arange(0, BN)
-            tile += tl.load(bias + e.to(tl.int64) * N + columns, columns < N, 0).to(tl.float32)[None]
+            tile += load_float32(bias + e.to(tl.int64) * N + columns, columns < N)[None]
         left, right = tile.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
         _store_group(Y, first, end, n, left, BM, BN // 2)
         _store_group(Y, first, end, n + BN // 2, right, BM, BN // 2)
@@ -114,7 +117,8 @@ def tuned_grouped_gradient_kernel(DY, X, DW, counts, ends, N, K,
     end = tl.load(ends + e).to(tl.int32)
     first = end - tl.load(counts + e).to(tl.int32)
     row, column = _tile(tl.program_id(0), tl.cdiv(N, BN), tl.cdiv(K, BK), GROUP)
-    n, k = row * BN, column * BK
+    n = row * BN
+    k = column * BK
     tile = tl.zeros((BN, BK), tl.float32)
     for at in range(first, end, BM):
         tile = dot(_load_group(DY, at, end, n, BM, BN).T, _load_group(X, at, end, k, BM, BK), tile)
@@ -139,10 +143,16 @@ SPARED = 0  # multiprocessors left free for the one-program kernels that signal 
 
 def tuned_grouped(x, weight, bias, counts):
     """y (R, out). weight (E, out, in), or a transposed view of a contiguous (E, in, out)."""
-    x, (E, N, K), transposed = x.contiguous(), weight.shape, weight.stride(2) != 1
+    x = x.contiguous()
+    E, N, K = weight.shape
+    transposed = weight.stride(2) != 1
     stored = (weight.mT if transposed else weight).contiguous()
-    y, BM, BN, BK = x.new_empty(len(x), N), 128, 256, 64
-    tall, padded = triton.cdiv(len(x), BM) + E, triton.next_power_of_2(E)
+    y = x.new_empty(len(x), N)
+    BM = 128
+    BN = 256
+    BK = 64
+    tall = triton.cdiv(len(x), BM) + E
+    padded = triton.next_power_of_2(E)
     table = x.new_empty(tall, 3, dtype=torch.int32)
     _list_row_tiles[(tall,)](counts, table, E, padded, BM, num_warps=1)
     tuned_grouped_kernel[(min(programs_at_once(x.device) - SPARED, tall * triton.cdiv(N, BN)),)](
@@ -154,7 +164,13 @@ def tuned_grouped(x, weight, bias, counts):
 
 
 def tuned_grouped_gradients(dy, x, counts, biased):
-    x, E, N, K, BM, BN, BK = x.contiguous(), len(counts), dy.shape[1], x.shape[1], 64, 128, 256
+    x = x.contiguous()
+    E = len(counts)
+    N = dy.shape[1]
+    K = x.shape[1]
+    BM = 64
+    BN = 128
+    BK = 256
     dw = x.new_empty(E, N, K)
     tuned_grouped_gradient_kernel[triton.cdiv(N, BN) * triton.cdiv(K, BK), E](
         grouped_descriptor(dy, BM, BN), grouped_descriptor(x, BM, BK),
@@ -185,7 +201,8 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x, weight, counts), dy = ctx.saved_tensors, dy.contiguous()
+        x, weight, counts = ctx.saved_tensors
+        dy = dy.contiguous()
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dx = tuned_grouped(dy, weight.mT, None, counts) if needs_dx else None
         dw, db = tuned_grouped_gradients(dy, x, counts, needs_db) if needs_dw or needs_db else (None, None)

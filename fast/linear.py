@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 import kernels
 import model
 import parallel
-from kernels import programs_at_once, tl, triton
+from kernels import load_float32, programs_at_once, tl, triton
 
 
 # ---------------------------------------------------------------------------------------------------- sums of columns
@@ -29,9 +29,12 @@ def _column_sums(x, counts, sums, rows, width, E_PAD: tl.constexpr, M: tl.conste
     """A program reads N columns of a group of rows, M rows at a time, and keeps their sums in registers. Programs of
     the same columns take every n-th M rows; each writes its sums to its own row of sums (groups, programs, width).
     Groups have `rows` rows each, or as many as counts says."""
-    e, part, parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    e = tl.program_id(1)
+    part = tl.program_id(2)
+    parts = tl.num_programs(2)
     if counts is None:
-        first, end = e * rows, e * rows + rows
+        first = e * rows
+        end = e * rows + rows
     else:
         group = tl.arange(0, E_PAD)
         first = tl.sum(tl.load(counts + group, group < e, 0), 0)
@@ -40,7 +43,7 @@ def _column_sums(x, counts, sums, rows, width, E_PAD: tl.constexpr, M: tl.conste
     total = tl.zeros((M, N), tl.float32)
     for start in tl.range(first + part * M, end, parts * M, num_stages=STAGES):
         row = (start + tl.arange(0, M)[:, None]).to(tl.int64)
-        total += tl.load(x + row * width + column, (row < end) & (column < width), 0).to(tl.float32)
+        total += load_float32(x + row * width + column, (row < end) & (column < width))
     tl.store(sums + (e * parts + part).to(tl.int64) * width + column, tl.sum(total, 0, keep_dims=True), column < width)
 
 
@@ -55,9 +58,12 @@ def sum_parts(partial, dtype):
 def column_sums(dy, counts=None):
     """(1, width): the sum over the rows of dy (rows, width). Or, where counts (E) say how many rows each group has, (E,
     width): for dy (16384, 6144) that takes 55 us; reading dy takes 48."""
-    (rows, width), groups, parts = dy.shape, 1, programs_at_once(dy.device) // 2
+    rows, width = dy.shape
+    groups = 1
+    parts = programs_at_once(dy.device) // 2
     if counts is not None:
-        groups, parts = len(counts), 16
+        groups = len(counts)
+        parts = 16
     partial = dy.new_empty(groups, parts, width, dtype=torch.float32)
     _column_sums[triton.cdiv(width, 64), groups, parts](dy, counts, partial, rows, width,
                                                         triton.next_power_of_2(groups), 32, 64, 3, num_warps=2)
@@ -209,7 +215,8 @@ def pad_columns(dy, y):
     If cross-entropy wrote dy over the logits in y, y's padding columns already hold zeros, and this returns a view.
     Any other dy is copied.
     """
-    width, rows = y.shape[-1], dy.reshape(-1, dy.shape[-1])
+    width = y.shape[-1]
+    rows = dy.reshape(-1, dy.shape[-1])
     if dy.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and rows.stride() == (width, 1):
         return rows.as_strided((len(rows), width), rows.stride())
     return F.pad(rows, (0, width - rows.shape[1]))

@@ -8,11 +8,10 @@ import functools
 
 import torch
 
-import collectives as dist
 import kernels
 from collectives import blocks, link_of, tensors_in
-from fast import recorded, rings, windows
-from fast.exchange import COMBINED, window_bytes
+from fast import recorded, windows
+from fast.exchange import OPS, SUMMED, window_bytes
 from fast.recorded import Replays
 from fast.rings import DoublingLink
 from fast.windows import in_step, combine_rows, make_window
@@ -46,7 +45,8 @@ class NcclLink(DoublingLink):
             return super().perform(algorithm, *arguments)
         memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
         how = [value for value in arguments if not isinstance(value, (torch.Tensor, list))]  # op, src, ...
-        key, body = (self.name, self.aside, *how, *memory), functools.partial(algorithm, self, *arguments)
+        key = self.name, self.aside, *how, *memory
+        body = functools.partial(algorithm, self, *arguments)
         super().perform(lambda link, *given: link.replays.run(key, body))
 
     def on_a_stream(self, operation, tensors):
@@ -79,17 +79,8 @@ class Direct:
         super().perform(lambda link, *given: link.exchange_nths(*NTHS[link.name](*given)) or algorithm(link, *given),
                         *arguments)
 
-    @property
-    def doubling_bytes(self):
-        return rings.DOUBLING_BYTES["switched"]
-
     def window(self, nbytes):
         """None, because this class shares no memory; `NodeLink` does."""
-
-    def sums_from(self):
-        """From so many bytes on, a kernel does all-reduces that the caller waits for. Call on all ranks."""
-        self.aside = False
-        return SUM_FROM if self.kernel_window() else 1 << 62
 
     def kernel_window(self):
         """The window of the kernels, or None if the caller does not wait, or kernels or windows cannot be had."""
@@ -99,7 +90,7 @@ class Direct:
 
     def kernel_for(self, flat, op=None):
         """The exchange.AllReduce to combine `flat` by op, or without one to gather it. None if there is none."""
-        able = op is None or (flat.dtype, op) in COMBINED
+        able = op is None or flat.dtype in SUMMED and op in OPS
         able = able and SUM_FROM <= flat.nbytes < 1 << 31  # the kernel counts elements, or bytes, in 32 bits
         window = self.kernel_window() if able else None
         return window and window.sums
@@ -109,11 +100,6 @@ class Direct:
         if kernel := self.kernel_for(flat, op):
             kernel.all_reduce(flat, op)
             self._note_sent(flat, chunks, [chunks[self.rank]] * self.size)
-        elif flat.nbytes <= self.doubling_bytes:  # one round: every rank gets all rows, and sums them in the same order
-            self.reduce_scatter([flat] * self.size, flat, op)
-        elif chunks[0].nbytes * (self.size + 1) <= windows.WINDOW_BYTES and (
-                window := self.window_for_copies(chunks)):
-            window.all_reduce(chunks, op)
         else:  # two halves, (N-1)/N K sent in each
             self.reduce_scatter(chunks, chunks[self.rank], op)
             self.all_gather(chunks)
@@ -135,13 +121,13 @@ class Direct:
     def reduce_scatter(self, chunks, result, op):
         if window := self.window_for_copies(chunks):
             for *parts, into in in_step([*chunks, result], windows.WINDOW_BYTES // self.size // 16 * 16):
-                combine_rows(window.scatter(parts), [into], op)
+                combine_rows(window.scatter(parts), into, op)
             return
         own = chunks[self.rank]
-        rows = [*self.scratch(own, self.size * own.numel()).view(self.size, -1)]
+        rows = [*own.new_empty(self.size, own.numel())]
         rows[self.rank] = own
         self._swap(chunks, rows)
-        combine_rows(rows, [result], op)
+        combine_rows(rows, result, op)
 
     def all_gather(self, chunks):
         if window := self.window_for_copies(chunks):
@@ -153,7 +139,8 @@ class Direct:
     def exchange_nths(self, whole, own, op=None):
         """Gather `own` (B, ...) into `whole` (N, B, ...) or, with an op, reduce-scatter `whole` into `own`, without
         copies within a GPU. Returns False, and does nothing, if neither kernel nor window can."""
-        whole, own = whole.detach(), own.detach()
+        whole = whole.detach()
+        own = own.detach()
         gaps = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape
         row, flat = (own[0].numel(), whole.transpose(0, 1)) if gaps else (0, whole)
         nbytes = row * whole.itemsize
@@ -174,7 +161,7 @@ class Direct:
                     window.gather(many, few)
                     continue
                 for parts, result in zip(zip(*window.scatter(many)), few):
-                    combine_rows([part.view(-1) for part in parts], [result.view(-1)], op)
+                    combine_rows([part.view(-1) for part in parts], result.view(-1), op)
         else:
             return False
         return True
@@ -193,23 +180,22 @@ class Direct:
             incoming[self.rank].copy_(outgoing[self.rank])
             window.all_to_all_by_copies(outgoing, incoming)
             return
-        if not self._by_one_kernel(outgoing, incoming, own=True):
-            incoming[self.rank].copy_(outgoing[self.rank])
-            self._swap(outgoing, incoming)
+        self._swap(outgoing, incoming)
 
-    def _by_one_kernel(self, outgoing, incoming, own):
-        """Do an all-to-all by one kernel, with my own block if `own`. Returns False, and does nothing, if the caller
-        does not wait, or the kernel or a window cannot be had."""
+    def _by_one_kernel(self, outgoing, incoming):
+        """Do an all-to-all by one kernel. Returns False, and does nothing, if the caller does not wait, or the kernel
+        or a window cannot be had."""
         window = self.kernel_window()
         if window:
-            window.all_to_all(*([(t.data_ptr(), t.nbytes * (own or r != self.rank)) for r, t in enumerate(tensors)]
-                                for tensors in (outgoing, incoming)))
+            window.all_to_all(*([(t.data_ptr(), t.nbytes) for t in tensors] for tensors in (outgoing, incoming)))
             torch.autograd.graph.increment_version(incoming)
         return bool(window)
 
     def _swap(self, outgoing, incoming):
-        """An all-to-all without my own block, by one kernel or by messages that are all sent at once."""
-        if not self._by_one_kernel(outgoing, incoming, own=False):
+        """An all-to-all by one kernel, or by messages that are all sent at once. My own block may be one and the same
+        tensor in both."""
+        if not self._by_one_kernel(outgoing, incoming):
+            incoming[self.rank].copy_(outgoing[self.rank])
             others = [r for r in range(self.size) if r != self.rank]
             self.exchange([(outgoing[r], r) for r in others], [(incoming[r], r) for r in others])
 
@@ -241,7 +227,8 @@ class NodeLink(Direct, NcclLink):
 
     def __init__(self, group):
         super().__init__(group)
-        self._windows, self._waited_all_to_all = {}, (window_bytes(self.size), False)
+        self._windows = {}
+        self._waited_all_to_all = window_bytes(self.size), False
 
     def run(self, name, async_op, algorithm, *arguments):
         if name == "all_to_all_single" and not async_op and self._all_to_all_at_once(*arguments):
@@ -276,7 +263,8 @@ class NodeLink(Direct, NcclLink):
         self.log.calls += 1
         places = []
         for tensor, sizes in (input, input_split_sizes), (output, output_split_sizes):
-            at, width = tensor.data_ptr(), tensor.itemsize
+            at = tensor.data_ptr()
+            width = tensor.itemsize
             places.append(place := [])
             for elements in blocks(tensor, sizes, self.size):
                 place.append((at, elements * width))

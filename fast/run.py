@@ -9,7 +9,7 @@ import torch
 import kernels
 import parallel
 from fast.adamw import AdamW
-from fast.gloo import scratches
+from fast.gloo import mailbox_memory
 from fast.graphs import replay_micro_batches
 from fast.windows import Window
 from further.sampling import CachedGPT
@@ -70,7 +70,7 @@ class FastTrainer(WatchedTrainer):
         super().report(done, loss, norm)
 
     def buffers_of_collectives(self):
-        return scratches()
+        return mailbox_memory()
 
     def profiled_collectives(self):
         return [*super().profiled_collectives(), (Window, "all_to_all", exchange_name)]

@@ -42,7 +42,10 @@ class Window:
     made = 0  # windows that this process has made
 
     def __init__(self, link, mine, handle):
-        self.link, self.rank, self.size, self.mine = link, link.rank, link.size, mine
+        self.link = link
+        self.rank = link.rank
+        self.size = link.size
+        self.mine = mine
         self.handle = handle
         self.of = [handle.get_buffer(r, mine.shape, torch.uint8) for r in range(link.size)]
         self.others = [(link.rank + i) % link.size for i in range(1, link.size)]  # no two ranks begin with the same one
@@ -50,7 +53,8 @@ class Window:
         self.make_kernels(mine.device)
 
     def make_kernels(self, device):
-        places, behind = [window.data_ptr() for window in self.of], all_to_all_bytes(self.size)
+        places = [window.data_ptr() for window in self.of]
+        behind = all_to_all_bytes(self.size)
         self.kernel = AllToAll(places, self.rank, device)
         self.sums = AllReduce([place + behind for place in places], self.rank, device)
 
@@ -85,26 +89,14 @@ class Window:
         own = parts[self.rank]
         return [own if r == self.rank else self.place(self.rank, own, r * own.nbytes) for r in range(self.size)]
 
-    def fetch(self, parts, behind=0):
-        """Copy parts[r] out of rank r's window, where it lies behind so many parts, for every other r."""
-        for r in self.others:
-            self.copy(parts[r], self.place(r, parts[r], behind * parts[r].nbytes))
-            self.link.log.count(parts[self.rank])
-        self.barrier()
-
     def gather(self, parts, own):
         """Copy `own` of rank r to parts[r], for every r."""
         self.open(own.view(-1))
         unflatten(own, parts[self.rank])
-        self.fetch(parts)
-
-    def all_reduce(self, parts, op):
-        """`scatter` the parts, sum them, and `fetch` the sums. A rank writes its sum into its window, behind the N
-        parts, and the others fetch it there."""
-        own = parts[self.rank]
-        combine_rows(self.scatter(parts), [own, self.place(self.rank, own, len(parts) * own.nbytes)], op)
+        for r in self.others:
+            self.copy(parts[r], self.place(r, parts[r]))
+            self.link.log.count(own)
         self.barrier()
-        self.fetch(parts, behind=len(parts))
 
     def shift(self, outgoing, incoming):
         """Send `outgoing` to the right rank: each rank copies its `incoming` out of the left rank's window."""
@@ -131,7 +123,8 @@ class Window:
         """An all-to-all of flat tensors by copy engines, without my own block. Each sender has a slot in the receiver's
         window, and signals ARRIVED when it has filled the slot. A block larger than the slot takes several turns, for
         which the receiver signals FREE when it has copied the slot out."""
-        slot, patience = len(self.mine) // self.size // 16 * 16, 1000 * (waits["timeout"] + 60)
+        slot = len(self.mine) // self.size // 16 * 16
+        patience = 1000 * (waits["timeout"] + 60)
         outgoing, incoming = ([t.view(torch.uint8) for t in tensors] for tensors in (outgoing, incoming))
         self.barrier()  # all ranks have finished reading their window's old contents
         for start in range(0, max(len(t) for r in self.others for t in (outgoing[r], incoming[r])), slot):
@@ -196,18 +189,17 @@ def _copy(window, to, source):
     """Copy within a GPU's memory, by a kernel where there is one: a graph that has recorded the kernel works on any
     memory at that address, and one that has recorded a copy engine does not."""
     if _kernel_sums(source):
-        exchange.sum_rows([source], [to], False)
+        exchange.sum_rows([source], to, False)
     else:
         window.copy(to, source)
 
 
-def combine_rows(rows, results, op):
-    """Combine `rows`, N tensors (n), into each of `results`. 16-bit rows are summed in float32."""
+def combine_rows(rows, result, op):
+    """Combine `rows`, N tensors (n), into `result`. 16-bit rows are summed in float32."""
     if op in (ReduceOp.SUM, ReduceOp.AVG) and _kernel_sums(rows[0]):
-        exchange.sum_rows(rows, results, op == ReduceOp.AVG)
+        exchange.sum_rows(rows, result, op == ReduceOp.AVG)
         return
     first = rows[0].float() if rows[0].dtype in kernels.DTYPES else rows[0]
     total = functools.reduce(COMBINE[op], rows[1:], first)
     average(op, total, len(rows))
-    for result in results:
-        result.copy_(total)
+    result.copy_(total)

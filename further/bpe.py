@@ -38,7 +38,9 @@ def piece_pattern():
     """
     kinds = "".join(unicodedata.category(chr(i))[0] for i in range(0x110000))
     numbers = "".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in re.finditer("N+", kinds))
-    letter, number, space = rf"[^\W_{numbers}]", f"[{numbers}]", r"[^\S\x1c-\x1f]"
+    letter = rf"[^\W_{numbers}]"
+    number = f"[{numbers}]"
+    space = r"[^\S\x1c-\x1f]"
     other = r"(?:[^\w\s]+|[_\x1c-\x1f]+)"
     return re.compile(rf"'s|'t|'re|'ve|'m|'ll|'d| ?{letter}+| ?{number}+| ?{other}+"
                       rf"|{space}+(?![\S\x1c-\x1f])|{space}+")
@@ -79,7 +81,8 @@ class Tokenizer:
     contents: as `read` finds them in the folder, or from elsewhere. OSError if a file is missing."""
 
     def __init__(self, folder, contents=None):
-        self.folder, self.contents = folder, contents or read(folder)
+        self.folder = folder
+        self.contents = contents or read(folder)
         self.files, self.numbers, merges, special = self.contents
         self.ranks = {(first, second): rank for rank, (first, second) in enumerate(merges)}
         byte_of = {letter: bytes([byte]) for byte, letter in LETTERS.items()}
@@ -119,7 +122,8 @@ class Tokenizer:
             best, i = heapq.heappop(heap)
             if rank(i) == best:  # else another pair has taken a part of this one
                 j = i + len(parts[i])
-                parts[i], parts[j] = parts[i] + parts[j], ""
+                parts[i] += parts[j]
+                parts[j] = ""
                 first[i + len(parts[i]) - 1] = i
                 for changed in first[i - 1], i:
                     heapq.heappush(heap, (rank(changed), changed))
@@ -158,7 +162,8 @@ def learn(texts, size):
 
     for piece in times:
         count(piece, 1)
-    merges, tokens = [], {END, *LETTERS.values()}
+    merges = []
+    tokens = {END, *LETTERS.values()}
     while len(tokens) < size:
         pair = max(counts, key=counts.get, default=None)
         if counts[pair] < 2:
@@ -185,7 +190,8 @@ def write_learned(files, size, folder):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), "utf-8")
     (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in [("#version:", "0.2"), *merges]), "utf-8")
-    size, count = sum(map(len, texts)), len(Tokenizer(folder).tokens_of(texts))
+    size = sum(map(len, texts))
+    count = len(Tokenizer(folder).tokens_of(texts))
     return f"{folder}: {len(tokens):,} tokens; the {size:,} bytes are {count:,}, {size / count:.2f} bytes a token"
 
 

@@ -92,7 +92,7 @@ def demo_collectives():
             (dist.barrier, [], "ceil(log2 N)")):
         dist.reset_traffic()
         call(*tensors)
-        op, formula = call.__name__, sent(call.__name__, whole.numel(), 4, n, 0)
+        op, formula = call.__name__, sent(call.__name__, whole.numel(), 4, n)
         say(f"  {op:24}{traffic_of(op).bytes:>12,} | {formula:>12,}   {text}")
 
 
@@ -120,7 +120,7 @@ def demo_memory(model, dp):
         sizes = [size / 2**30 for size in sizes]
         # ZeRO-3's vectors are counted with the matrices, because here their all-reduce sends as many bytes.
         buckets = [(K - last, 2), (last, 1)] if zero == 3 else [(K, 0)]
-        traffic = sum(sent(message.op, elements, message.width, dp, 0)
+        traffic = sum(sent(message.op, elements, message.width, dp)
                       for message in messages_of_buckets(s, "shard", buckets, dp) for elements in message.elements)
         print(f"ZeRO-{zero}  {''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):10.2f}{traffic / 2**30:10.2f}   {what}")
     print("\nSent: in a step of one micro-batch. With m of them ZeRO-2 sends gradients m times, ZeRO-3 weights, too.\n"

@@ -1,6 +1,5 @@
 """What this machine can do: rates of products, copies, attention and links."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -31,15 +30,14 @@ from theory.traffic import HALVES, in_two_levels, sent
 # into bytes, which `strategies` compares with the bytes counted. `call_seconds` turns it into seconds, and `predict`
 # adds the seconds of the computation.
 
-def sent_in(link, op, elements, width, waited=True):
-    """Bytes that this rank sends in one collective of a link's group, which may work in two levels. waited: whether the
-    caller waits for its all-reduces. Call on all ranks."""
+def sent_in(link, op, elements, width):
+    """Bytes that this rank sends in one collective of a link's group, which may work in two levels."""
     if hasattr(link, "inside") and op in ("all_reduce", *HALVES):
-        return sum(times * sent_in(link.inside if near else link.between, part, count, width, waited)
+        return sum(times * sent_in(link.inside if near else link.between, part, count, width)
                    for times, part, count, near in in_two_levels(op, elements, link.inside.size, link.between.size,
                                                                  link.inside.rank))
-    switched, small = isinstance(link, Direct), getattr(link, "doubling_bytes", 0)
-    small = min(small, link.sums_from() - 1) if waited and switched else small
+    switched = isinstance(link, Direct)
+    small = 0 if switched else getattr(link, "doubling_bytes", 0)
     return sent(op, elements, width, link.size, link.rank, small, switched)
 
 

@@ -75,9 +75,6 @@ def make_trainer(config, s, device):
     return trainer(s, config, peers.random_source(config, device), (tokens, tokens, None), device)
 
 
-WAITED = "tp", "cp", "pp", "embedding", "dp_cp", "world", "all"  # axes on which the caller waits for all-reduces
-
-
 @contextlib.contextmanager
 def routes_of_rows():
     """Inside, record for each forward through experts of several ranks how many rows this rank sends to each expert,
@@ -113,8 +110,7 @@ def predicted_traffic(trainer, routes):
     where = vars(net.groups) | {"world": None, "all": trainer.control}
     for item in messages(trainer.config, s, stages, buckets, tp_rank, of_experts, rows):
         link = dist.link_of(where[item.axis])
-        total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width, item.axis in WAITED)
-                                           for elements in item.elements)
+        total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width) for elements in item.elements)
     return {op: n for op, n in total.items() if n}
 
 

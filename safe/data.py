@@ -46,7 +46,8 @@ GPT2_KIND = {  # what a tokenizer.json must say, so that further/bpe.py makes it
 
 def open_vocabulary(s, checkpoint):
     """The vocabulary of --tokenizer, or that which lies beside the weights that the run starts from; else bytes."""
-    flag, folder = "--tokenizer", s.tokenizer
+    flag = "--tokenizer"
+    folder = s.tokenizer
     if not folder:
         flag, folder = ("--resume", str(checkpoint.path)) if checkpoint else ("--init-from", s.init_from)
         if not any(os.path.exists(os.path.join(folder, name)) for name in (WHOLE, *FILES)):
@@ -90,7 +91,8 @@ def read_whole(folder):
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         reject(value not in fine, f"{WHOLE}: {path} is {value!r}, a GPT-2's is {fine[-1]!r}")
-    model, added = whole["model"], whole["added_tokens"]
+    model = whole["model"]
+    added = whole["added_tokens"]
     for token in added:
         spaces = [key for key in ("lstrip", "rstrip", "single_word") if token.get(key)]
         reject(spaces, f"{WHOLE}: {token['content']!r} has {spaces}, which no token of a GPT-2's has")
@@ -102,7 +104,8 @@ def read_whole(folder):
 def check_vocabulary(s, config, vocabulary):
     """Reject numbers that the model would take for other tokens than they are. Embeddings may be larger than a
     tokenizer, because some are padded to a multiple of 64 or 128."""
-    mine, has_weights = config.vocab_size, s.init_from or s.resume
+    mine = config.vocab_size
+    has_weights = s.init_from or s.resume
     if isinstance(vocabulary, Tokenizer):
         size = len(vocabulary)
         another = size > mine or has_weights and s.tokenizer and 8 * size < 7 * mine
@@ -233,14 +236,18 @@ def read_bin(path):
     size = os.path.getsize(path)
     instead = "give tokens, or a text under another name than .bin"
     reject(size % 2 or not size, f"--data {path}: {size} bytes are no uint16 tokens; {instead}")
-    raw, kind, start = np.memmap(path, np.uint16, "r"), "uint16", 0
+    raw = np.memmap(path, np.uint16, "r")
+    kind = "uint16"
+    start = 0
     what = kind_of(raw[:1 << 18].tobytes())
     reject(what, f"--data {path} holds {what}, and no uint16 tokens; {instead}")
     magic = int.from_bytes(raw[:2].tobytes(), "little")
     if magic in LLM_C:
-        kind, start = LLM_C[magic], 1024
+        kind = LLM_C[magic]
+        start = 1024
     a, b, c, d = raw[:min(len(raw) // 4 * 4, 1 << 20)].reshape(-1, 4).max(0, initial=0).tolist()
-    low, high = max(a, c), max(b, d)
+    low = max(a, c)
+    high = max(b, d)
     if kind == "uint16" and (high == 0 < low or high < 16 and low >= 4096):
         kind = "uint32" if c or d else "int64"
     found = f"--data {path} holds {kind}{', and a header of llm.c' * (start > 0)}"
@@ -263,7 +270,8 @@ def kind_of(beginning):
 
 def check_data(s, config, train, held_out, vocabulary):
     used = (train, held_out) if s.eval_every else (train,)
-    shortest, parts = min(map(len, used)), parts_of_sequence(s)
+    shortest = min(map(len, used))
+    parts = parts_of_sequence(s)
     shorter = (shortest - 1) // parts * parts
     instead = f" or --seq-len {shorter}" * (shorter > 0 and not s.resume)
     reject(shortest <= config.seq_len, f"--data {s.data or '(standard library)'} is too short: {shortest:,} tokens in "
@@ -331,7 +339,9 @@ def encode_parts(texts, vocabulary):
     if len(parts) < 2:
         yield vocabulary.tokens_of(texts)
         return
-    workers, started, done = cores(), time.perf_counter(), 0
+    workers = cores()
+    started = time.perf_counter()
+    done = 0
     with concurrent.futures.ThreadPoolExecutor(workers) as threads:  # each waits for a process
         for part, tokens in zip(parts, threads.map(lambda part: encode_part(part, vocabulary), parts)):
             done += len(part)

@@ -29,7 +29,9 @@ def read_safetensors(path):
     try:
         data = np.memmap(path, np.uint8, "c")  # what is written into it does not reach the file
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-        header, room, tensors = json.loads(data[8:start].tobytes()), data[start:], {}
+        header = json.loads(data[8:start].tobytes())
+        room = data[start:]
+        tensors = {}
         header.pop("__metadata__", None)
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
@@ -46,7 +48,8 @@ def write_safetensors(path, dtype, shapes, tensors):
     """Write {name: shape} in one dtype. tensors: an iterator of (name, tensor) in the same order, of which it takes no
     more than these, one at a time, so that memory need not hold all."""
     kind, = [kind for kind, known in SAFETENSORS_DTYPES.items() if known == dtype]
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    header = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for name, shape in shapes.items():
         end = offset + dtype.itemsize * math.prod(shape)
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}

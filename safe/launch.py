@@ -42,7 +42,8 @@ def started():
     sys.stdout = sys.stdout or open(os.devnull, "w")
     check_interfaces()
     given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    rank, world = given["RANK"] or "0", given["WORLD_SIZE"] or "1"
+    rank = given["RANK"] or "0"
+    world = given["WORLD_SIZE"] or "1"
     numbers = rank, world, given["MASTER_PORT"]
     whole = all(given.values()) and all(map(str.isdigit, numbers)) and int(rank) < int(world)
     if not whole:

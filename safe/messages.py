@@ -66,7 +66,8 @@ class Watched(Link):
 
     def check(self, name, arguments):
         """ValueError for wrong arguments, before anything is sent."""
-        named, dtypes = dict(zip(arguments_of(name), arguments)), set()
+        named = dict(zip(arguments_of(name), arguments))
+        dtypes = set()
         for key, value in named.items():
             for t in tensors_in(value if isinstance(value, list) else (value,)):
                 dtypes.add(t.dtype)

@@ -43,8 +43,10 @@ def points_of(entries, key):
 def chart(title, lines):
     """Html of a curve for each run, {its name: points}, on one scale."""
     steps, values = zip(*(point for points in lines.values() for point in points))
-    left, low = min(steps), min(values)
-    width, height = max(steps) - left or 1, max(values) - low or 1
+    left = min(steps)
+    low = min(values)
+    width = max(steps) - left or 1
+    height = max(values) - low or 1
     curves = names = ""
     for i, (name, points) in enumerate(lines.items()):
         path = " ".join(f"{70 + 540 * (x - left) / width:.1f},{170 - 150 * (y - low) / height:.1f}" for x, y in points)
@@ -86,7 +88,9 @@ class Page:
     """index.html of the run in --out, on rank 0. said: what the run has printed of itself, but for its steps."""
 
     def __init__(self, folder):
-        self.folder, self.said, self.next = folder, [], 0.0
+        self.folder = folder
+        self.said = []
+        self.next = 0.0
 
     def write(self, over=False):
         """Write it anew, unless the last time was so recent that this would take more than a hundredth of the run. A

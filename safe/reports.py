@@ -31,7 +31,9 @@ def timed(pipeline):
     the stream, so the CPU need not wait for the GPU.
     """
     cuda = pipeline.device.type == "cuda"
-    do, wait_for, spans = pipeline.step.do, pipeline.step.wait_for, []
+    do = pipeline.step.do
+    wait_for = pipeline.step.wait_for
+    spans = []
 
     def now():
         if not cuda:
@@ -52,7 +54,8 @@ def timed(pipeline):
 
     if cuda:
         torch.cuda.synchronize()
-    origin, zero = time.time(), now()
+    origin = time.time()
+    zero = now()
     with patch.multiple(pipeline.step, do=timed_do, wait_for=timed_wait):
         yield spans
     if cuda:
@@ -89,7 +92,8 @@ def measured(trainer):
     """Inside, note how many bytes the activations take after each forward: without micro-batches, the gradients of
     earlier ones, messages between stages, and buffers of collectives. Then note what share of the tokens this rank's
     experts got."""
-    births, net = BirthLog(), trainer.net
+    births = BirthLog()
+    net = trainer.net
     forward = net.pipeline.step.forward
 
     def note(step, action):
@@ -104,7 +108,8 @@ def measured(trainer):
 
     with births, patch.object(net.pipeline.step, "forward", note):
         yield
-    loads, ranks = trainer.loads, trainer.s.ep
+    loads = trainer.loads
+    ranks = trainer.s.ep
     if ranks > 1 and loads is not None:
         # The loads (L, E) are the whole batch's, so this assumes that every group that shares out the experts got
         # equal loads.
@@ -113,8 +118,13 @@ def measured(trainer):
 
 
 def describe(trainer):
-    s, c, mesh, run = trainer.s, trainer.config, trainer.net.mesh, trainer.run
-    device, here, gpus = trainer.device.type, dist.processes_of_a_node(mesh.size()), gpus_here()
+    s = trainer.s
+    c = trainer.config
+    mesh = trainer.net.mesh
+    run = trainer.run
+    device = trainer.device.type
+    here = dist.processes_of_a_node(mesh.size())
+    gpus = gpus_here()
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
     axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + f" x pp {s.pp} ({s.schedule_file or s.schedule})" * (s.pp > 1)
     experts = f" ({c.active_parameters():,} a token: {c.top_k} of {c.experts} experts)" if c.experts else ""
@@ -140,7 +150,8 @@ def describe(trainer):
 
 def about_vocabulary(trainer):
     """A line about what the tokens are, where that is not said by the vocabulary's size."""
-    vocabulary, size = trainer.vocabulary, trainer.config.vocab_size
+    vocabulary = trainer.vocabulary
+    size = trainer.config.vocab_size
     if isinstance(vocabulary, Tokenizer):
         mean = f", {trainer.bytes_a_token:.2f} bytes a token" if trainer.bytes_a_token else ""
         unused = f" of the model's {size:,} numbers" * (size > len(vocabulary))
@@ -158,7 +169,8 @@ def predicted_bytes(trainer):
 
 def measured_bytes(trainer):
     """What `predicted_bytes` predicts: {kind: bytes} of this rank's tensors, each storage counted once."""
-    sizes, seen = {}, set()
+    sizes = {}
+    seen = set()
     for kind, tensors in kept_tensors(trainer.net).items():
         found = storages(tensors)
         sizes[kind] = sum(found[storage] for storage in found.keys() - seen)
@@ -232,7 +244,8 @@ def profiled(trainer):
 def describe_first_steps(trainer):
     """Print the measured memory beside the predicted, and the bytes that one step sends. Returns both memories for the
     log."""
-    predicted, measured = predicted_bytes(trainer), measured_bytes(trainer)
+    predicted = predicted_bytes(trainer)
+    measured = measured_bytes(trainer)
     kinds = ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
     if trainer.device.type == "cuda":
         kinds += (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most "

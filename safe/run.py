@@ -46,7 +46,10 @@ class WatchedTrainer(Trainer):
     run = None  # the WatchedRun; a benchmark has none
     first = 0  # steps that are done when the run goes on from a checkpoint
     log = page = None  # on rank 0, if there is --out: its Log, and its Page
-    activations, share, memory = 0, 1.0, {}  # what the first steps found: for `describe_first_steps`, and for the log
+    # What the first steps found: for `describe_first_steps`, and for the log.
+    activations = 0
+    share = 1.0
+    memory = {}
     terminated = stopping = 0  # the signal to end that this rank has had; that one of them has had
     saved = True  # whether the last checkpoint was written
 
@@ -99,7 +102,8 @@ class WatchedTrainer(Trainer):
         finite = super().all_finite(loss, norm)
         if finite or not hopeless or not self.run:  # a benchmark also times steps without their collectives
             return finite
-        world, done = dist.get_world_size(), progress()[0]
+        world = dist.get_world_size()
+        done = progress()[0]
         blame, = self.agree(0 if loss.isfinite() else world - dist.get_rank())  # the first rank has the largest number
         what = f"the loss on rank {world - blame}" if blame else "the gradient"
         self.write_log({"step": done, "not_finite": what, "on_nan": self.s.on_nan})
@@ -128,7 +132,8 @@ class WatchedTrainer(Trainer):
             self.memory = describe_first_steps(self)
         if self.due("log", done) or self.due("eval", done):
             norm.item()  # waits for the device
-            self.seconds, self.sent = time.perf_counter() - self.since, sum(t.bytes for t in dist.traffic().values())
+            self.seconds = time.perf_counter() - self.since
+            self.sent = sum(t.bytes for t in dist.traffic().values())
         super().report(done, loss, norm)
         if self.stopping:
             if self.s.out:
@@ -139,8 +144,11 @@ class WatchedTrainer(Trainer):
 
     def record(self, entry):
         """Print and log the entry. Its speed is the mean over the steps since the last entry."""
-        s, done, tokens = self.s, entry["step"], self.s.batch_size * self.config.seq_len
-        rate, more = (done - self.logged) * tokens / self.seconds, ""
+        s = self.s
+        done = entry["step"]
+        tokens = s.batch_size * self.config.seq_len
+        rate = (done - self.logged) * tokens / self.seconds
+        more = ""
         entry |= dict(tokens_per_s=rate, comm_bytes=self.sent if s.comm != "torch" else None, **self.memory)
         if self.scaler:
             entry |= dict(loss_scale=self.scaler.scale, skipped_steps=self.skipped)
@@ -162,7 +170,9 @@ class WatchedTrainer(Trainer):
                      + more)
         if self.page:
             self.page.write()
-        self.since, self.logged, self.memory = time.perf_counter(), done, {}
+        self.since = time.perf_counter()
+        self.logged = done
+        self.memory = {}
 
     def write_log(self, entry):
         if self.log and (problem := self.log.write(entry)):
@@ -187,7 +197,8 @@ class WatchedTrainer(Trainer):
 
     def save(self, done):
         """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time."""
-        started, tensors = time.perf_counter(), self.whole_tensors()
+        started = time.perf_counter()
+        tensors = self.whole_tensors()
         try:
             if dist.get_rank() == 0:
                 sync(self.log.file)
@@ -196,7 +207,8 @@ class WatchedTrainer(Trainer):
                     self.say(f"saved    {self.s.out}: log.jsonl, step-{done:08}")
             self.saved = True
         except OSError as error:
-            self.saved, problem = False, error.strerror
+            self.saved = False
+            problem = error.strerror
             self.say(f"{self.where(done)}  not saved in {self.s.out}: {problem}; older checkpoints there are complete")
             self.write_log({"step": done, "not_saved": problem})
         for _ in tensors:  # the other ranks take part in gathering; so does rank 0 after an error, or they would hang
@@ -240,7 +252,8 @@ class WatchedRun(Run):
     to --out: the file that is locked; else None).
     """
     mode = "safe; --plain runs what you read"
-    flags, trainer = Settings, WatchedTrainer
+    flags = Settings
+    trainer = WatchedTrainer
     lock = saved = None
 
     def __init__(self, arguments):
@@ -272,9 +285,11 @@ class WatchedRun(Run):
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
         check_pipe(s, self.processes)
         check_vocabulary(s, config, vocabulary)
-        self.identity, self.left_out = checkpoint and checkpoint.manifest["run"], []
+        self.identity = checkpoint and checkpoint.manifest["run"]
+        self.left_out = []
         if checkpoint and not s.steps:  # a sample reads no data, and leaves nothing
-            s.out, data = "", (b"", b"", vocabulary)
+            s.out = ""
+            data = b"", b"", vocabulary
         else:
             known = self.identity
             if s.out:
@@ -292,8 +307,13 @@ class WatchedRun(Run):
             if s.out:
                 self.lock = lock(s.out, self.identity)
         if checkpoint:
-            source, self.saved = checkpoint.source, checkpoint.manifest
-        self.s, self.config, self.source, self.data, self.checkpoint = s, config, source, data, checkpoint
+            source = checkpoint.source
+            self.saved = checkpoint.manifest
+        self.s = s
+        self.config = config
+        self.source = source
+        self.data = data
+        self.checkpoint = checkpoint
 
     def start(self):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print

@@ -66,21 +66,28 @@ class Watch:
                 for rank, key in keys.items()}
 
     def _live(self):
-        seen, last, idle = None, time.monotonic(), 0.0
+        seen = None
+        last = time.monotonic()
+        idle = 0.0
         while not self.done:
             if self.store:
                 with contextlib.suppress(torch_dist.DistError):  # it may have gone with its node
                     self._sign()
-            since, now = progress()[2], time.monotonic()
+            since = progress()[2]
+            now = time.monotonic()
             idle = idle + min(now - last, 5 * self.pause) if since == seen else 0.0  # more: it was suspended
-            seen, last = since, now
+            seen = since
+            last = now
             if idle > self.timeout:
                 self.give_up(f"no progress for {self.timeout} s")
             time.sleep(self.pause)
 
     def _others(self):
         """In words: which other ranks are silent; if none is, which have failed; if none has, what each is doing."""
-        before, silent, failed, others = self._signs(), [], [], []
+        before = self._signs()
+        silent = []
+        failed = []
+        others = []
         for _ in range(4):
             self._sign()  # because others must not take this rank for a silent one
             time.sleep(self.pause)
@@ -98,7 +105,8 @@ class Watch:
         is wrong here and is no BadInput has a traceback, too."""
         if not self.ending.acquire(blocking=False):
             time.sleep(60)  # the other thread is about to end this process
-        what, others = doing(), ""
+        what = doing()
+        others = ""
         lost = isinstance(error, (str, PeerError, torch_dist.DistError))
         if not lost and not isinstance(error, BadInput):
             traceback.print_exception(error)

@@ -122,7 +122,7 @@ def nodes_of(count):
 OWNERS = {"DOUBLING_BYTES": fast.rings, "SLOT_BYTES": fast.gloo, "make_mailboxes": fast.gloo,
           "WINDOW_FROM": fast.windows, "WINDOW_BYTES": fast.windows, "SUM_FROM": fast.nccl, "ROW_BYTES": fast.nccl}
 NEVER = 1 << 40
-NO_DOUBLING = {"gloo": 0, "nccl": 0, "switched": 0}
+NO_DOUBLING = {"gloo": 0, "nccl": 0}
 THROUGH_WINDOWS = {"WINDOW_FROM": 0, "WINDOW_BYTES": 1 << 14, "ROW_BYTES": 0}
 WAYS = {  # way: which link carries the messages, and what is set otherwise than in SMALL
     "plain": (lambda cuda: dist.Link, {}),

@@ -35,7 +35,7 @@ def bytes_alive():
     tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    for t in fast.gloo.scratches():
+    for t in fast.gloo.mailbox_memory():
         sizes.pop(t.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
 

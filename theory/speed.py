@@ -87,7 +87,7 @@ def call_seconds(op, elements, width, machine, n, here):
                    for times, part, some, near in in_two_levels(op, elements, here, n // here, here - 1))
     hop, rate = (machine.hop, machine.link) if here == n else (
         machine.network_hop, min(machine.link, machine.network))
-    return hop + sent(op, elements, width, n, 0) / rate
+    return hop + sent(op, elements, width, n) / rate
 
 
 class Costs(NamedTuple):
@@ -212,11 +212,11 @@ def overlaps(config, tokens, n, narrow=2, wide=4):
     K cancels in the first three, tokens in the last two.
     """
     k, x = int(sum(matrices(config))), tokens * config.n_embd
-    gather, scatter = sent(HALVES[1], k, narrow, n, 0), sent(HALVES[0], k, wide, n, 0)
+    gather, scatter = sent(HALVES[1], k, narrow, n), sent(HALVES[0], k, wide, n)
     return {"dp": (2 * scatter, 4 * k * tokens), "ZeRO-3, forward": (gather, 2 * k * tokens),
             "ZeRO-3, backward": (gather + scatter, 4 * k * tokens),
-            "tp": (2 * sent("all_reduce", x, narrow, n, 0), 2 * k * tokens / n),
-            "pp": (sent("isend", x, narrow, 2, 0), 2 * k * tokens * config.n_layer / n)}
+            "tp": (2 * sent("all_reduce", x, narrow, n), 2 * k * tokens / n),
+            "pp": (sent("isend", x, narrow, 2), 2 * k * tokens * config.n_layer / n)}
 
 
 def context_seconds(config, s, machine, blocks, spent):
@@ -270,7 +270,7 @@ def seconds_by_axis(s, machine, items):
         for elements, calls in Counter(item.elements).items():
             call, times = (item.op, elements, item.width), calls * item.times
             spent[item.axis][item.what] += times * call_seconds(*call, machine, n, here)
-            touched[item.axis] += times * MOVED / machine.hbm * sent(*call, n, 0)
+            touched[item.axis] += times * MOVED / machine.hbm * sent(*call, n)
     return spent, touched
 
 
