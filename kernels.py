@@ -87,6 +87,12 @@ def exact(x):
 
 
 @triton.jit
+def this_program():
+    """This program's number, in 64 bits, because what it is multiplied by may carry it past 2^31."""
+    return tl.program_id(0).to(tl.int64)
+
+
+@triton.jit
 def load_float32(pointers, mask):
     """The numbers there, 0 where the mask is False, as float32."""
     return tl.load(pointers, mask, 0).to(tl.float32)

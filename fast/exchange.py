@@ -8,7 +8,7 @@ NCCL's 22.
 import torch
 from torch.distributed import ReduceOp
 
-from kernels import DTYPES, tl, triton
+from kernels import DTYPES, this_program, tl, triton
 
 SUMMED = (*DTYPES, torch.float64)  # dtypes that the kernels add up, those of 16 bits in float32
 
@@ -21,7 +21,7 @@ SUMMED = (*DTYPES, torch.float64)  # dtypes that the kernels add up, those of 16
 
 @triton.jit
 def _sum_rows(rows, out, n, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = this_program() * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64 if rows[0].dtype.element_ty == tl.float64 else tl.float32)
     for r in tl.static_range(len(rows)):
         total += tl.load(rows[r] + at, at < n).to(total.dtype)

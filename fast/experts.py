@@ -15,7 +15,7 @@ from fast import grouped
 from fast.nccl import NodeLink
 from further.expert_parallel import exchange_counts, through_experts, visit
 from further.experts import Experts
-from kernels import load_float32, tl, triton
+from kernels import load_float32, this_program, tl, triton
 
 
 class FusedExperts(Experts):
@@ -84,7 +84,7 @@ def places_by_expert(chosen, E):
 @triton.jit
 def _dispatch(x, places, gates, rows, y, dgates, C, K: tl.constexpr, BLOCK: tl.constexpr):
     """rows[place] = x. As combine's backward, with gates: rows[place] = gate x, and dgates = x . y[place]."""
-    t = tl.program_id(0).to(tl.int64)
+    t = this_program()
     c = tl.arange(0, BLOCK)
     v = load_float32(x + t * C + c, c < C)
     for j in tl.static_range(K):
@@ -98,7 +98,7 @@ def _dispatch(x, places, gates, rows, y, dgates, C, K: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _combine(rows, places, gates, x, C, K: tl.constexpr, BLOCK: tl.constexpr):
-    t = tl.program_id(0).to(tl.int64)
+    t = this_program()
     c = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):

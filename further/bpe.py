@@ -12,15 +12,15 @@ lecture 1.
 """
 
 import argparse
-import collections
 import functools
 import heapq
 import itertools
 import json
-import math
-import pathlib
 import re
 import unicodedata
+from collections import Counter, defaultdict
+from math import inf
+from pathlib import Path
 
 import numpy as np
 
@@ -70,9 +70,10 @@ def read(folder):
 
     merges.txt has a pair a line, below a line with its version. Special tokens are taken as a whole where a text has
     them; of those that begin alike, the longest comes first."""
-    files = {name: pathlib.Path(folder, name).read_text("utf-8-sig") for name in FILES}
-    lines = [line for line in files["merges.txt"].split("\n") if line and not line.startswith("#version")]
-    return files, json.loads(files["vocab.json"]), [line.split(" ") for line in lines], [END]
+    files = {name: Path(folder, name).read_text("utf-8-sig") for name in FILES}
+    merges = [line.split(" ") for line in files["merges.txt"].split("\n")
+              if line and not line.startswith("#version")]
+    return files, json.loads(files["vocab.json"]), merges, [END]
 
 
 class Tokenizer:
@@ -114,11 +115,11 @@ class Tokenizer:
         first = [*range(len(parts))]   # of a part's last letter: the place of its first one
 
         def rank(i):
-            return self.ranks.get((parts[i], parts[i + len(parts[i])]), math.inf)
+            return self.ranks.get((parts[i], parts[i + len(parts[i])]), inf)
 
         heap = [(rank(i), i) for i in first]
         heapq.heapify(heap)
-        while heap[0][0] < math.inf:  # the last place makes no pair, so it stays
+        while heap[0][0] < inf:  # the last place makes no pair, so it stays
             best, i = heapq.heappop(heap)
             if rank(i) == best:  # else another pair has taken a part of this one
                 j = i + len(parts[i])
@@ -149,11 +150,11 @@ def joined(parts, pair):
 def learn(texts, size):
     """The merges, in order, of a vocabulary of `size` tokens: 256 bytes, END, and for the rest the pair that is then
     the most frequent. Fewer where no pair comes twice."""
-    times = collections.Counter(piece for text in texts for part in text_of(text).split(END)
+    times = Counter(piece for text in texts for part in text_of(text).split(END)
                                 for piece in piece_pattern().findall(part))
     parts = {piece: spelled(piece) for piece in times}
-    counts = collections.Counter()
-    where = collections.defaultdict(dict)  # pair -> pieces that have had it, in an order that is always the same
+    counts = Counter()
+    where = defaultdict(dict)  # pair -> pieces that have had it, in an order that is always the same
 
     def count(piece, sign):
         for pair in itertools.pairwise(parts[piece]):
@@ -181,7 +182,8 @@ def learn(texts, size):
 def write_learned(files, size, folder):
     """Learn a vocabulary from text files and write it, as a Hugging Face GPT-2 folder has it. Returns what to say."""
     texts = [file.read_bytes() for file in files]
-    if not any(texts) or b"\0" in b"".join(texts):
+    whole = b"".join(texts)
+    if not whole or b"\0" in whole:
         raise ValueError(f"{', '.join(map(str, files))}: no text to learn from, or zero bytes in it")
     if not 257 <= size <= 65536:
         raise ValueError(f"--vocab-size {size}: must be between 257 and 65,536, e.g. 4096")
@@ -190,16 +192,16 @@ def write_learned(files, size, folder):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), "utf-8")
     (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in [("#version:", "0.2"), *merges]), "utf-8")
-    size = sum(map(len, texts))
     count = len(Tokenizer(folder).tokens_of(texts))
-    return f"{folder}: {len(tokens):,} tokens; the {size:,} bytes are {count:,}, {size / count:.2f} bytes a token"
+    return (f"{folder}: {len(tokens):,} tokens; the {len(whole):,} bytes are {count:,}, {len(whole) / count:.2f} bytes a "
+            "token")
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("files", nargs="+", type=pathlib.Path, help="text to learn from")
+    parser.add_argument("files", nargs="+", type=Path, help="text to learn from")
     parser.add_argument("--vocab-size", type=int, required=True, help="tokens: 256 bytes, one between texts, pairs")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for vocab.json and merges.txt")
+    parser.add_argument("--out", type=Path, required=True, help="folder for vocab.json and merges.txt")
     s = parser.parse_args()
     try:
         print(write_learned(s.files, s.vocab_size, s.out))
