@@ -13,7 +13,7 @@ import collectives as dist
 import kernels
 from fast import grouped
 from fast.nccl import NodeLink
-from further.expert_parallel import exchange_counts, through_experts, visit
+from further.expert_parallel import exchange_counts, expert_of_each, through_experts, visit
 from further.experts import Experts
 from kernels import load_float32, this_program, tl, triton
 
@@ -157,17 +157,13 @@ class Combine(torch.autograd.Function):
 # --------------------------------------------------------------------------------------------------- tokens to experts
 
 def without_sorting(mlps, rows, counts):
-    """As through_experts; with Triton there is no sort, because the counts say where each row belongs."""
+    """As through_experts, whose sorts `places_by_expert` does with Triton."""
     if len(counts) == 1:  # all rows come from one rank, so they are in order
         return mlps(rows, counts[0])
     if not kernels.on_triton(rows):
         return through_experts(mlps, rows, counts)
-    by_expert = counts.T.flatten()
-    by_rank = counts.flatten()
-    starts = (by_expert.cumsum(0) - by_expert).view(-1, len(counts)).T.flatten()              # by rank and expert
-    moves = (starts + by_rank - by_rank.cumsum(0)).repeat_interleave(by_rank, output_size=len(rows))
-    places = (torch.arange(len(rows), device=rows.device) + moves).int().unsqueeze(1)
-    return Combine.apply(mlps(Dispatch.apply(rows, places), counts.sum(0)), places, None)
+    places, counts = places_by_expert(expert_of_each(rows, counts).unsqueeze(1), counts.shape[1])
+    return Combine.apply(mlps(Dispatch.apply(rows, places), counts), places, None)
 
 
 class Travel(torch.autograd.Function):

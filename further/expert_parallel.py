@@ -115,11 +115,15 @@ def visit(mlps, group, rows, counts):
     return Conjugate.apply(y, group, back, there)
 
 
+def expert_of_each(rows, counts):
+    """Which expert each row is for, int64 (R)."""
+    experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))           # (E)
+    return experts.repeat_interleave(counts.flatten(), output_size=len(rows))
+
+
 def through_experts(mlps, rows, counts):
     """Rows (R, C) by rank of origin and then by expert, counts (N, E/N) of each -> (R, C) in the same order."""
-    expert = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts)).repeat_interleave(
-        counts.flatten(), output_size=len(rows))                                              # of each row
-    order = expert.argsort(stable=True)
+    order = expert_of_each(rows, counts).argsort(stable=True)
     y = mlps(rows.index_select(0, order), counts.sum(0))
     return y.index_select(0, order.argsort())
 
