@@ -6,6 +6,7 @@
     python bench.py strategies            one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
     python bench.py scaling               1, 2, 4, ... GPUs, weak and strong
+    python bench.py optimizers            a step of AdamW and of Muon alone
     python bench.py pictures FILE         SVG of what the code does, and of a trace of train.py --trace
 
 Each command starts as many processes as it needs (or runs under torchrun) and prints a table; `--json FILE` writes its
@@ -41,6 +42,7 @@ from lessons.kernels import CASES, Size
 from lessons.machine import BUS, calls_of, fit, load_machine, measure_machine, sent_in
 from lessons.measure import (
     interleaved, is_first, of_all_ranks, readable, say, seconds_of, Table, traffic_of, write_json)
+from lessons.muon import KINDS, optimizers
 from lessons.pictures import draw_trace, pictures
 from lessons.plan import plan
 from lessons.strategies import configs_of, layouts, pieces, strategies
@@ -179,8 +181,8 @@ def scaling(a):
 # ---------------------------------------------------------------------------------------------------------------- flags
 
 WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectives, "strategies": strategies,
-        "plan": plan, "scaling": scaling, "pictures": pictures}
-TRAINED = "strategies", "scaling"
+        "plan": plan, "scaling": scaling, "optimizers": optimizers, "pictures": pictures}
+TRAINED = "strategies", "scaling", "optimizers"
 
 
 def option(takers, name, help=None, **more):
@@ -189,20 +191,21 @@ def option(takers, name, help=None, **more):
 
 
 number = functools.partial(option, type=positive)
-MEASURED, OF_A_MODEL = "kernels lessons collectives strategies scaling", "strategies scaling plan"
+MEASURED, OF_A_MODEL = "kernels lessons collectives strategies scaling optimizers", "strategies scaling plan"
+SIZED = OF_A_MODEL + " optimizers"
 FLAGS = [
     option(MEASURED + " plan", "--json", "write the rows there, with hardware, versions, commit", default="",
            metavar="FILE"),
-    number("collectives strategies scaling plan", "--gpus",
+    number("collectives strategies scaling optimizers plan", "--gpus",
            "processes, in plan GPUs; left out, all GPUs, on the CPU 2, in plan 8"),
     option(MEASURED, "--device", choices=["auto", "cpu", "cuda"], default="auto"),
     option(MEASURED, "--quick", "tiny sizes, few repeats: shows only that it works", action="store_true"),
-    option(MEASURED, "--only", "which kernels, lessons, collectives or strategies; left out, all (but experts and "
-           "dense twin only with --experts), in scaling ddp and zero3", nargs="+", metavar="NAME"),
-    option(OF_A_MODEL, "--model", "preset; left out, gpt2, on the CPU tiny, in plan gpt2-xl", choices=list(PRESETS)),
-    *(number(OF_A_MODEL, dashed(name), "instead of the preset's") for name in SIZES),
+    option(MEASURED, "--only", "which kernels, lessons, collectives, optimizers or strategies; left out, all (but "
+           "experts and dense twin only with --experts), in scaling ddp and zero3", nargs="+", metavar="NAME"),
+    option(SIZED, "--model", "preset; left out, gpt2, on the CPU tiny, in plan gpt2-xl", choices=list(PRESETS)),
+    *(number(SIZED, dashed(name), "instead of the preset's") for name in SIZES),
     number(OF_A_MODEL, "--batch-size", "sequences a step of all GPUs, in scaling of each; left out, 8 for each GPU"),
-    option(OF_A_MODEL, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
+    option(SIZED, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
     option("collectives strategies scaling", "--comm", "whose collectives are ours; ring: the textbook's",
            choices=[*dist.LINKS], default="ours"),
     number("strategies", "--micro-batches", "how many a step has; left out, 8 in a pipeline, else 1"),
@@ -210,7 +213,7 @@ FLAGS = [
     option("strategies scaling", "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),
     option("kernels collectives strategies", "--plain", "measure the reference alone, without fast/",
            action="store_true"),
-    number("strategies scaling", "--repeats", "timed runs of each step; left out, 7, but 3 with --quick"),
+    number("strategies scaling optimizers", "--repeats", "timed runs of each step; left out, 7, but 3 with --quick"),
     option("strategies", "--without", "time ours without these pieces of fast/, one at a time; no names: all of "
            + ", ".join(pieces()), nargs="*", choices=list(pieces()), metavar="PIECE"),
     option("scaling", "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong"], default="weak"),
@@ -231,7 +234,7 @@ def parse(words):
         for takers, name, more in FLAGS:
             if what in takers:
                 sub.add_argument(name, **more)
-    others = argparse.Namespace(gpus=1, json="", without=None, plain=False)  # no flags there
+    others = argparse.Namespace(gpus=1, json="", without=None, plain=False, batch_size=None)  # no flags there
     return parser.parse_args(words, others)
 
 
@@ -260,13 +263,13 @@ def check(a, world):
         check_strategies(a)
     else:
         check_names(a)
-    return a.gpus if a.what in ("collectives", "strategies") else 1
+    return a.gpus if a.what in ("collectives", "strategies", "optimizers") else 1
 
 
 def check_names(a):
     able = [name for name, lesson in LESSONS.items() if on_triton(a) or not lesson.on_triton]
     names = {"kernels": list(CASES), "collectives": list(BUS), "lessons": able,
-             "scaling": ["ddp", "zero3", "zero1", "zero2"]}[a.what]
+             "scaling": ["ddp", "zero3", "zero1", "zero2"], "optimizers": list(KINDS)}[a.what]
     a.only = a.only or names[:2 if a.what == "scaling" else None]
     for name in a.only:
         reject(name not in names, f"--only {name}: there are {', '.join(names)} with --device {a.device}")

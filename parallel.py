@@ -471,10 +471,7 @@ class FlatBucket(Bucket):
     def __init__(self, params, group, sharded=True, compute_dtype=None, device=None):
         super().__init__(params, group)
         self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
-        ranks, rank = (dist.get_world_size(self.group), dist.get_rank(self.group)) if sharded else (1, 0)
-        width = -(-self.numel // ranks)  # of an Nth, rounded up
-        self.numel = ranks * width  # padded, as the message is
-        self.own = slice(rank * width, (rank + 1) * width)
+        self.share_out(*(dist.get_world_size(self.group), dist.get_rank(self.group)) if sharded else (1, 0))
         values = self.zeros(self.dtype)
         if not params[0].is_meta:
             for p in params:
@@ -492,6 +489,11 @@ class FlatBucket(Bucket):
         self.total, self.total_dtype = None, self.shard.dtype  # gradients side by side, and what they add up in
         over = self.placement.sharded_over + ((self.group,) if sharded else ())
         self.shard.placement = replace(self.placement, sharded_over=over, cuts=(), decays=all(map(is_matrix, params)))
+
+    def share_out(self, ranks, rank):
+        width = -(-self.numel // ranks)  # of an Nth, rounded up
+        self.numel = ranks * width  # padded, as the message is
+        self.own = slice(rank * width, (rank + 1) * width)
 
     def zeros(self, dtype):
         return torch.zeros(self.numel, dtype=dtype, device=self.device)
@@ -517,6 +519,14 @@ class FlatBucket(Bucket):
         low = max(start, self.own.start)
         high = max(low, min(start + param.numel(), self.own.stop))
         return self.shard, slice(low - self.own.start, high - self.own.start), slice(low - start, high - start)
+
+    def reduce_scatter(self, message, average):
+        """Start to average a message: this rank's Nth goes into `average`."""
+        return dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, self.group, async_op=True)
+
+    def all_gather(self):
+        """Start to gather `weights`: this rank gives its Nth."""
+        return dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
 
 
 def point_into(param, view):
@@ -549,8 +559,7 @@ def reduce_scatter_bucket(bucket, in_place=False):
     average = message[bucket.own]
     if not in_place:
         average = torch.empty_like(average)
-    handle = dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, bucket.group, async_op=True)
-    return handle, message, average
+    return bucket.reduce_scatter(message, average), message, average
 
 
 def add_to_shard(bucket, average):
@@ -572,6 +581,7 @@ class ShardedOptimizer:
 
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
+    One that needs whole tensors brings buckets that do not cut them (further/muon.py).
     stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
     the same parameters in each backward then. stage=0 shards nothing. compute_dtype: see mixed precision, above.
 
@@ -582,13 +592,16 @@ class ShardedOptimizer:
     bucket_class = FlatBucket
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None, **kwargs):
-        param_groups = optimizer_class(params, **kwargs).param_groups  # a list of parameters is one group
+        one_process = optimizer_class(params, **kwargs)
+        param_groups = one_process.param_groups  # a list of parameters is one group
         group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # the number of its parameter group
         self.group, self.stage = group_or_world(group), stage
-        self.buckets = [self.bucket_class(some, self.group, stage > 0, compute_dtype)
+        new_bucket = getattr(one_process, "new_bucket", self.bucket_class)
+        self.buckets = [new_bucket(some, self.group, stage > 0, compute_dtype)
                         for some in make_buckets([*group_of], bucket_mb, group_of.get)]
         self.shards = [bucket.shard for bucket in self.buckets]
         for i, g in enumerate(param_groups):
+            g.pop("param_names", None)  # shards have none
             g["params"] = [bucket.shard for bucket in self.buckets if group_of[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
@@ -631,7 +644,7 @@ class ShardedOptimizer:
         """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
         if self.stage:
             for bucket in buckets:
-                dist.all_gather_into_tensor(bucket.weights, bucket.weights[bucket.own], bucket.group)
+                bucket.all_gather().wait()
 
 
 class FlatReducer(Reducer):
@@ -701,7 +714,7 @@ class FlatParameter(FlatBucket):
         if self.weights is None:
             self.weights = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             self.weights[self.own] = self.shard  # the cast from the master's dtype
-            self.handle = dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
+            self.handle = self.all_gather()
 
     def end_gather(self):
         handle, self.handle = self.handle, None  # first, so that a gather that failed is not waited for again

@@ -101,7 +101,8 @@ class Flags:
     lr: float = flag(2e-3, "peak learning rate")
     min_lr: float = flag(1e-4, "learning rate at the end of the cosine")
     warmup_steps: int = flag(20, "steps of linear warm-up")
-    weight_decay: float = flag(0.1, "AdamW's, on matrices only")
+    weight_decay: float = flag(0.1, "of matrices only")
+    optimizer: str = flag("adamw", "muon: Muon for the blocks' matrices, AdamW for all else", choices=["adamw", "muon"])
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip")
     seed: int = flag(0, "of weights, batches and sampling")
     dp: int = flag(None, "data-parallel replicas; left out, what --tp, --cp and --pp leave")
@@ -424,7 +425,7 @@ class ParallelGPT:
             self.bucket_of = self.optimizer.bucket_of
             return
         self.optimizer = optimizer and optimizer(self.param_groups())
-        self.params = [p for group in self.param_groups() for p in group["params"]]
+        self.params = [p for group in self.param_groups() for _, p in group["params"]]
         self.averagers = stages
         self.bucket_of = {}
         for model in stages.values():
@@ -435,11 +436,11 @@ class ParallelGPT:
 
     def param_groups(self):
         """For an optimizer: matrices have weight decay, biases and norms have none. Each stage has its own groups, so
-        that no bucket waits for two stages."""
+        that no bucket waits for two stages. Parameters come with their names; FSDP's are its shards."""
         param_groups = []
         for model in self.stages.values():
             for matrix, options in (False, {"weight_decay": 0.0}), (True, {}):
-                params = [p for p in model.parameters() if parallel.is_matrix(p) == matrix]  # FSDP's are its shards
+                params = [named for named in model.named_parameters() if parallel.is_matrix(named[1]) == matrix]
                 param_groups += [{"params": params, **options}] if params else []
         return param_groups
 
@@ -590,8 +591,8 @@ class Trainer:
         on_cpu = "gloo" if self.device.type == "cuda" else None
         self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`; on the CPU, where Python reads it
         source = source or (lambda name: initial_weight(config, name, s.seed))
-        adamw = partial(self.adamw(), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
-        self.net = parallelize(config, layout_of(s), device, source, adamw, self.gpt)
+        optimizer = partial(self.optimizer_class(), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
+        self.net = parallelize(config, layout_of(s), device, source, optimizer, self.gpt)
         self.optimizer = self.net.optimizer
         for group in self.net.all_groups():
             dist.use(group, s.comm)
@@ -605,7 +606,10 @@ class Trainer:
         r = dist.get_rank(self.net.groups.dp)
         self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp, cp and pp take the same
 
-    def adamw(self):
+    def optimizer_class(self):
+        if self.s.optimizer == "muon":
+            from further.muon import Muon
+            return Muon
         return torch.optim.AdamW
 
     def train(self, saved):
@@ -782,6 +786,8 @@ class Run:
         parts = s.dp * s.micro_batches
         if s.batch_size % parts:
             refuse(f"--batch-size must be a multiple of --dp x --micro-batches: give --batch-size {parts}")
+        if s.optimizer == "muon" and s.zero == 3:
+            refuse("--optimizer muon steps whole matrices, and --zero 3 keeps parts of them: give --zero 2")
         s.device = "cpu" if s.together else device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
         vocabulary = vocabulary_of(s.tokenizer)

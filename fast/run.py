@@ -41,10 +41,10 @@ class FastTrainer(WatchedTrainer):
         if self.s.cuda_graphs == "on":
             replay_micro_batches(self.net)
 
-    def adamw(self):
+    def optimizer_class(self):
         dtype = parallel.PRECISIONS[self.s.dtype]
-        flat = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=self.device))
-        return AdamW if flat else super().adamw()
+        masters = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=self.device))
+        return AdamW if masters and self.s.optimizer == "adamw" else super().optimizer_class()
 
     def all_finite(self, loss, norm):
         """As in WatchedTrainer. On GPUs with --on-nan stop a step looks at the numbers of the step before, which have

@@ -9,7 +9,6 @@ import weakref
 
 import torch
 
-import collectives as dist
 from fast.adamw import AdamW
 from further.fsdp import FSDP
 from further.zero import ZeroRedundancyOptimizer
@@ -51,8 +50,7 @@ class Ahead:
         """wait: until they are there, unless forward does."""
         for bucket in reversed(buckets) if self.stage else ():  # forward wants the first layers first
             if bucket not in self.gathering:
-                self.gathering[bucket] = handle = dist.all_gather_into_tensor(
-                    bucket.weights, bucket.weights[bucket.own], bucket.group, async_op=True)
+                self.gathering[bucket] = handle = bucket.all_gather()
                 if bucket in self.arrived:
                     with torch.cuda.stream(self.stream):  # so that the updates of later buckets need not wait
                         handle.wait()

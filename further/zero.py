@@ -109,7 +109,7 @@ class ZeroRedundancyOptimizer(parallel.ShardedOptimizer):
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
                  grad_scaler=True, **kwargs):
         one_process = optimizer_class(params, **kwargs)
-        if isinstance(one_process, WHOLE_TENSORS):
+        if isinstance(one_process, WHOLE_TENSORS) or hasattr(one_process, "new_bucket"):
             raise ValueError(f"{type(one_process).__name__} looks at whole tensors, and a shard has parts of them: use "
                              "DDP, or an optimizer that works element by element")
         param_groups = one_process.param_groups

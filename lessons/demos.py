@@ -25,6 +25,7 @@ from lessons.lecture8 import demo_lecture8
 from lessons.measure import of_all_ranks, off, readable, say, traffic_of
 from lessons.measuring import demo_measuring
 from lessons.moving import fsdp_step, ring_states, ring_steps
+from lessons.muon import demo_muon
 from lessons.overlap import demo_overlap
 from lessons.together import demo_together
 from model import GPT, PRESETS, GPTConfig
@@ -362,6 +363,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
+    "muon": (demo_muon, {"steps": 300, "batch_size": 16, "model": "tiny", "lr": "2e-3"}),
     "measuring": (demo_measuring, {"ranks": 2}),
     "lecture8": (demo_lecture8, {"ranks": 2}),
     "extension": (demo_extension, {}),

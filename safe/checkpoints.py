@@ -42,7 +42,7 @@ from train import Bytes, config_of, MOMENTS
 # ----------------------------------------------------------------------------------------------------- a run's identity
 
 NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "seed", "dtype",
-           "on_nan", "balance_rate")  # flags that decide the losses
+           "on_nan", "balance_rate", "optimizer")  # flags that decide the losses
 
 
 def run_of(s, config):

@@ -53,8 +53,8 @@ class WatchedTrainer(Trainer):
     terminated = stopping = 0  # the signal to end that this rank has had; that one of them has had
     saved = True  # whether the last checkpoint was written
 
-    def adamw(self):
-        return partial(super().adamw(), fused=True)
+    def optimizer_class(self):
+        return partial(super().optimizer_class(), fused=True)
 
     # the loop
 

@@ -168,6 +168,13 @@ def test_bench_strategies(tmp_path):
         assert ("bubble_measured" in row) == (row["strategy"] == "zb-h1") != ("communication" in row)
 
 
+def test_bench_optimizers(tmp_path):
+    """Muon keeps less, and owners share it out."""
+    found, _ = bench_rows(tmp_path, "optimizers", "--n-layer", "1", "--repeats", "1")
+    state = {(row["zero"], row["optimizer"]): row["state"] for row in found["rows"] if row["ms"] > 0}
+    assert state[0, "Muon"] < 0.8 * state[0, "AdamW"] and state[1, "Muon"] < 0.6 * state[0, "Muon"]
+
+
 def asked(flags):
     """What bench.py makes of its command line."""
     a = bench.parse(flags.split())

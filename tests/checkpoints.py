@@ -75,7 +75,8 @@ MOVES = [  # a model, and through which layouts a run of it moves
     ("", [(4, "--tp 2 --sp --zero 2"), (4, "--pp 2 --zero 1 --micro-batches 2"), (1, ""),
           (4, "--zero 3 --zero-within 2"), (3, "--pp 3"), (2, "--cp 2 --zero 2")]),
     ("--n-layer 2 --experts 4", [(2, "--dp 2 --ep 2"), (4, "--tp 2 --ep 2"), (2, "--pp 2 --schedule zb-v"),
-                                 (2, "--dp 2 --ep 2 --zero 3")])]
+                                 (2, "--dp 2 --ep 2 --zero 3")]),
+    ("--n-layer 2 --optimizer muon", [(4, "--tp 2 --zero 1"), (2, "--pp 2"), (1, "")])]
 
 
 @parametrize("model,moves", MOVES)

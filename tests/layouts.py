@@ -37,6 +37,7 @@ from tests.collectives import nodes_of
 from tests.pool import BOTH, close, DEVICES, needs_kernels, on_both, on_ranks, parametrize
 from fast.graphs import replay_micro_batches
 from further.experts import resized, routers
+from further.muon import Muon
 from further.resume import load_state
 from further.schedules import zero_bubble_h1
 from safe.flags import BadInput, check_layout, Settings
@@ -65,7 +66,32 @@ def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL, holes=False
 
 
 def optimizer_of(name, params, **options):
-    return torch.optim.SGD(params, 0.5, **options) if name == "sgd" else torch.optim.AdamW(params, 1e-2, **options)
+    kind, lr = {"sgd": (torch.optim.SGD, 0.5), "adamw": (torch.optim.AdamW, 1e-2), "muon": (Muon, 1e-2)}[name]
+    return kind(params, lr=lr, **options)
+
+
+class LibraryMuon:
+    """PyTorch's Muon of each matrix of a GPT's blocks, given alone, and its AdamW of all else. Nothing is rounded to
+    bf16."""
+
+    def __init__(self, net, groups):
+        self.parts = {}  # parameter -> its matrices, each a view
+        for name, p in net.h.named_parameters():
+            if p.dim() > 1 and name.endswith("weight"):
+                rows = p.shape[-2] // (3 if "c_attn" in name else 1)
+                self.parts[p] = [nn.Parameter(matrix) for matrix in p.data.view(-1, rows, p.shape[-1])]
+        self.muon = torch.optim.Muon(sum(self.parts.values(), []), 1e-2, DECAY, adjust_lr_fn="match_rms_adamw")
+        self.adamw = torch.optim.AdamW(
+            [group | {"params": [p for p in group["params"] if p not in self.parts]} for group in groups], 1e-2)
+        self.zero_grad = net.zero_grad
+
+    def step(self):
+        for p, parts in self.parts.items():
+            for part, grad in zip(parts, p.grad.view(-1, *parts[0].shape)):
+                part.grad = grad
+        with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+            self.muon.step()
+        self.adamw.step()
 
 
 @functools.cache
@@ -80,7 +106,8 @@ def one_process(optimizer, steps, batch, tokens, bias, clip, holes, **change):
     matrices = [p for n, p in net.named_parameters() if p.dim() > 1 and not n.endswith("bias")]
     vectors = [p for n, p in net.named_parameters() if n.endswith("bias") or p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    opt, losses, norms, grads = optimizer_of(optimizer, groups), [], [], None
+    opt = LibraryMuon(net, groups) if optimizer == "muon" else optimizer_of(optimizer, groups)
+    losses, norms, grads = [], [], None
     for step in range(steps):
         x, y = tokens_of(step, batch, tokens, config, holes)
         opt.zero_grad()
@@ -114,7 +141,8 @@ def small_gpt(config=SMALL, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
     return train.parallelize(config, train.Layout(**options), torch.get_default_device(), optimizer=optimizer, gpt=gpt)
 
 
-SABOTAGED = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "batch_isend_irecv"
+SABOTAGED = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "batch_isend_irecv",
+             "reduce_scatter", "all_gather")
 
 
 def without_collective(where):
@@ -386,14 +414,14 @@ zero  tied=0 recompute=block micro_batches=2  optimizer=adamw recompute=attentio
     dp=4 zero=3
     dp=2 tp=2 zero=1,2,3
 zero
-    dp=2 zero=1 without=reduce_scatter_bucket,ShardedOptimizer.gather_weights
-    dp=2 zero=2 without=reduce_scatter_bucket,clip_grad_norm_
-    dp=2 zero=3 without=reduce_scatter_bucket,FlatParameter.begin_gather,clip_grad_norm_
+    dp=2 zero=1 without=FlatBucket.reduce_scatter,FlatBucket.all_gather
+    dp=2 zero=2 without=FlatBucket.reduce_scatter,clip_grad_norm_
+    dp=2 zero=3 without=FlatBucket.reduce_scatter,FlatBucket.all_gather,clip_grad_norm_
     dp=4 zero=1,2,3 zero_within=2 without=average_between
 # Nothing divides by 3: buckets are padded, and the padding stays out of norm and weights.
 zero  dp=3 micro_batches=3 batch=9 n_head=3 n_embd=27 inner=40
     zero=0 without=all_reduce_bucket
-    zero=1,2,3 without=reduce_scatter_bucket
+    zero=1,2,3 without=FlatBucket.reduce_scatter
 # In two levels, of nodes of half the ranks; or ZeRO within two neighbours, replicas between.
 nodes  optimizer=adamw two_levels=1
     dp=4 node=2 micro_batches=2 zero=0,1,3
@@ -428,7 +456,7 @@ pipeline  n_layer=6
     pp=3 schedule=dualpipe-v virtual_stages=2 micro_batches=8
     dp=2 pp=2 schedule=zb-v micro_batches=2 zero=0,2,3
     dp=2 pp=2 schedule=zb-v micro_batches=2 zero=1 without=ends_apart
-    dp=2 pp=2 schedule=dualpipe-v micro_batches=4 zero=1 without=reduce_scatter_bucket,clip_grad_norm_
+    dp=2 pp=2 schedule=dualpipe-v micro_batches=4 zero=1 without=FlatBucket.reduce_scatter,clip_grad_norm_
     dp=2 tp=2 pp=2 schedule=v-half micro_batches=4 sp=1 zero=3
     cp=2 pp=2 schedule=v-min micro_batches=4 tokens=8
     dp=2 pp=2 ep=2 schedule=v-half micro_batches=4 experts=4 tokens=8 zero=2
@@ -438,8 +466,8 @@ pipeline  n_layer=4 micro_batches=4
     dp=2 pp=4 schedule=zb-h1
     dp=2 pp=2 schedule=1f1b zero=1,3
     dp=2 pp=2 schedule=zb-h1 zero=1,2
-    dp=2 pp=2 schedule=1f1b zero=2 without=reduce_scatter_bucket
-    dp=2 pp=2 schedule=zb-h1 zero=3 without=reduce_scatter_bucket
+    dp=2 pp=2 schedule=1f1b zero=2 without=FlatBucket.reduce_scatter
+    dp=2 pp=2 schedule=zb-h1 zero=3 without=FlatBucket.reduce_scatter
 pipeline  optimizer=adamw tied=0 n_layer=4 micro_batches=4
     dp=2 pp=2 schedule=interleaved virtual_stages=2 zero=1,3
     dp=2 pp=2 schedule=gpipe zero=3 recompute=attention
@@ -465,7 +493,7 @@ context  tokens=8 n_layer=3 cp_kind=ring  optimizer=adamw tied=0 tokens=8 n_laye
     cp=4 zero=3
     dp=2 cp=2 zero=1 micro_batches=2
     dp=2 cp=2 zero=2 zero_within=2 micro_batches=2 recompute=block
-    cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=4 without=reduce_scatter_bucket
+    cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=4 without=FlatBucket.reduce_scatter
     dp=2 cp=2 tp=2 zero=2 sp=1
     cp=2 tp=2 pp=2 schedule=zb-h1 zero=1 sp=1 micro_batches=2
 context  cp=2 tokens=8
@@ -500,6 +528,14 @@ experts  experts=4 tokens=8 n_layer=1
     tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward
     tp=2 sp=1 without=scatter_tokens
     steps=3 tp=2 sp=1 without=balance
+muon  optimizer=muon
+    dp=2 zero=1 without=OwnedBucket.reduce_scatter,OwnedBucket.all_gather
+    tp=2 without=Matrices.direction
+    dp=4 zero=2 micro_batches=2 tied=0
+    dp=2 tp=2 pp=2 sp=1 zero=1 micro_batches=2
+    dp=2 cp=2 zero=1 zero_within=2 tokens=8
+    dp=4 ep=2 experts=4 tokens=8 zero=1
+    dp=2 tp=2 ep=2 experts=4 tokens=8
 experts  experts=4 tokens=8 n_layer=3 forced=under_own_rows
     dp=2 ep=2 zero=3 recompute=block micro_batches=2 bias=few optimizer=adamw tied=0
     dp=2 ep=2 bias=all top_k=1
@@ -680,7 +716,7 @@ FLAGS = {field.name: field.metadata.get("choices") for field in dataclasses.fiel
 DRAWN = {name: [*FLAGS[name]] for name in ("schedule", "zero", "recompute", "comm", "cp_kind", "activation")}
 SOME = """dp=1,2,3,4 tp=1,2,3,4 cp=1,2,3,4 pp=1,2,3,4 sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
     micro_batches=1,2,3,4 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 n_layer=1,2,3,5 n_head=2,3,4
-    n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37 optimizer=sgd,adamw tied=False,True inner=0,19 samples=1,2,3
+    n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37 optimizer=sgd,adamw,muon tied=False,True inner=0,19 samples=1,2,3
     holes=False,True"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
 SIZES_DRAWN = 2 * [2, 4, 3, 4, 2, 6, 4] + [4, 6, 8, 8]  # ranks of each

@@ -88,6 +88,8 @@ REFUSED = {
         --cuda-graphs on --device cpu       | --cuda-graphs on
         --dp 8 --zero 2 --zero-within 6     | --zero-within 6 does not divide --dp 8: give --zero-
         --dp 2 --zero-within 2              | give --zero 1, 2 or 3
+        --optimizer muon --dp 2 --zero 3    | muon steps whole matrices, and --zero 3 keeps parts of them: give --zero 2
+        --optimizer muon --dp 2 --zero 1 --comm torch --device cpu | as --optimizer muon with --zero has them: leave --c
         --sp                                | --sp cuts tokens over --tp: give --tp 2
         --sp --tp 4 --seq-len 66            | 66 tokens cannot be cut into 4 parts: give --seq-len 68
         --cp 4 --seq-len 20                 | sequences of 20 tokens cannot be cut into 8 parts: give --seq-len 24
@@ -172,6 +174,7 @@ REFUSED = {
         --plain --dp 2                      | needs torchrun --nproc_per_node 2; 1 were started
         --plain --virtual-stages 2          | this schedule has 1 stages a rank, not 2: give virtual_stages 1
         --plain --virtual-stages 7 --schedule interleaved | 7 stages are more than the model's 6 pieces
+        --plain --optimizer muon --zero 3   | muon steps whole matrices, and --zero 3 keeps parts of them: give --zero 2
         --plain --vocab-size 50             | too small for the text: give --vocab-size 121
         --plain --micro-batches 3           | give --batch-size 3
         --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4

@@ -26,22 +26,28 @@ def tensors_in(value):
 def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     """Predicted bytes of a pipeline rank of a layout: {"parameters", "gradients", "optimizer", "activations"}.
 
-    s: train.py's settings. optimizer: AdamW's two moments, and float32 master weights if layers compute in bf16 or
-    fp16. activations: the most that the rank holds at once, by its list of actions for so many `micro_batches` (None:
-    all) and the activation_bytes of each of its stages. fused: our cross-entropy kernel computes the loss. load: tokens
-    of a rank's experts over an equal share.
+    s: train.py's settings. optimizer: AdamW's two moments, Muon's one, and float32 master weights if layers compute in
+    bf16 or fp16. activations: the most that the rank holds at once, by its list of actions for so many `micro_batches`
+    (None: all) and the activation_bytes of each of its stages. fused: our cross-entropy kernel computes the loss. load:
+    tokens of a rank's experts over an equal share.
     """
     stages = stages_in(s, config, rank)
     pieces = stages.values()
     count = local_elements(config, s.tp, tuple(pieces))
     narrow, wide = widths(s)
-    matrices = vectors = mine = 0  # elements on this rank; mine: those that its optimizer steps
+    # Elements on this rank; mine: those that its optimizer steps; muons: of these Muon, which leaves tables to AdamW.
+    matrices = vectors = mine = muons = 0
+    _, _, first, last = contents(config, pieces)
+    table = config.vocab_size * config.n_embd / s.tp
+    tables = first * (table + config.seq_len * config.n_embd) + last * table * (not config.tied or s.pp > 1)
     # Of experts ep ranks share out the parameters, and dp x cp / ep keep the same.
     for experts, shared, ranks in (False, 1, shards_of(s)), (True, s.ep, s.dp * s.cp // s.ep):
         m, v = count[experts, True] / shared, count[experts, False] / shared
         matrices += m
         vectors += v
         mine += {0: m + v, 3: m / ranks + v}.get(s.zero, (m + v) / ranks)
+        if s.optimizer == "muon":
+            muons += (m - tables * (not experts)) / (ranks if s.zero else 1)
     whole = matrices + vectors
     masters = wide * mine if wide > narrow else 0
     between_steps = narrow * vectors if masters else wide * mine  # at stage 3, where matrices are gathered
@@ -50,7 +56,7 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     return {
         "parameters": int(narrow * whole if s.zero < 3 else between_steps),
         "gradients": int(wide * (whole if s.zero < 2 else mine)),
-        "optimizer": int(2 * wide * mine + masters),
+        "optimizer": int(wide * (2 * mine - muons) + masters),
         "activations": most_held(actions, sizes)}
 
 

@@ -12,14 +12,15 @@ from theory.clock import stage_to_rank_in
 
 def sent(op, elements, width, n, rank=0, small=0, switched=False):
     """Bytes that rank `rank` of n sends in one collective. elements: of the whole tensor that is gathered or scattered,
-    of `width` bytes each; for an all-to-all with uneven blocks a tuple, how many for each rank. The root is rank 0.
+    of `width` bytes each; where ranks have uneven parts a tuple, how many each has, or is sent. The root is rank 0.
 
     Rings and, if a switch joins all ranks (`switched`), direct exchange send (N-1)/N k for half an all-reduce, k =
     elements x width. Up to `small` bytes an all-reduce is log2(N) rounds of the whole tensor. In a binomial tree each
     rank sends the whole to the roots of its subtrees. A barrier has log2(N) rounds of a byte.
     """
     if isinstance(elements, tuple):
-        return width * (sum(elements) - elements[rank])
+        kept = (rank + 1) % n if op == "all_gather" else rank  # a ring passes on all but its right neighbour's
+        return width * (sum(elements) - elements[kept])
     k = elements * width
     if op == "all_reduce" and k <= small:
         core = 1 << (n.bit_length() - 1)  # the largest power of two; each rank beyond it sends once, to one below

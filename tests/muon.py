@@ -1,0 +1,104 @@
+"""Muon over ZeRO-1 by owners. (Layouts that equal one process are rows of tests/layouts.py.)"""
+
+import copy
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import collectives as dist
+import model
+import parallel
+from further.muon import Muon, orthogonal, owners
+from tests.layouts import DECAY, LibraryMuon, SMALL
+from tests.pool import close, on_both, on_ranks, parametrize
+from theory.traffic import sent
+
+OPTIONS = {"lr": 1e-2, "weight_decay": DECAY}
+
+
+@parametrize("shape", [(32, 32), (24, 40), (40, 24)])
+def test_newton_schulz_is_pytorch_s_to_the_bit(shape):
+    """In bf16."""
+    u = torch.randn(shape)
+    theirs = torch.optim._muon._zeropower_via_newtonschulz(u, (3.4445, -4.775, 2.0315), 5, 1e-7)
+    assert orthogonal(u.bfloat16().unsqueeze(0))[0].equal(theirs)
+
+
+def test_one_process_is_pytorch_s():
+    ours, theirs = model.GPT(SMALL).double(), model.GPT(SMALL).double()
+    library = LibraryMuon(theirs, [{"params": [*theirs.parameters()], "weight_decay": DECAY}])
+    optimizer = Muon(ours.named_parameters(), **OPTIONS)
+    for step in range(3):
+        give_gradients([ours, theirs], step)
+        optimizer.step()
+        library.step()
+    assert all(close(p.detach(), q.detach(), 1e-12) for p, q in zip(ours.parameters(), theirs.parameters()))
+
+
+def give_gradients(nets, step):
+    """The same to all nets."""
+    draw = torch.Generator().manual_seed(step)
+    for many in zip(*(net.parameters() for net in nets)):
+        grad = torch.randn(many[0].shape, generator=draw)
+        for p in many:
+            p.grad = grad.to(p)
+
+
+@on_both
+@parametrize("stage, compute_dtype", [(0, torch.bfloat16), (1, torch.bfloat16), (2, None)])
+@on_ranks(4)
+def test_owners_step_as_one_process_to_the_bit(stage, compute_dtype, rank, size):
+    """Given equal gradients. Each matrix has one owner; all ranks together send ZeRO-1's bytes."""
+    one = model.GPT(SMALL)
+    net = copy.deepcopy(one)
+    alone = Muon(one.named_parameters(), **OPTIONS)
+    optimizer = parallel.ShardedOptimizer(net.named_parameters(), Muon, None, stage, compute_dtype=compute_dtype,
+                                          **OPTIONS)
+    for step in range(2):
+        give_gradients([one], step)
+        if compute_dtype:
+            for p in one.parameters():
+                p.grad = p.grad.to(compute_dtype).float()
+        dist.reset_traffic()
+        optimizer.zero_grad()
+        sum((p * q.grad.to(p)).sum() for p, q in zip(net.parameters(), one.parameters())).backward()
+        optimizer.finish_grad_sync()
+        alone.step()
+        optimizer.step()
+        log = {op: copy.copy(traffic) for op, traffic in dist.traffic().items()}
+        for p, q in zip(net.parameters(), one.parameters(), strict=True):
+            assert p.equal(q.to(p))
+    owned = [bucket for bucket in optimizer.buckets if hasattr(bucket.shard, "matrices")]
+    states = torch.tensor(sum(len(bucket.shard.matrices) for bucket in owned))
+    dist.all_reduce(states)
+    assert states == 8 * (1 if stage else size)
+    for op, width in {"reduce_scatter": 4, "all_gather": 2 if compute_dtype else 4}.items() if stage else ():
+        if states.device.type == "cpu":  # GPUs of a node form no ring
+            assert log[op].bytes == sum(sent(op, tuple(bucket.sizes), width, size, rank) for bucket in owned)
+        everybody = torch.tensor(float(log[op].bytes))
+        dist.all_reduce(everybody)
+        assert everybody == (size - 1) * width * sum(sum(bucket.sizes) for bucket in owned)
+
+
+def test_owners_have_alike_costs():
+    """Of GPT-2: a fused q, k, v counts as three matrices; on 8 ranks all have as much to do."""
+    net = model.GPT(model.PRESETS["gpt2"], seed=None)
+    Muon(net.named_parameters(), lr=1e-3)
+    costs = {p: p.matrices[0][1].cost for p in net.parameters() if hasattr(p, "matrices")}
+    attention = net.h["0"].attn
+    assert len(costs) == 48 and costs[attention.c_attn.weight] == 3 * costs[attention.c_proj.weight]
+    with patch.object(dist, "get_world_size", lambda group: 8):
+        owner = owners(costs, None)
+    loads = Counter()
+    for p in costs:
+        loads[owner[p]] += costs[p]
+    assert max(loads.values()) == sum(costs.values()) / 8
+
+
+def test_parts_of_matrices_are_refused():
+    part = torch.nn.Parameter(torch.zeros(3))
+    parallel.set_placement(part, decays=True)
+    with pytest.raises(ValueError, match="whole matrices.* use DDP or a ShardedOptimizer"):
+        Muon([("h.0.mlp.c_fc.weight", part)])
