@@ -10,15 +10,14 @@
 
 train.py puts them together, in an order that works: `parallelize`.
 
-further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, and groups on several
-nodes.
+further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, groups on several
+nodes; and in ddp.py, zero.py and fsdp.py what data parallelism and ZeRO need for a model of your own.
 
 `python -m lessons data`, `memory`, `fsdp`, `tensor`, `pipeline`, and for further/ `context` and `experts`, run on a
 laptop.
 
-`group=None` is all ranks, as in torch.distributed. "data" works on any nn.Module, the other sections on the GPT of
-model.py; further/zero.py and further/fsdp.py take ZeRO to any module. What sections, and files of further/, must tell
-each other of a parameter stands in its `Placement`.
+`group=None` is all ranks, as in torch.distributed. What sections, and files of further/, must tell each other of a
+parameter stands in its `Placement`.
 
 Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
 as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the chapters of the same names.
