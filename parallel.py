@@ -1177,19 +1177,12 @@ def tensor_parallel(module, group, plan=None):
     return module
 
 
-# ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
+# ----------------------------------------------------------------------------------- pipeline: layers spread over ranks
 #
-# Each stage holds a slice of the layers; a batch passes through all stages in m micro-batches. A schedule is a list of
-# actions for each rank, in the order in which it runs them. Functions below write lists, `lower` adds the transfers,
-# `check` proves that they can run, and `Pipeline` runs them. Which rank a stage is on is read off the lists.
-#
-#     F   forward of one micro-batch through one stage
-#     B   backward: the gradient of the stage's input, which the stage before waits for, and those of its weights
-#     I, W   the two halves of a B, in that order, where a schedule of further/schedules.py runs them apart
-#
-# GPipe and 1F1B stand here. Every rank idles for (p-1) (F + B). GPipe holds m micro-batches' activations, 1F1B p - r.
-# Schedules that idle less are in further/schedules.py. CS336 lecture 7; Qi et al., "Zero Bubble Pipeline Parallelism"
-# (2023).
+# Each rank holds a stage, a run of consecutive layers. A batch passes through all stages in m micro-batches, so that p
+# ranks can compute at the same time. Every rank idles while the first micro-batch comes down to the last stage and its
+# gradient up again: (p-1) (F + B), of the times that a stage takes for a micro-batch's forward and backward. This is
+# the bubble. Neighbours alone talk: B T C elements a micro-batch forward, and as many backward. CS336 lecture 7.
 
 def gpipe_step(stage, loss, x, y, like, group=None):
     """The lecture's pipeline: receive, compute, send, for each micro-batch; then the gradients, the other way round.
@@ -1221,8 +1214,22 @@ def gpipe_step(stage, loss, x, y, like, group=None):
     return [out.detach() for _, out in done] if rank == last else []
 
 
+# ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
+#
+# GPipe holds activations of all m micro-batches. 1F1B runs the same forwards and backwards in another order, and rank r
+# holds those of p - r. So that one loop can run any order, a schedule is data, a list of actions for each rank:
+#
+#     F2    forward of micro-batch 2 through a stage
+#     B2    its backward: the gradients of the stage's weights, and that of its input, which the stage before waits for
+#
+# Functions write the lists, `lower` adds the transfers, and `Pipeline` runs them. Stage s is on rank s here. Schedules
+# of further/schedules.py idle less: ranks have several stages, and a B is split in two. further/lists.py proves that a
+# list can run.
+
 class Action(NamedTuple):
-    kind: str           # F, B, I, W; after `lower` also SF, RF: send, receive an activation; SB, RB: a gradient
+    """What a rank does for one micro-batch in one stage. kind: F or B; after `lower` also SF and RF, which send and
+    receive what that F has made, and SB and RB."""
+    kind: str
     stage: int
     micro_batch: int
 
@@ -1239,6 +1246,16 @@ def whole_batch(kind, stage, m):
     return [Action(kind, stage, i) for i in range(m)]
 
 
+def one_f_one_b(p, m, v=1):
+    """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
+
+    From the start of its F to the end of its B a micro-batch takes p-r ranks forward and back, this one among them:
+    (p-r) (F + B). In that time the rank can run p-r F and p-r B, so p-r micro-batches keep it busy. Narayanan et al.,
+    "PipeDream-2BW" (2020), call it PipeDream-Flush.
+    """
+    return [alternate(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
+
+
 def alternate(forwards, ahead, backwards):
     """First `ahead` forwards (warm-up). Then, until no backward is left: one forward if any is left, one backward
     (steady state; when no forward is left, cool-down)."""
@@ -1251,14 +1268,7 @@ def alternate(forwards, ahead, backwards):
     return actions
 
 
-def one_f_one_b(p, m, v=1):
-    """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
-
-    From the start of its F to the end of its B a micro-batch takes p-r ranks forward and back, this one among them:
-    (p-r) (F + B). In that time the rank can run p-r F and p-r B, so p-r micro-batches keep it busy. Narayanan et al.,
-    "PipeDream-2BW" (2020), call it PipeDream-Flush.
-    """
-    return [alternate(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
 
 
 def ranks_of_stages(lists):
@@ -1269,6 +1279,46 @@ def ranks_of_stages(lists):
 
 def stages_on(rank, stage_to_rank):
     return [stage for stage, its_rank in stage_to_rank.items() if its_rank == rank]
+
+
+def needs(action, stages):
+    """The actions whose results an F or a B computes with: B0 of stage 0 with the activations of its own F0, and with
+    the gradient that B0 of stage 1 has made. stages: all that there are."""
+    kind, s, i = action
+    if kind == "F":
+        needed = [Action("F", s - 1, i)]
+    else:
+        needed = [Action("F", s, i), Action("B", s + 1, i)]
+    return [action for action in needed if action.stage in stages]  # not before the first one, or after the last
+
+
+def goes_to(action):
+    """The stage that waits for what an F or a B makes. (None is there after the last stage's F and the first's B.)"""
+    return action.stage + (1 if action.kind[-1] == "F" else -1)
+
+
+def in_order(lists):
+    """All ranks' lists as one, in an order in which they can run: [(rank, action)].
+
+    In each turn, each rank runs its next action if all that it needs was made in earlier turns. ValueError if no rank
+    can go on. 1F1B for p = 2, m = 2:
+
+        turn       1   2   3   4   5   6
+        rank 0    F0  F1   .  B0   .  B1    in turn 3, its B0 still needs the result of rank 1's B0
+        rank 1     .  F0  B0  F1  B1
+    """
+    stages = ranks_of_stages(lists)
+    left = [deque(actions) for actions in lists]
+    done = set()
+    order = []
+    while any(left):
+        turn = [(rank, actions.popleft()) for rank, actions in enumerate(left)
+                if actions and done.issuperset(needs(actions[0], stages))]
+        if not turn:
+            raise ValueError("deadlock: each rank waits for another one's result")
+        done.update(action for _, action in turn)
+        order += turn
+    return order
 
 
 def lower(lists):
@@ -1288,179 +1338,26 @@ def lower(lists):
     lowered = [[] for _ in lists]
     for rank, action in in_order(lists):
         lowered[rank].append(action)
-        if action.kind == "W":
-            continue  # nobody waits for it
-        send = Action("SF" if action.kind == "F" else "SB", action.stage, action.micro_batch)
-        receive = other_end(send)
-        other = stage_to_rank.get(receive.stage)  # None before the first stage and after the last
-        if other not in (None, rank):
-            lowered[rank].append(send)
-            lowered[other].append(receive)
+        add_transfer(lowered, action, rank, stage_to_rank.get(goes_to(action)))
     return lowered
 
 
-TRANSFERS = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}  # the other end, stages away
-
-
-def other_end(transfer):
-    """Of a send the receive, of a receive the send. Activations go to the next stage, gradients to the one before: in
-    lower's example SF0 of stage 0 and RF0 of stage 1 are one transfer."""
-    kind, s, i = transfer
-    other, step = TRANSFERS[kind]
-    return Action(other, s + step, i)
-
-
-class Result(NamedTuple):
-    """What an F makes, its stage's activation; or a B or an I, the gradient of its stage's input."""
-    kind: str           # "activation" or "gradient"
-    stage: int
-    micro_batch: int
-
-
-def result_of(action):
-    """The Result that an action makes. None for a W and for transfers: no action computes with what they make."""
-    kind, s, i = action
-    if kind in ("F", "B", "I"):
-        return Result("activation" if kind == "F" else "gradient", s, i)
-    return None
+def add_transfer(lowered, result, rank, other):
+    """Let a rank send an action's result to another rank. other: None if nobody waits for it."""
+    if other not in (None, rank):
+        lowered[rank].append(result._replace(kind="S" + result.kind))
+        lowered[other].append(result._replace(kind="R" + result.kind))
 
 
 def carried(transfer):
-    """The Result that a transfer carries, given either end: SF0 of stage 0 and RF0 of stage 1 both carry the output of
-    F0 of stage 0."""
-    send = transfer if transfer.kind[0] == "S" else other_end(transfer)
-    return result_of(send._replace(kind=send.kind[1]))
-
-
-def needs(action, stage_to_rank):
-    """The Results that an F, B, I or W computes with: B0 of stage 0 with the activation of its own F0, and with the
-    gradient that B0 of stage 1 has made."""
-    kind, s, i = action
-    if kind == "F":
-        results = [Result("activation", s - 1, i)]
-    elif kind == "W":
-        results = [Result("gradient", s, i)]  # of its I
-    else:
-        results = [Result("activation", s, i), Result("gradient", s + 1, i)]
-    return [result for result in results if result.stage in stage_to_rank]  # none before the first, after the last
-
-
-def run_in_turns(lists, can_run):
-    """All ranks' lists as one, in an order in which they can run: [(rank, action)].
-
-    In each turn, each rank whose next action can_run(action, done, waiting) runs it. done: actions of earlier turns and
-    their results; waiting: all ranks' next actions. ScheduleError if no rank can go on. 1F1B for p = 2, m = 2:
-
-        turn       1   2   3   4   5   6
-        rank 0    F0  F1   .  B0   .  B1    in turn 3, its B0 still needs the result of rank 1's B0
-        rank 1     .  F0  B0  F1  B1
-    """
-    order = []
-    done = set()
-    left = [deque(actions) for actions in lists]
-    while any(left):
-        first = [(rank, actions[0]) for rank, actions in enumerate(left) if actions]
-        waiting = {action for _, action in first}
-        turn = [(rank, action) for rank, action in first if can_run(action, done, waiting)]
-        if not turn:
-            at = {rank: len(lists[rank]) - len(actions) for rank, actions in enumerate(left)}
-            raise ScheduleError(lists, at, "deadlock: no rank can go on")
-        for rank, action in turn:
-            left[rank].popleft()
-            done.update([action, result_of(action)])
-        order += turn
-    return order
-
-
-def in_order(lists):
-    """[(rank, action)] of lists without transfers, each after what it needs."""
-    stage_to_rank = ranks_of_stages(lists)
-    return run_in_turns(lists, lambda action, done, waiting: done.issuperset(needs(action, stage_to_rank)))
-
-
-def check_complete(lists, m=None):
-    """ScheduleError unless each stage runs F and B (or F, I and W) of each micro-batch once, on one rank. m: how many
-    micro-batches there are; None: the lists say it."""
-    stage_to_rank = ranks_of_stages(lists)
-    listed = set()
-    for rank, actions in enumerate(lists):
-        for i, action in enumerate(actions):
-            if stage_to_rank[action.stage] != rank:
-                why = f"{action} of stage {action.stage} does not live on rank {rank}"
-                raise ScheduleError(lists, {rank: i}, why)
-            if action in listed:
-                raise ScheduleError(lists, {rank: i}, f"{action} is there twice")
-            listed.add(action)
-    m = m or 1 + max((action.micro_batch for action in listed), default=0)
-    for s, i in itertools.product(range(len(stage_to_rank)), range(m)):
-        if "".join(kind for kind in "FBIW" if Action(kind, s, i) in listed) not in ("FB", "FIW"):
-            why = f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there"
-            raise ScheduleError(lists, {}, why)
-
-
-def check(lists, m=None):
-    """Prove that lowered lists can run: raises ScheduleError unless they are complete, each action comes after what it
-    needs, each receive has its send, and there is no deadlock even if each send waits for its receive."""
-    check_complete(lists, m)
-    stage_to_rank = ranks_of_stages(lists)
-
-    def can_run(action, done, waiting):
-        kind, s, i = action
-        if kind in TRANSFERS:  # what it carries is made, and the other end is next on its rank, too
-            return carried(action) in done and other_end(action) in waiting
-        # A computation: what it needs was made on this rank, or received from the rank that made it.
-        received = Action("RF" if kind == "F" else "RB", s, i)
-        return all((result if stage_to_rank[result.stage] == stage_to_rank[s] else received) in done
-                   for result in needs(action, stage_to_rank))
-
-    run_in_turns(lists, can_run)
-
-
-def names_of(actions):
-    """A rank's actions as text. Where it has several stages, F0/2 is F0 of stage 2."""
-    several = len({action.stage for action in actions}) > 1
-    return [f"{action}/{action.stage}" if several else str(action) for action in actions]
-
-
-class ScheduleError(ValueError):
-    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`."""
-
-    def __init__(self, lists, at, why):
-        self.lists = lists
-        self.at = at
-        lines = [why]
-        for rank, actions in enumerate(lists):
-            cells = names_of(actions) + ["end"]
-            if rank in at:
-                cells.insert(at[rank], "->")
-            lines.append(f"rank {rank}  " + " ".join(cells))
-        super().__init__("\n".join(lines))
+    """The action whose result a send or a receive carries: F0 of SF0 and of RF0."""
+    return transfer._replace(kind=transfer.kind[1])
 
 
 @functools.cache  # for 16 ranks and 128 micro-batches it takes 0.1 s
-def checked(schedule, p, m, v):
-    """A schedule's lowered lists, which callers must not change."""
-    lists = lower(schedule(p, m, v))
-    check(lists, m)
-    return lists
-
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
-
-
-# --------------------------------------------------------------------------------------------- pipeline: running a list
-
-def assign_stages(schedule, p, v, pieces):
-    """Which rank each stage of a schedule is on, {stage: rank}, as its lists say, for any m the same. ValueError if a
-    model of so many pieces cannot be cut into these stages."""
-    stage_to_rank = ranks_of_stages(schedule(p, 2 * p, v))
-    stages = len(stage_to_rank)
-    if v not in (1, stages // p):
-        raise ValueError(f"this schedule has {stages // p} stages a rank, not {v}: give virtual_stages 1")
-    if stages > pieces:
-        raise ValueError(f"{stages} stages are more than the model's {pieces} pieces, its layers with embedding and "
-                         f"head: give a smaller pp")
-    return stage_to_rank
+def lowered_lists(schedule, p, m, v):
+    """A schedule's lists with transfers, which callers must not change."""
+    return lower(schedule(p, m, v))
 
 
 def even_pieces(config, stages):
@@ -1468,6 +1365,8 @@ def even_pieces(config, stages):
     starts = [(config.n_layer + 2) * stage // stages for stage in range(stages + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
+
+# --------------------------------------------------------------------------------------------- pipeline: running a list
 
 class MicroBatch:
     """One micro-batch in one stage: forward, later backward. loss(output, target): the last stage's, else None.
@@ -1483,15 +1382,15 @@ class MicroBatch:
     def forward(self, x, target=None):
         """x: tokens (B, T), or the output of the stage before. Returns this stage's, or the loss, detached."""
         self.x = x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
-        y = self.end(self.module(self.x), target)
-        self.edge = get_gradient_edge(y) if torch.is_grad_enabled() else None
+        y = self.module(self.x)
+        if self.loss:
+            y = self.loss(y, target)
+        if torch.is_grad_enabled():
+            self.edge = get_gradient_edge(y)
         return y.detach()
 
-    def end(self, y, target):
-        return self.loss(y, target) if self.loss else y
-
-    def backward(self, kind, dy):
-        """kind: "B". dy: the gradient of what forward returned. Returns that of x; parameters' are added to .grad."""
+    def backward(self, dy):
+        """dy: the gradient of what forward returned. Returns that of x; parameters' are added to .grad."""
         torch.autograd.backward(self.edge, dy)
         return self.x.grad
 
@@ -1502,12 +1401,13 @@ class Step:
     def __init__(self, pipeline, actions, x, y, dloss, averagers):
         self.pipeline = pipeline
         self.actions = actions
-        self.x, self.y = x, y
+        self.x = x
+        self.y = y
         self.dloss = dloss
         self.averagers = averagers
-        self.last_backward = {action.stage: action for action in actions if action.kind in ("B", "W")}
+        self.last_backward = {action.stage: action for action in actions if action.kind == "B"}
         self.micro_batches = {}  # (stage, number) -> MicroBatch, until its backward has ended
-        self.results = {}        # Result -> (handle, tensor): made here or received, until a stage or a send takes it
+        self.results = {}        # an F or a B -> (handle, what it made), until a stage or a send takes it
         self.sending = deque()   # (handle, tensor) of each message that is on its way
         self.losses = []
 
@@ -1518,52 +1418,51 @@ class Step:
         return self.losses
 
     def do(self, action):
-        match action.kind:
+        match action.kind[0]:
             case "F":
                 self.forward(action)
-            case "B" | "I" | "W":
+            case "B":
                 self.backward(action)
-            case "SF" | "SB":
+            case "S":
                 self.send(action)
-            case "RF" | "RB":
+            case "R":
                 self.receive(action)
 
     def forward(self, action):
         _, s, i = action
-        x = self.x[i] if s == 0 else self.wait_for(Result("activation", s - 1, i))
-        micro_batch = self.new_micro_batch(action.stage)
+        x = self.x[i] if s == 0 else self.wait_for(Action("F", s - 1, i))
+        micro_batch = self.new_micro_batch(s)
         out = micro_batch.forward(x, self.y[i])
         if torch.is_grad_enabled():
             self.micro_batches[s, i] = micro_batch
         if s == self.pipeline.last_stage:
             self.losses.append(out)
         else:
-            self.results[result_of(action)] = dist.Handle(), out
+            self.results[action] = dist.Handle(), out
 
     def new_micro_batch(self, stage):
-        return self.pipeline.micro_batch_class(self.pipeline.stages[stage], self.pipeline.loss_of(stage))
+        return MicroBatch(self.pipeline.stages[stage], self.pipeline.loss_of(stage))
 
     def backward(self, action):
-        """B, or one of its halves, I or W."""
-        kind, s, i = action
-        micro_batch = self.micro_batches[s, i] if kind == "I" else self.micro_batches.pop((s, i))
-        if kind == "W":
-            dy = None
-        elif s == self.pipeline.last_stage:
-            dy = self.dloss
-        else:
-            dy = self.wait_for(Result("gradient", s + 1, i))
-        with nullcontext() if self.sends_gradients(action) else self.averagers[s].no_sync():
-            dx = micro_batch.backward(kind, dy)
-        if s > 0 and kind != "W":
-            self.results[result_of(action)] = dist.Handle(), dx
+        _, s, i = action
+        micro_batch = self.micro_batches.pop((s, i))
+        dy = self.gradient_for(s, i)
+        with self.averaging(action):
+            dx = micro_batch.backward(dy)
+        if s > 0:
+            self.results[action] = dist.Handle(), dx
 
-    def sends_gradients(self, action):
-        """Whether the stage's gradients are complete after this action, its last B or W."""
-        return self.last_backward[action.stage] == action
+    def gradient_for(self, s, i):
+        """Where a stage's backward starts: the gradient of the loss, or that of its output, from the next stage."""
+        return self.dloss if s == self.pipeline.last_stage else self.wait_for(Action("B", s + 1, i))
+
+    def averaging(self, action):
+        """A stage's gradients are averaged in its last backward; until then they only add up."""
+        last = self.last_backward[action.stage] == action
+        return nullcontext() if last else self.averagers[action.stage].no_sync()
 
     def wait_for(self, result):
-        """What a stage computes with: received, or made by another stage of this rank."""
+        """What an action has made, on another rank, which has sent it, or in another stage of this one."""
         handle, tensor = self.results.pop(result)
         handle.wait()
         return tensor
@@ -1572,7 +1471,8 @@ class Step:
         """Post a receive into a new buffer, for which `wait_for` waits. All transfers go through one group. NCCL runs
         those of a group one after the other; that cannot hang, because `lower` gives both ends the same order."""
         buffer = self.room_for(action.micro_batch)
-        handle = dist.irecv(buffer, group=self.pipeline.group, group_src=self.other_rank(action))
+        source = self.pipeline.stage_to_rank[action.stage]
+        handle = dist.irecv(buffer, group=self.pipeline.group, group_src=source)
         self.results[carried(action)] = handle, buffer
 
     def room_for(self, micro_batch):
@@ -1583,39 +1483,38 @@ class Step:
 
     def send(self, action):
         _, tensor = self.results.pop(carried(action))
-        handle = dist.isend(tensor, group=self.pipeline.group, group_dst=self.other_rank(action))
+        to = self.pipeline.stage_to_rank[goes_to(action)]
+        handle = dist.isend(tensor, group=self.pipeline.group, group_dst=to)
         self.sending.append((handle, tensor))
         self.forget_sent(2)
 
     def forget_sent(self, most):
-        """Free outputs once they are sent, all but the latest few. It cannot hang: `check` took every send to wait."""
+        """Free outputs once they are sent, all but the latest `most`. To wait for a send cannot hang: why `lower` makes
+        no deadlock holds for sends that wait for their receives."""
         while len(self.sending) > most:
             handle, _ = self.sending.popleft()
             handle.wait()
-
-    def other_rank(self, transfer):
-        return self.pipeline.stage_to_rank[other_end(transfer).stage]
 
 
 class Pipeline:
     """This rank's stages of a pipeline, which run any lowered list. One stage and no transfers is ordinary training.
 
     stages: {stage: module} of this rank. stage_to_rank: {stage: rank} of all. loss(output, target): the last stage's.
-    dtype, width: of what is sent between stages, activations and their gradients (B, T / cut, width).
-    micro_batch_class: a list with I and W needs that of further/schedules.py.
+    dtype, width: of what is sent between stages, activations and their gradients (B, T / cut, width). step: the class
+    that runs a list.
     """
 
-    step = Step
-
-    def __init__(self, stages, stage_to_rank, mesh, loss, dtype, width, device, cut=1, micro_batch_class=MicroBatch):
+    def __init__(self, stages, stage_to_rank, mesh, loss, dtype, width, device, cut=1, step=Step):
         self.stages = stages
         self.stage_to_rank = stage_to_rank
-        self.loss = loss
-        self.dtype, self.width, self.cut = dtype, width, cut
-        self.device = device
-        self.group = mesh["pp"].get_group()
         self.last_stage = len(stage_to_rank) - 1
-        self.micro_batch_class = micro_batch_class
+        self.group = mesh["pp"].get_group()
+        self.loss = loss
+        self.dtype = dtype
+        self.width = width
+        self.device = device
+        self.cut = cut
+        self.step = step
 
     def run(self, actions, x, y, dloss=None, averagers=None):
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.

@@ -64,15 +64,15 @@ def schedule_of(name):
     """The schedule(p, m, v) of this name, or of the text of lists that --schedule-file has put in its place."""
     if name in parallel.SCHEDULES:
         return parallel.SCHEDULES[name]
-    from further import schedules
-    return schedules.schedule_of(name)
+    from further import lists
+    return lists.schedule_of(name)
 
 
 def read_schedule(s):
     """Put the text of --schedule-file in the place of --schedule's name. ValueError if its lists cannot run."""
     if not s.schedule_file:
         return
-    from further.schedules import read
+    from further.lists import read
     text = read(s.schedule_file, s.pp, s.micro_batches)
     if s.schedule not in (Flags.schedule, text):
         raise ValueError(f"--schedule {s.schedule} beside --schedule-file: leave one of them out")
@@ -290,8 +290,17 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
 
 
 def stage_to_rank_of(config, layout):
-    """Where stages live, {stage: rank}. ValueError if there are more of them than pieces of the model."""
-    return parallel.assign_stages(schedule_of(layout.schedule), layout.pp, layout.virtual_stages, config.n_layer + 2)
+    """Where the schedule's lists run each stage, {stage: rank}, for any number of micro-batches the same. ValueError if
+    the model cannot be cut into these stages."""
+    p, v, pieces = layout.pp, layout.virtual_stages, config.n_layer + 2
+    stage_to_rank = parallel.ranks_of_stages(schedule_of(layout.schedule)(p, 2 * p, v))
+    stages = len(stage_to_rank)
+    if v not in (1, stages // p):
+        raise ValueError(f"this schedule has {stages // p} stages a rank, not {v}: give virtual_stages 1")
+    if stages > pieces:
+        raise ValueError(f"{stages} stages are more than the model's {pieces} pieces, its layers with embedding and "
+                         f"head: give a smaller pp")
+    return stage_to_rank
 
 
 def over_nodes(group, groups):
@@ -412,11 +421,15 @@ class ParallelGPT:
         if config.experts:
             from further.experts import routers
             self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        micro_batch_class = parallel.MicroBatch
+        step = parallel.Step
+        self.lowered_lists = parallel.lowered_lists
         if layout.schedule not in parallel.SCHEDULES:
-            from further.schedules import HalvedMicroBatch as micro_batch_class
+            from further.lists import checked
+            from further.schedules import HalvedStep
+            step = HalvedStep
+            self.lowered_lists = checked
         self.pipeline = parallel.Pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd,
-                                          self.device, layout.tp if layout.sp else 1, micro_batch_class)
+                                          self.device, layout.tp if layout.sp else 1, step)
         if layout.shards_optimizer and optimizer:
             self.optimizer = parallel.ShardedOptimizer(self.param_groups(), optimizer, groups.shard, layout.zero,
                                                        compute_dtype=layout.dtype)
@@ -454,10 +467,10 @@ class ParallelGPT:
             averager.zero_grad()
 
     def actions(self, m, training=True):
-        """This rank's lowered list for m micro-batches, checked; without `training`, of forwards alone."""
+        """This rank's lowered list for m micro-batches; without `training`, of forwards alone."""
         layout = self.layout
         if training:
-            lists = parallel.checked(schedule_of(layout.schedule), layout.pp, m, layout.virtual_stages)
+            lists = self.lowered_lists(schedule_of(layout.schedule), layout.pp, m, layout.virtual_stages)
         else:
             lists = parallel.lower([[action for stage in parallel.stages_on(rank, self.stage_to_rank)
                                      for action in parallel.whole_batch("F", stage, m)] for rank in range(layout.pp)])

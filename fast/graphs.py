@@ -4,6 +4,7 @@ GraphPipeline takes the place of a GPT's Pipeline. Without graphs a step of GPT-
 (DDP, --tp), 26 % (ZeRO-3), 31 % (--tp --sp), and four times as long in two stages.
 """
 
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -157,9 +158,11 @@ class Recording(CollectingMicroBatch):
             self.output = super().forward(self.input, self.target)
             self.dy = torch.empty_like(self.output)
         elif kind == "W":
-            super().backward("W", None)
+            super().backward_weights()
+        elif kind == "I":
+            self.dx = super().backward_input(self.dy)
         else:
-            self.dx = super().backward(kind, self.dy)
+            self.dx = super().backward(self.dy)
         if self.closes and kind == self.kinds[-1]:
             self.averages = self.totals.close()
         self.totals.settle(kind)
@@ -190,11 +193,19 @@ class Recording(CollectingMicroBatch):
         self.replay("F")
         return self.output.clone()
 
-    def backward(self, kind, dy):
-        if kind != "W":
-            self.dy.copy_(dy)
+    def backward(self, dy):
+        return self.replay_from(dy, "B")
+
+    def backward_input(self, dy):
+        return self.replay_from(dy, "I")
+
+    def replay_from(self, dy, kind):
+        self.dy.copy_(dy)
         self.replay(kind)
-        return self.dx.clone() if kind != "W" and self.dx is not None else None
+        return None if self.dx is None else self.dx.clone()
+
+    def backward_weights(self):
+        self.replay("W")
 
 
 class GraphStep(PatientStep):
@@ -258,9 +269,19 @@ class GraphStep(PatientStep):
         return super().new_micro_batch(stage)
 
     def backward(self, action):
+        with self.giving_back(action):
+            super().backward(action)
+
+    def backward_weights(self, action):
+        with self.giving_back(action):
+            super().backward_weights(action)
+
+    @contextmanager
+    def giving_back(self, action):
+        """Inside, the last backward of a micro-batch: another one may use its Recording then."""
         micro_batch = self.micro_batches[action.stage, action.micro_batch]
-        super().backward(action)
-        if action.kind != "I" and isinstance(micro_batch, Recording) and not micro_batch.closes:
+        yield
+        if isinstance(micro_batch, Recording) and not micro_batch.closes:
             self.pipeline.graphs.recordings[action.stage].append(micro_batch)
 
 
@@ -276,7 +297,7 @@ class GraphPipeline(PatientPipeline):
     using]}; closing {stage: Recording of the last micro-batch, if it sends the gradients, too}; recorded_for (shape of
     its micro-batches, actions). Whoever sets it to None has them recorded anew.
     """
-    step = GraphStep
+    patient_step = GraphStep
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

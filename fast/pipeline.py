@@ -5,16 +5,19 @@ Takes the place of parallel.Pipeline. Receives posted early cost 6.5 % of a step
 
 import itertools
 from collections import defaultdict, deque
+from contextlib import nullcontext
 
 import torch
 
 import collectives as dist
 from fast.linear import WeightGradients
-from parallel import carried, MicroBatch, Pipeline, Step
+from further.schedules import HalvedStep
+from parallel import carried, goes_to, MicroBatch, Pipeline
 from safe.messages import lost_peer_named, progress
 
 
 HALVES = {"B": "IW", "I": "I", "W": "W"}  # of a backward
+MADE_BY = {"F": "activation", "B": "gradient"}
 
 
 # ------------------------------------------------------------------------------------------- pipeline: transfers, times
@@ -52,20 +55,22 @@ class CollectingMicroBatch(MicroBatch):
         self.weight_gradients = weight_gradients
         self.later = []  # what W computes weight gradients from
 
-    def backward(self, kind, dy):
-        if kind == "B":
+    def backward(self, dy):
+        return self.gradients(dy)
+
+    def gradients(self, dy):
+        return super().backward(dy)
+
+    def backward_input(self, dy):
+        with self.weight_gradients.put_off(self.later):
             return self.gradients(dy)
-        if kind == "I":
-            with self.weight_gradients.put_off(self.later):
-                return self.gradients(dy)
+
+    def backward_weights(self):
         for computed_from in self.later:
             self.weight_gradients.compute(*computed_from)
 
-    def gradients(self, dy):
-        return super().backward("B", dy)
 
-
-class PatientStep(Step):
+class PatientStep(HalvedStep):
     """What a PatientPipeline runs."""
 
     def __init__(self, pipeline, actions, *args):
@@ -81,21 +86,23 @@ class PatientStep(Step):
         return CollectingMicroBatch(pipeline.stages[stage], pipeline.loss_of(stage),
                                     pipeline.weight_gradients.get(stage))
 
-    def sends_gradients(self, action):
-        """Whether no later action of the stage computes gradients of the same parameters: I those of norms, W those of
-        matrices, B both."""
-        return all(self.last_with[half, action.stage] == action for half in HALVES[action.kind])
+    def averaging(self, action):
+        """Gradients are averaged once no later action of the stage adds to those of the same parameters: I computes
+        those of norms, W those of matrices, B both."""
+        last = all(self.last_with[half, action.stage] == action for half in HALVES[action.kind])
+        return nullcontext() if last else self.averagers[action.stage].no_sync()
 
     def receive(self, action):
         if self.pipeline.device.type == "cuda":
-            self.expected[self.other_rank(action)].append(action)
+            self.expected[self.pipeline.stage_to_rank[action.stage]].append(action)
         else:
             self.post(action)
 
     def post(self, receive):
-        source, pipeline = self.other_rank(receive), self.pipeline
+        pipeline = self.pipeline
+        source = pipeline.stage_to_rank[receive.stage]
         result = carried(receive)
-        whose = f"{result.kind} of micro-batch {result.micro_batch}"
+        whose = f"{MADE_BY[result.kind]} of micro-batch {result.micro_batch}"
         what = f"{whose} from rank {pipeline.ranks[source]} (pipeline rank {source})"
         buffer = self.room_for(receive.micro_batch)
         with lost_peer_named(f"posted the {what}"):
@@ -109,8 +116,9 @@ class PatientStep(Step):
         return super().wait_for(result)
 
     def send(self, action):
-        what, pipeline = f"send {action} of the pipeline", self.pipeline
-        to = self.other_rank(action)
+        what = f"send {action} of the pipeline"
+        pipeline = self.pipeline
+        to = pipeline.stage_to_rank[goes_to(action)]
         _, tensor = self.results.pop(carried(action))
         progress(what)
         with lost_peer_named(what):
@@ -139,10 +147,11 @@ class PatientPipeline(Pipeline):
     of both directions would wait for each other in one group, so each direction between two neighbours has its own.
     channels: of another pipeline with these arguments. If left out, groups are made, so all ranks must make a pipeline.
     """
-    step = PatientStep
+    patient_step = PatientStep
 
     def __init__(self, stages, stage_to_rank, mesh, *args, channels=None):
         super().__init__(stages, stage_to_rank, mesh, *args)
+        self.step = self.patient_step  # whatever the schedule is
         self.arguments = stages, stage_to_rank, mesh, *args
         self.rank = dist.get_rank(self.group)
         self.ranks = torch.distributed.get_process_group_ranks(self.group)

@@ -17,7 +17,8 @@ from collectives import Traffic, traffic
 # that is called again on the same memory is replayed from a graph. Its tensors have at most REPLAY_BYTES, because a
 # graph keeps its receive buffers. A group keeps at most REPLAYS graphs. (2 H200s, 1 KiB, us, issued | replayed:
 # all-reduce 78 | 20, broadcast 82 | 34, gather 176 | 41.)
-REPLAY_BYTES, REPLAYS = 1 << 30, 512
+REPLAY_BYTES = 1 << 30
+REPLAYS = 512
 
 
 # ---------------------------------------------------------------------------------------- the log, progress, lost peers
@@ -56,7 +57,9 @@ class RecordedGraph:
     """
 
     def __init__(self, body, pool=None):
-        before, self.graph, stream = traffic(), torch.cuda.CUDAGraph(), _recording_stream()
+        before = traffic()
+        stream = _recording_stream()
+        self.graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may go on allocating
@@ -64,7 +67,8 @@ class RecordedGraph:
                 body()
             finally:
                 self.graph.capture_end()
-        self.pool, self.sends = self.graph.pool(), traffic_since(before)
+        self.pool = self.graph.pool()
+        self.sends = traffic_since(before)
         count_traffic(self.sends, -1)  # recording has counted messages that it did not send
 
     def replay(self):
@@ -100,7 +104,8 @@ class Replays:
     """
 
     def __init__(self):
-        self.calls, self.graphs = {}, {}  # key of an operation -> how often it ran, or its graph
+        self.calls = {}   # key of an operation -> how often it ran, until it has a graph
+        self.graphs = {}  # key of an operation -> its graph
         self.copies = False  # whether the operation under way copies between GPUs
 
     def run(self, key, body):

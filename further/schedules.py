@@ -6,24 +6,21 @@ Its name enters SCHEDULES, and `--schedule` takes it. Idle time of every rank, w
     interleaved       (p-1) (F + I + W) / v     v stages a rank, each 1/v as long; holds p + (p-1 - 2r) / v
     ZB-H1             (p-1) (F + I - W)         rank r runs W r micro-batches late; at most p activations a rank
 
-F, I and W as in parallel.py's section on pipelines; the schedules in a V are below.
+I and W are the two halves of a B, in that order: I computes the gradient of the stage's input, which the stage before
+waits for, W those of its weights, which nobody waits for. The schedules in a V are below.
 
     torchrun --nproc_per_node 2 train.py --plain --pp 2 --micro-batches 4 --schedule zb-h1
 """
 
-import functools
 import itertools
-import pathlib
-import re
 from collections import defaultdict, deque
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+import collectives as dist
 import parallel
-from parallel import (
-    Action, alternate, check, check_complete, lower, MicroBatch, names_of, needs, one_f_one_b, ranks_of_stages,
-    result_of, ScheduleError, whole_batch)
+from parallel import Action, alternate, MicroBatch, one_f_one_b, ranks_of_stages, Step, whole_batch
 
 
 def interleaved(p, m, v):
@@ -197,71 +194,22 @@ def dualpipe_v(p, m, v=2):
     return squeeze(lists, 2 * p)
 
 
-# --------------------------------------------------------------------------------------------------- a schedule as text
-
-def parse(text):
-    """The lists of a schedule, as `python -m lessons pipeline` prints them: a row a rank. F0/2 is F0 of stage 2;
-    without the number, an action of rank r is of stage r. Dots and dashes are left out.
-
-        rank 0   F0 F1 .. .. B0 -- B1 --
-        rank 1   .. F0 B0 -- F1 B1 -- ..
-
-    ValueError if it is no such text; ScheduleError, with the reason that `check` gives, if the lists cannot run.
-    """
-    lists = []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        rank = len(lists)
-        row = re.fullmatch(r"rank (\d+)\s(.*)", line)
-        if not row or int(row[1]) != rank:
-            raise ValueError(f"{line[:40]!r} is not the row of rank {rank}: it begins with rank {rank}")
-        actions = []
-        for word in row[2].split():
-            action = re.fullmatch(r"([FBIW])(\d+)(?:/(\d+))?", word)
-            if action:
-                actions.append(Action(action[1], int(action[3] or rank), int(action[2])))
-            elif not re.fullmatch(r"\.+|-+", word):
-                raise ValueError(f"rank {rank}: {word!r} is no action: write F0, or F0/2 for that of stage 2")
-        lists.append(actions)
-    if not lists:
-        raise ValueError("no schedule: its first row begins with rank 0")
-    check_complete(lists)
-    check(lower(lists))
-    return lists
-
-
-def read(file, p, m):
-    """The text of --schedule-file. ValueError, in one line, unless it is a schedule of p ranks and m micro-batches."""
-    try:
-        text = pathlib.Path(file).read_text()
-        lists = parse(text)
-    except ScheduleError as error:
-        at = [f"rank {rank} at {[*names_of(error.lists[rank]), 'its end'][i]}" for rank, i in error.at.items()]
-        why = str(error).partition("\n")[0]
-        raise ValueError(f"--schedule-file {file}: {', '.join([why, *at])}; give lists that can run") from None
-    except (OSError, ValueError) as error:
-        what = getattr(error, "strerror", None) or error
-        raise ValueError(f"--schedule-file {file}: {what}; give a row a rank, as `python -m lessons pipeline` prints"
-                         ) from None
-    stages = {len({action.stage for action in actions}) for actions in lists}
-    if 0 in stages or len(stages) > 1:
-        raise ValueError(f"--schedule-file {file}: ranks have {sorted(stages)} stages: give each equally many")
-    count = 1 + max(action.micro_batch for actions in lists for action in actions)
-    if (p, m) != (len(lists), count):
-        raise ValueError(f"--schedule-file {file} is of {len(lists)} ranks and {count} micro-batches: give --pp "
-                         f"{len(lists)} --micro-batches {count}")
-    return text
-
-
-@functools.cache  # each text is one schedule, because `checked` proves a schedule once
-def schedule_of(name):
-    """The schedule(p, m, v) of a name in SCHEDULES, or of a text, which is for its own p and m alone."""
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    lists = parse(name)
-    return lambda p, m, v: lists
-
-
 # ------------------------------------------------------------------------------------------ backward in two: I, later W
+
+def result_of(action):
+    """The action under whose name others know what this one makes: for the stage before, an I is a B. None for a W, for
+    which nobody waits, and for transfers."""
+    if action.kind == "I":
+        return action._replace(kind="B")
+    return action if action.kind in ("F", "B") else None
+
+
+def needs(action, stages):
+    """As parallel's; a W computes with what its I has made."""
+    if action.kind == "W":
+        return [action._replace(kind="B")]
+    return parallel.needs(action, stages)
+
 
 class HalvedMicroBatch(MicroBatch):
     """A MicroBatch whose backward may come in halves. What a stage of two layers f and g computes:
@@ -275,22 +223,62 @@ class HalvedMicroBatch(MicroBatch):
     same. fast/linear.py keeps what each layer's W needs, so that its W computes nothing twice.
     """
 
-    def end(self, y, target):
-        if y.requires_grad:
-            self.output = get_gradient_edge(y)  # W starts here, because the loss may write its gradient over its input
-        return super().end(y, target)
+    def forward(self, x, target=None):
+        noting = self.module.register_forward_hook(self.note)
+        y = super().forward(x, target)
+        noting.remove()
+        return y
 
-    def backward(self, kind, dy):
-        if kind == "B":
-            return super().backward(kind, dy)
-        if kind == "I":
-            inputs = [self.output] + [self.x] * self.x.requires_grad  # not of tokens
-            self.dy, *dx = torch.autograd.grad(self.edge, inputs, dy, retain_graph=True)
-            return dx[0] if dx else None
+    def note(self, module, inputs, y):
+        """W starts at the stage's output, because the loss may write its gradient over its input."""
+        if y.requires_grad:
+            self.output = get_gradient_edge(y)
+
+    def backward_input(self, dy):
+        """I. Returns the gradient of x, None for tokens."""
+        inputs = [self.output] + [self.x] * self.x.requires_grad
+        self.dy, *dx = torch.autograd.grad(self.edge, inputs, dy, retain_graph=True)
+        return dx[0] if dx else None
+
+    def backward_weights(self):
+        """W, after I."""
         module = getattr(self.module, "module", self.module)  # without DDP or FSDP
         weights = [param for param in module.parameters() if param.requires_grad]
         if weights:
             torch.autograd.backward(self.output, self.dy, inputs=weights)
+
+
+class HalvedStep(Step):
+    """A Step whose list may have I and W."""
+
+    def __init__(self, pipeline, actions, *args):
+        super().__init__(pipeline, actions, *args)
+        self.last_backward = {action.stage: action for action in actions if action.kind in ("B", "W")}
+
+    def new_micro_batch(self, stage):
+        return HalvedMicroBatch(self.pipeline.stages[stage], self.pipeline.loss_of(stage))
+
+    def do(self, action):
+        match action.kind:
+            case "I":
+                self.backward_input(action)
+            case "W":
+                self.backward_weights(action)
+            case _:
+                super().do(action)
+
+    def backward_input(self, action):
+        _, s, i = action
+        dy = self.gradient_for(s, i)
+        with self.averaging(action):
+            dx = self.micro_batches[s, i].backward_input(dy)
+        if s > 0:
+            self.results[result_of(action)] = dist.Handle(), dx
+
+    def backward_weights(self, action):
+        _, s, i = action
+        with self.averaging(action):
+            self.micro_batches.pop((s, i)).backward_weights()
 
 
 SCHEDULES = parallel.SCHEDULES | {"interleaved": interleaved, "zb-h1": zero_bubble_h1, "zb-v": zb_v, "v-half": v_half,

@@ -14,6 +14,7 @@ from further import expert_parallel
 from further.context import own_tokens, seen
 from further.expert_parallel import split_experts
 from further.experts import count_of_each, ExpertsConfig
+from further.lists import check, lower
 from further.schedules import SCHEDULES
 from lessons import kernels as errors, pages, puzzles, runs
 from lessons.blind import demo_blind
@@ -29,7 +30,7 @@ from lessons.muon import demo_muon
 from lessons.overlap import demo_overlap
 from lessons.together import demo_together
 from model import GPT, PRESETS, GPTConfig
-from parallel import average_gradients, check, cross_entropy, lower, make_mesh, tensor_parallel
+from parallel import average_gradients, cross_entropy, make_mesh, tensor_parallel
 import safe
 from safe import launch
 from safe.flags import BadInput, dashed, Parser, refuse, Settings

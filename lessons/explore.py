@@ -22,7 +22,7 @@ from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
-from further.schedules import parse
+from further.lists import parse
 from lessons import moving, pages
 from lessons.pictures import spans_of
 from lessons.puzzles import HERE

@@ -14,11 +14,12 @@ import torch.distributed as torch_dist
 
 import collectives as dist
 import parallel
-from further.schedules import parse, SCHEDULES
+from further.lists import names_of, parse, ScheduleError
+from further.schedules import SCHEDULES
 from lessons.measure import patched
 from lessons.plan import rows_of
 from model import GPT, GPTConfig, PRESETS
-from parallel import names_of, ranks_of_stages, ScheduleError
+from parallel import ranks_of_stages
 from safe.sizes import reject
 from theory.clock import bubble, critical_path, simulate
 from theory.speed import MACHINES

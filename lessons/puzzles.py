@@ -120,10 +120,10 @@ def order(rank):
 
 
 def transfers(rank):
-    """Where sends and receives go: if another rank needs the action's result, append the send (SF, SB) to this rank's
-    list, and put the receive (`other_end` of the send) into the other's, so that no ranks wait for each other."""
+    """Where sends and receives go: if another rank waits for the action's result, append the send (SF, SB) to this
+    rank's list, and put the receive (RF, RB) into the other's, so that no ranks wait for each other."""
+    from further.lists import check, lower
     from further.schedules import SCHEDULES
-    from parallel import check, lower
     for schedule in SCHEDULES.values():
         check(lower(schedule(3, 3, 2)))
     yield "lowered lists", "can run"
@@ -198,7 +198,7 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),
     Puzzle(order, 3, "parallel.py", "one_f_one_b", "return"),
-    Puzzle(transfers, 1, "parallel.py", "lower", "SF"),
+    Puzzle(transfers, 1, "parallel.py", "add_transfer", "if"),
     Puzzle(softmax, 1, "kernels.py", "attention_forward_kernel", "m_new"),
     Puzzle(norm, 1, "kernels.py", "_layer_norm_backward", "xhat"),
     Puzzle(zigzag, 3, "further/context.py", "seen", "if"),

@@ -174,9 +174,8 @@ class TimedStep(parallel.Step):
 def one_f_one_b(m=8):
     p, rank, mesh = dist.get_world_size(), dist.get_rank(), {"pp": SimpleNamespace(get_group=lambda: None)}
     pipeline = parallel.Pipeline({rank: Tiny(1, 1)}, {r: r for r in range(p)}, mesh, lambda y, target: y.sum(),
-                                 torch.float32, 1, torch.device("cpu"))
-    pipeline.step = TimedStep
-    actions = parallel.checked(parallel.one_f_one_b, p, m, 1)[rank]
+                                 torch.float32, 1, torch.device("cpu"), step=TimedStep)
+    actions = parallel.lowered_lists(parallel.one_f_one_b, p, m, 1)[rank]
     alone = {rank: SimpleNamespace(no_sync=contextlib.nullcontext)}
     pipeline.run(actions, [torch.ones(1, 1, dtype=torch.int64)] * m, [None] * m, torch.ones(()), alone)
     return dist.traffic()["isend"]

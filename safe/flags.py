@@ -12,6 +12,7 @@ import torch
 
 import kernels
 import parallel
+from further.lists import check, lower
 from safe.files import tell
 from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, multiple, reject
@@ -180,7 +181,7 @@ def check_schedule(s, config):
         raise BadInput(problem) from None
     try:
         lists = schedule_of(s.schedule)(s.pp, s.micro_batches, s.virtual_stages)
-        parallel.check(parallel.lower(lists), s.micro_batches)
+        check(lower(lists), s.micro_batches)
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
         raise BadInput(f"--schedule {s.schedule}: {problem}; give --micro-batches "
                        f"{multiple(s.micro_batches, s.pp)}") from None

@@ -23,7 +23,7 @@ MISTAKES = {
     "g": ("grad, None", "grad / 2, None", "got [1.5, 2.0], should have got [3.0, 4.0]"),
     "vocabulary": ("total * (mine - top).exp()", "total", "loss: got 1.153, should have got 0.981"),
     "order": ("p - 1 - r", "p - r", "got F0 F1 B0 F2 B1 F3 B2 B3, should have got F0 B0 F1 B1"),
-    "transfers": ("[other].append(receive)", "[other].insert(0, receive)", "deadlock"),  # all receives first
+    "transfers": ("[other].append(", "[other].insert(0, ", "deadlock"),  # all receives first
     "softmax": ("acc * alpha[:, None]", "acc", "9, 18 and 27: got ["),
     "norm": (" - tl.sum(g, 0) / width", "", "dx of two rows: got [["),
     "zigzag": ("slice(half), False", "slice(half, None), False",

@@ -31,6 +31,7 @@ import safe.launch
 import theory.clock
 import train
 from further.expert_parallel import split_experts
+from further.lists import check, lower
 from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import small_gpt, tokens_of
 from tests.pool import HERE, in_new_process, parametrize
@@ -324,7 +325,7 @@ def test_readme_code_does_what_it_says(pool, tmp_path, triton_kernels):
     added = runpy.run_path(file)
     eager = added["eager"]
     for p, m in ((1, 1), (3, 5), (4, 8)):
-        parallel.check(parallel.lower(eager(p, m, 1)))
+        check(lower(eager(p, m, 1)))
     assert theory.clock.simulate(eager(4, 8, 1)).peak == [7, 5, 3, 1]
     no_worse_than_pytorch(added["relu2"], [lambda x: F.relu(x).square()], [random(1000)])
     for grads in pool(2).run(sign_gradients, file):

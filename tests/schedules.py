@@ -20,8 +20,9 @@ from fast.linear import WeightGradients
 from fast.pipeline import CollectingMicroBatch
 from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, table
 from further.experts import resized
+from further.lists import check, checked, lower, parse, ScheduleError
 from further.schedules import (
-    dualpipe_v, HalvedMicroBatch, interleaved, parse, SCHEDULES, v_half, v_min, zb_v, zero_bubble_h1)
+    dualpipe_v, HalvedMicroBatch, interleaved, SCHEDULES, v_half, v_min, zb_v, zero_bubble_h1)
 from theory.clock import draw, simulate
 
 
@@ -90,11 +91,15 @@ IN_A_V = zb_v, v_half, v_min, dualpipe_v
 
 
 def test_every_schedule_can_run():
-    """With fewer micro-batches than ranks, too. Interleaved leaves v open."""
+    """With fewer micro-batches than ranks, too. Interleaved leaves v open. Of F and B alone, further/'s `lower` writes
+    what parallel's does."""
     for (name, make), p in itertools.product(SCHEDULES.items(), (1, 2, 3, 4, 5, 8)):
         for m in (*range(1, 2 * p + 2), 3 * p + 1, 4 * p):  # beyond two fillings of the pipe the same turns come again
             for v in [1, 2, 3, 4] if name == "interleaved" else [1]:
-                parallel.check(parallel.lower(make(p, m, v)))
+                lists = make(p, m, v)
+                lowered = lower(lists)
+                check(lowered, m)
+                assert name not in parallel.SCHEDULES or lowered == parallel.lower(lists)
 
 
 def test_schedules_idle_and_hold_what_the_lecture_says():
@@ -162,25 +167,25 @@ def test_broken_schedules_are_rejected(make, change, says):
     def name(action):
         return str(action) + "'" * (action.stage > 2)
 
-    lists = parallel.lower(make(3, 6))
+    lists = lower(make(3, 6))
     named = {name(action): [action] for action in lists[1]} | {"another's": lists[2][:1], "none": []}
     names = ",".join(change.get(name(old), name(old)) for old in lists[1]).split(",")
     lists[1] = [action for new in names for action in named[new]]
-    with pytest.raises(parallel.ScheduleError, match=says) as error:
-        parallel.check(lists)
+    with pytest.raises(ScheduleError, match=says) as error:
+        check(lists)
     assert "rank 2" in str(error.value) and (says == "must each be there" or "->" in str(error.value))
 
 
 def test_a_micro_batch_that_no_list_has_is_missed():
     def without(number):
         lists = parallel.one_f_one_b(2, 4)
-    return [[action for action in actions if action.micro_batch != number] for actions in lists]
+        return [[action for action in actions if action.micro_batch != number] for actions in lists]
 
     for number in range(3):
-        with pytest.raises(parallel.ScheduleError, match=f"stage 0, micro-batch {number}: F and B.*must each be there"):
-            parallel.check(parallel.lower(without(number)))
-    with pytest.raises(parallel.ScheduleError, match="stage 0, micro-batch 3"):
-        parallel.checked(lambda p, m, v: without(3), 2, 4, 1)
+        with pytest.raises(ScheduleError, match=f"stage 0, micro-batch {number}: F and B.*must each be there"):
+            check(lower(without(number)))
+    with pytest.raises(ScheduleError, match="stage 0, micro-batch 3"):
+        checked(lambda p, m, v: without(3), 2, 4, 1)
 
 
 def test_schedules_are_read_as_they_are_printed():
@@ -245,7 +250,10 @@ def test_weight_gradients_wait_for_w(first, frozen):
         y = micro_batch.forward(torch.ones(2, 5, SMALL.n_embd).double() if first else tokens_of(0)[0].to(device))
         kinds = "B" if make != halves_of else "IW"
         for kind in kinds:
-            dx = micro_batch.backward(kind, None if kind == "W" else torch.ones_like(y))
+            if kind == "W":
+                micro_batch.backward_weights()
+            else:
+                dx = (micro_batch.backward if kind == "B" else micro_batch.backward_input)(torch.ones_like(y))
             early = {name for name, param in params.items() if param.grad is not None}
             if kind == "I" and first:  # of frozen tokens, the first layer's product is autograd's
                 assert early == {name for name in params if "ln_" in name and not is_plain()}
@@ -260,5 +268,5 @@ def test_a_failed_i_puts_nothing_off():
     micro_batch = halves_of(block)
     micro_batch.forward(torch.ones(2, 5, SMALL.n_embd).double())
     with pytest.raises(RuntimeError):
-        micro_batch.backward("I", torch.ones(1, 1, dtype=torch.float64))  # of another shape
+        micro_batch.backward_input(torch.ones(1, 1, dtype=torch.float64))  # of another shape
     assert micro_batch.weight_gradients.later is None  # so that the next B computes its own

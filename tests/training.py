@@ -21,6 +21,7 @@ import train
 from tests.pool import close, parametrize, table
 from tests.refusals import heed, refusal_of_layout
 from tests.runs import log_of, parse, printed_by, run_training, trained
+from further.lists import lower
 from further.schedules import zb_v, zero_bubble_h1
 from safe.data import load_data
 from safe.flags import BadInput, check_layout, model_config, Settings
@@ -112,7 +113,7 @@ def test_trace_and_profile_hold_every_rank_s_actions(trained, tmp_path, layout, 
     assert run("seen", "--profile OUT/profile --trace OUT") == run("unseen")
     traced = events_of(tmp_path / "trace.json")
     assert all(e["dur"] >= 0 for e in traced)
-    lists = parallel.lower(zero_bubble_h1(2, 4)) if pipeline else 2 * parallel.one_f_one_b(1, 4)
+    lists = lower(zero_bubble_h1(2, 4)) if pipeline else 2 * parallel.one_f_one_b(1, 4)
     for rank, actions in enumerate(lists):
         names = [e["name"] for e in events_of(profile / f"rank-{rank}.json") if e.get("cat") == "user_annotation"]
         assert [name for name in names if " stage " in name] == [f"{action} stage {action.stage}" for action in actions]

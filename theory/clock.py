@@ -5,8 +5,9 @@ import itertools
 from typing import NamedTuple
 
 import parallel
-from further.schedules import schedule_of
-from parallel import in_order, names_of, needs, ranks_of_stages, result_of
+from further.lists import in_order, names_of, schedule_of
+from further.schedules import needs, result_of
+from parallel import ranks_of_stages
 
 
 # ---------------------------------------------------------------------------- pipeline: stages that take equally long
@@ -19,7 +20,8 @@ def split_pieces(config, stages):
     Costs are multiply-adds a token: of a block its attention and matrices (of experts, k), of the head C V. The
     embedding costs nothing, because it is a look-up.
     """
-    c, n = config.n_embd, config.n_layer + 2
+    c = config.n_embd
+    n = config.n_layer + 2
     mlps = [config.top_k if config.experts and config.has_experts(i) else 1 for i in range(config.n_layer)]
     cost = [0] + [4 * c * c + 2 * c * config.hidden * k + config.seq_len * c for k in mlps] + [c * config.vocab_size]
 
@@ -138,7 +140,7 @@ def bubble(schedule, p, v, f, i, w):
 
 
 def draw(timeline):
-    """The timeline as text, which `further.schedules.parse` reads: a row a rank, a column as long as its shortest
+    """The timeline as text, which `further.lists.parse` reads: a row a rank, a column as long as its shortest
     action. F2 is F of micro-batch 2, F2/5 that of stage 5; dots are idle time."""
     unit = min(end - start for row in timeline.spans for _, start, end in row)
     columns = round(timeline.length / unit)

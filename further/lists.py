@@ -1,0 +1,191 @@
+"""A schedule's lists, of any actions: transfers put in, proven, read from a text.
+
+What parallel.py does for F and B, for halves of backwards, too; and a proof for lists that somebody has written.
+
+    from further.lists import check, lower, parse
+    lists = parse("rank 0  F0 F1 B0 B1 \\n rank 1  F0 B0 F1 B1")
+"""
+
+import functools
+import itertools
+import pathlib
+import re
+from collections import deque
+
+from further.schedules import needs, result_of, SCHEDULES
+from parallel import Action, add_transfer, carried, goes_to, ranks_of_stages
+
+
+def run_in_turns(lists, can_run):
+    """All ranks' lists as one, in an order in which they can run: [(rank, action)].
+
+    In each turn, each rank whose next action can_run(action, done, waiting) runs it. done: actions of earlier turns and
+    their results; waiting: all ranks' next actions. ScheduleError if no rank can go on.
+    """
+    order = []
+    done = set()
+    left = [deque(actions) for actions in lists]
+    while any(left):
+        first = [(rank, actions[0]) for rank, actions in enumerate(left) if actions]
+        waiting = {action for _, action in first}
+        turn = [(rank, action) for rank, action in first if can_run(action, done, waiting)]
+        if not turn:
+            at = {rank: len(lists[rank]) - len(actions) for rank, actions in enumerate(left)}
+            raise ScheduleError(lists, at, "deadlock: no rank can go on")
+        for rank, action in turn:
+            left[rank].popleft()
+            done.update([action, result_of(action)])
+        order += turn
+    return order
+
+
+def in_order(lists):
+    """parallel's, for lists with halves."""
+    stages = ranks_of_stages(lists)
+    return run_in_turns(lists, lambda action, done, waiting: done.issuperset(needs(action, stages)))
+
+
+def lower(lists):
+    """parallel's, for lists with halves."""
+    stage_to_rank = ranks_of_stages(lists)
+    lowered = [[] for _ in lists]
+    for rank, action in in_order(lists):
+        lowered[rank].append(action)
+        if result := result_of(action):
+            add_transfer(lowered, result, rank, stage_to_rank.get(goes_to(result)))
+    return lowered
+
+
+OTHER_END = {"SF": "RF", "RF": "SF", "SB": "RB", "RB": "SB"}  # of a transfer
+
+
+def check_complete(lists, m=None):
+    """ScheduleError unless each stage runs F and B (or F, I and W) of each micro-batch once, on one rank. m: how many
+    micro-batches there are; None: the lists say it. Returns which rank each stage is on."""
+    stage_to_rank = ranks_of_stages([[action for action in actions if action.kind not in OTHER_END]
+                                     for actions in lists])
+    listed = set()
+    for rank, actions in enumerate(lists):
+        for i, action in enumerate(actions):
+            stage = goes_to(action) if action.kind[0] == "R" else action.stage
+            if stage_to_rank.get(stage) != rank:
+                raise ScheduleError(lists, {rank: i}, f"{action} of stage {stage} does not live on rank {rank}")
+            if action in listed:
+                raise ScheduleError(lists, {rank: i}, f"{action} is there twice")
+            listed.add(action)
+    m = m or 1 + max((action.micro_batch for action in listed), default=0)
+    for s, i in itertools.product(range(len(stage_to_rank)), range(m)):
+        if "".join(kind for kind in "FBIW" if Action(kind, s, i) in listed) not in ("FB", "FIW"):
+            why = f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there"
+            raise ScheduleError(lists, {}, why)
+    return stage_to_rank
+
+
+def check(lists, m=None):
+    """Prove that lowered lists can run: raises ScheduleError unless they are complete, each action comes after what it
+    needs, each receive has its send, and there is no deadlock even if each send waits for its receive."""
+    stage_to_rank = check_complete(lists, m)
+
+    def can_run(action, done, waiting):
+        if action.kind in OTHER_END:  # what it carries is made, and the other end is next on its rank, too
+            return carried(action) in done and action._replace(kind=OTHER_END[action.kind]) in waiting
+        # A computation: what it needs was made on this rank, or received from the rank that made it.
+        rank = stage_to_rank[action.stage]
+        return done.issuperset(result if stage_to_rank[result.stage] == rank
+                               else result._replace(kind="R" + result.kind)
+                               for result in needs(action, stage_to_rank))
+
+    run_in_turns(lists, can_run)
+
+
+@functools.cache  # for 16 ranks and 128 micro-batches it takes 0.1 s
+def checked(schedule, p, m, v):
+    """A schedule's lists with transfers, which callers must not change, proven."""
+    lists = lower(schedule(p, m, v))
+    check(lists, m)
+    return lists
+
+
+def names_of(actions):
+    """A rank's actions as text. Where it has several stages, F0/2 is F0 of stage 2, and RF0/2 receives its result."""
+    several = len({action.stage for action in actions if action.kind not in OTHER_END}) > 1
+    return [f"{action}/{action.stage}" if several else str(action) for action in actions]
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`."""
+
+    def __init__(self, lists, at, why):
+        self.lists = lists
+        self.at = at
+        lines = [why]
+        for rank, actions in enumerate(lists):
+            cells = names_of(actions) + ["end"]
+            if rank in at:
+                cells.insert(at[rank], "->")
+            lines.append(f"rank {rank}  " + " ".join(cells))
+        super().__init__("\n".join(lines))
+
+
+# -------------------------------------------------------------------------------------------------- a schedule as text
+
+def parse(text):
+    """The lists of a schedule, as `python -m lessons pipeline` prints them: a row a rank. F0/2 is F0 of stage 2. An
+    action of rank r without such a number is of stage r. Dots and dashes are left out.
+
+        rank 0   F0 F1 .. .. B0 -- B1 --
+        rank 1   .. F0 B0 -- F1 B1 -- ..
+
+    ValueError if it is no such text; ScheduleError, with the reason that `check` gives, if the lists cannot run.
+    """
+    lists = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        rank = len(lists)
+        row = re.fullmatch(r"rank (\d+)\s(.*)", line)
+        if not row or int(row[1]) != rank:
+            raise ValueError(f"{line[:40]!r} is not the row of rank {rank}: it begins with rank {rank}")
+        actions = []
+        for word in row[2].split():
+            action = re.fullmatch(r"([FBIW])(\d+)(?:/(\d+))?", word)
+            if action:
+                actions.append(Action(action[1], int(action[3] or rank), int(action[2])))
+            elif not re.fullmatch(r"\.+|-+", word):
+                raise ValueError(f"rank {rank}: {word!r} is no action: write F0, or F0/2 for that of stage 2")
+        lists.append(actions)
+    if not lists:
+        raise ValueError("no schedule: its first row begins with rank 0")
+    check_complete(lists)
+    check(lower(lists))
+    return lists
+
+
+def read(file, p, m):
+    """The text of --schedule-file. ValueError, in one line, unless it is a schedule of p ranks and m micro-batches."""
+    try:
+        text = pathlib.Path(file).read_text()
+        lists = parse(text)
+    except ScheduleError as error:
+        at = [f"rank {rank} at {[*names_of(error.lists[rank]), 'its end'][i]}" for rank, i in error.at.items()]
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"--schedule-file {file}: {', '.join([why, *at])}; give lists that can run") from None
+    except (OSError, ValueError) as error:
+        what = getattr(error, "strerror", None) or error
+        raise ValueError(f"--schedule-file {file}: {what}; give a row a rank, as `python -m lessons pipeline` prints"
+                         ) from None
+    stages = {len({action.stage for action in actions}) for actions in lists}
+    if 0 in stages or len(stages) > 1:
+        raise ValueError(f"--schedule-file {file}: ranks have {sorted(stages)} stages: give each equally many")
+    count = 1 + max(action.micro_batch for actions in lists for action in actions)
+    if (p, m) != (len(lists), count):
+        raise ValueError(f"--schedule-file {file} is of {len(lists)} ranks and {count} micro-batches: give --pp "
+                         f"{len(lists)} --micro-batches {count}")
+    return text
+
+
+@functools.cache  # each text is one schedule, because `checked` proves a schedule once
+def schedule_of(name):
+    """The schedule(p, m, v) of a name in SCHEDULES, or of a text, which is for its own p and m alone."""
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    lists = parse(name)
+    return lambda p, m, v: lists
