@@ -803,27 +803,32 @@ class Run:
             refuse("--optimizer muon steps whole matrices, and --zero 3 keeps parts of them: give --zero 2")
         s.device = "cpu" if s.together else device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
+        self.s = s
+        self.saved = self.source = None
+        try:
+            self.read_files()
+        except (ValueError, OSError) as why:
+            refuse(why)
+
+    def read_files(self):
+        """What --tokenizer, --data, --schedule-file and --resume name. ValueError or OSError if it cannot be used."""
+        s = self.s
         vocabulary = vocabulary_of(s.tokenizer)
         if s.tokenizer:
             s.vocab_size = len(vocabulary)
-        self.s = s
         self.config = config_of(s)
-        self.saved = self.source = None
         files = [pathlib.Path(s.data)] if s.data else standard_library()
         tokens = vocabulary.tokens_of([file.read_bytes() for file in files])
         if tokens.max(initial=0) >= self.config.vocab_size:  # with --tp each rank would take it for another's
-            refuse(f"--vocab-size is too small for the text: give --vocab-size {tokens.max() + 1}")
+            raise ValueError(f"--vocab-size is too small for the text: give --vocab-size {tokens.max() + 1}")
         self.data = *split(tokens), vocabulary
         if len(self.data[1]) <= self.config.seq_len:
-            refuse(f"the held-out tenth is of {len(self.data[1])} tokens: give more text")
-        try:
-            read_schedule(s)
-            stage_to_rank_of(self.config, layout_of(s))
-            if s.resume:
-                from further.resume import read
-                self.saved, self.source = read(s.out if s.resume == "newest" else s.resume, self.config, config_of)
-        except ValueError as why:
-            refuse(why)
+            raise ValueError(f"the held-out tenth is of {len(self.data[1])} tokens: give more text")
+        read_schedule(s)
+        stage_to_rank_of(self.config, layout_of(s))
+        if s.resume:
+            from further.resume import read
+            self.saved, self.source = read(s.out if s.resume == "newest" else s.resume, self.config, config_of)
         if s.out:
             os.makedirs(s.out, exist_ok=True)
 

@@ -28,8 +28,13 @@ def newest(path):
 def read(path, config, config_of):
     """(the newest checkpoint at `path`, source(name) of its weights). ValueError if its model has other sizes than
     `config`. config_of(flags): the config that a run with these flags has."""
-    saved = torch.load(newest(path), map_location="cpu", mmap=True, weights_only=True)
-    there = {"experts": 0, **dataclasses.asdict(config_of(argparse.Namespace(**saved["flags"])))}
+    file = newest(path)
+    try:
+        saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        flags = argparse.Namespace(**saved["flags"])
+    except Exception:  # noqa: BLE001  a damaged file can make the unpickler raise anything
+        raise ValueError(f"--resume {file}: no whole checkpoint; name another") from None
+    there = {"experts": 0, **dataclasses.asdict(config_of(flags))}
     for name, size in there.items():
         if size != getattr(config, name, None):
             raise ValueError(f"the model in --resume has other sizes: give --{name.replace('_', '-')} {size}")

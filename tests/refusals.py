@@ -178,6 +178,10 @@ REFUSED = {
         --plain --vocab-size 50             | too small for the text: give --vocab-size 121
         --plain --micro-batches 3           | give --batch-size 3
         --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4
+        --plain --data /no/such/file        | No such file or directory: '/no/such/file'
+        --plain --data ASCII --tokenizer /no/such | No such file or directory: '/no/such/vocab.json'
+        --plain --data ASCII --out EMPTY    | File exists
+        --plain --data ASCII --resume BROKEN | broken.pt: no whole checkpoint; name another
         --plain --data SHORT                | the held-out tenth is of 50 tokens: give more text$
         --plain --data TEXT --resume STEP_3 | step-00000003: no file step-*.pt, as --plain writes it; leave --plain
         --plain --data ASCII --resume /none | /none: no file step-*.pt, as --plain writes it; leave --plain out
@@ -323,7 +327,7 @@ def files(text, tmp_path_factory):
             "u32.bin": np.arange(500, dtype=np.uint32).tobytes(), "i64.bin": np.arange(500).tobytes(),
             "stuck.txt": b"rank 0  F0 B0\nrank 1  B0 F0\n", "lists.txt": b"rank 0  F0 .. B0\nrank 1  .. F0 B0\n",
             "unlike.txt": b"rank 0  F0/0 F0/2 B0/2 B0/0\nrank 1  F0 B0\n",
-            "empty": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
+            "empty": b"", "broken.pt": b"PK", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
             "odd_bin.bin": b"123", "big_bin.bin": np.full(5000, 60000, np.uint16).tobytes(), "nothing/picture": b"\0\1",
             "bad_hf/config.json": b"{}", "no_weights/config.json": b"{}", "large_half/vocab.json": b"{}",
             "bad_experts/config.json": config.replace(b"ringgpt_moe", b"gpt2"), "half/vocab.json": b"{}",
