@@ -85,8 +85,8 @@ function drawCell(cell, rank, index, unit, ranks) {
   const label = [name, name.match(/\d+/)[0], ""].find(text => 7 * text.length <= width);
   const odd = Math.floor(stage / ranks) % 2 ? " odd" : "";
   const said = `rank ${rank}: ${name}, from ${rounded(start)} to ${rounded(end)}${critical ? ", critical" : ""}`;
-  return svg("g", {class: `cell${odd}${critical ? " critical" : ""}`, style: `--kind: var(--${kind})`, "data-rank": rank,
-                   "data-index": index, "aria-label": said},
+  return svg("g", {class: `cell${odd}${critical ? " critical" : ""}`, style: `--kind: var(--${kind})`,
+                   "data-rank": rank, "data-index": index, "aria-label": said},
              svg("title", {}, said),
              svg("rect", {x: LEFT + unit * start, y: 4 + ROW * rank, width, height: HIGH}),
              svg("text", {x: LEFT + unit * start + width / 2, y: 20 + ROW * rank}, label));
@@ -251,9 +251,10 @@ async function run() {
     $("ran").hidden = false;
     const equal = losses.yours.every((loss, step) => Math.abs(loss - losses["1f1b"][step]) < 1e-5);
     $("losses").className = equal ? "" : "bad";
-    $("losses").textContent = `Losses of the first steps: these lists ${losses.yours.map(loss => loss.toFixed(6)).join(" ")
-      }, 1F1B ${losses["1f1b"].map(loss => loss.toFixed(6)).join(" ")}: ${equal ? "equal" : "not equal"}. A step's length: ${
-      rounded(predicted.length)} ms predicted, ${rounded(measured.length)} ms measured.`;
+    const shown = name => losses[name].map(loss => loss.toFixed(6)).join(" ");
+    $("losses").textContent = `Losses of the first steps: these lists ${shown("yours")}, 1F1B ${shown("1f1b")}: ` +
+      `${equal ? "equal" : "not equal"}. A step's length: ${rounded(predicted.length)} ms predicted, ` +
+      `${rounded(measured.length)} ms measured.`;
     const unit = pixels($("predicted"), [predicted, measured]);
     drawGrid($("predicted"), predicted, unit);
     drawGrid($("measured"), measured, unit);
@@ -287,7 +288,8 @@ function pipelinePage() {
     showSettings();
     refresh(drawPipeline);
   });
-  for (const [id, index] of Object.entries({first: () => 0, back: () => now - 1, next: () => now + 1, last: () => 1e9})) {
+  const clock = {first: () => 0, back: () => now - 1, next: () => now + 1, last: () => times.length};
+  for (const [id, index] of Object.entries(clock)) {
     $(id).addEventListener("click", () => setClock(index()));
   }
   let typed;

@@ -274,7 +274,7 @@ def asset(name):
 
 
 def moving_page(name, live):
-    """A picture that moves: its HTML, and explore.js with its data. live: a server has the data of what has controls."""
+    """A picture that moves: its HTML, and explore.js with its data; live: a server has that of what has controls."""
     if name in STEPPED:
         frames, title, stop, says = STEPPED[name]
         body = string.Template(asset("steps.html")).substitute(title=title, stop=stop, says=says)
@@ -286,7 +286,7 @@ def moving_page(name, live):
     return f"<style>{asset('explore.css')}</style>\n{body}<script>\n{constants}{asset('explore.js')}</script>\n"
 
 
-# ----------------------------------------------------------------------------------------------------------------- pages
+# ---------------------------------------------------------------------------------------------------------------- pages
 
 OF_FILES = {module_of(file): file for file in FILES}
 NAMES = ["index", "reading", *STEPPED, *FIXED, *OF_FILES]

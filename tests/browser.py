@@ -87,9 +87,11 @@ class Browser:
 
     def drag(self, one, other):
         """Drag an element, with the mouse, from its middle behind the middle of another. Both are CSS selectors."""
-        (start, y), (end, _) = (self.run(f"(() => {{ const {{x, y, width, height}} = document.querySelector({name!r})"
-                                         f".getBoundingClientRect(); return [x + width * {share}, y + height / 2] }})()")
-                                for name, share in ((one, 0.5), (other, 0.75)))
+        def place(name, share):
+            return self.run(f"(() => {{ const {{x, y, width, height}} = document.querySelector({name!r})"
+                            f".getBoundingClientRect(); return [x + width * {share}, y + height / 2]; }})()")
+
+        (start, y), (end, _) = place(one, 0.5), place(other, 0.75)
         for kind, x in ("mousePressed", start), ("mouseMoved", (start + end) / 2), ("mouseMoved", end), (
                 "mouseReleased", end):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)

@@ -137,9 +137,11 @@ def test_the_server_gives_what_its_tables_have(server):
 
 
 REFUSED = {  # what is asked for, and the answer
-    "/wrong/pipeline.html": 403, "/": 403, "/../train.py": 403, "/TOKEN": 404, "/TOKEN/": 404, "/TOKEN/../model.py": 404,
-    "/TOKEN/%2e%2e/train.py": 404, "/TOKEN//etc/passwd": 404, "/TOKEN/train.py": 404, "/TOKEN/run": 404,
-    "/TOKEN/pipeline.json?p=0": 400, "/TOKEN/pipeline.json?p=17": 400, "/TOKEN/pipeline.json?m=x": 400, "/TOKEN/pipeline.json?m=1e9": 400,
+    "/wrong/pipeline.html": 403, "/": 403, "/../train.py": 403, "/TOKEN": 404, "/TOKEN/": 404,
+    "/TOKEN/../model.py": 404, "/TOKEN/%2e%2e/train.py": 404, "/TOKEN//etc/passwd": 404,
+    "/TOKEN/train.py": 404, "/TOKEN/run": 404,
+    "/TOKEN/pipeline.json?p=0": 400, "/TOKEN/pipeline.json?p=17": 400, "/TOKEN/pipeline.json?m=x": 400,
+    "/TOKEN/pipeline.json?m=1e9": 400,
     "/TOKEN/pipeline.json?f=nan": 400, "/TOKEN/pipeline.json?schedule=none": 400, "/TOKEN/pipeline.json?text=rank": 400,
     "/TOKEN/layout.json?gpus=-1": 400, "/TOKEN/layout.json?machine=tpu": 400,
     "/TOKEN/pipeline.json?" + "a=1&" * 30: 400, "/TOKEN/" + "a" * 70_000: 414}
