@@ -158,7 +158,7 @@ def scaling(a):
         "launch": "host's launch, us:>17.1f"})
     worlds = [1 << i for i in range(a.gpus.bit_length())]
     one = {}
-    names = "device", "comm", "dtype", "model", "cuda_graphs", "repeats", *SIZES
+    names = "device", "comm", "dtype", "arch", "model", "cuda_graphs", "repeats", *SIZES
     for n in worlds:
         batch = a.batch_size * (n if a.kind == "weak" else worlds[-1])
         with tempfile.NamedTemporaryFile() as file:
@@ -202,7 +202,9 @@ FLAGS = [
     option(MEASURED, "--quick", "tiny sizes, few repeats: shows only that it works", action="store_true"),
     option(MEASURED, "--only", "which kernels, lessons, collectives, optimizers or strategies; left out, all (but "
            "experts and dense twin only with --experts), in scaling ddp and zero3", nargs="+", metavar="NAME"),
-    option(SIZED, "--model", "preset; left out, gpt2, on the CPU tiny, in plan gpt2-xl", choices=list(PRESETS)),
+    option(SIZED, "--arch", "architecture", choices=["gpt2", "llama"], default="gpt2"),
+    option(SIZED, "--model", "preset; left out, gpt2, on the CPU tiny, in plan gpt2-xl; of a llama 1b, on the CPU tiny",
+           choices=[*PRESETS, "1b"]),
     *(number(SIZED, dashed(name), "instead of the preset's") for name in SIZES),
     number(OF_A_MODEL, "--batch-size", "sequences a step of all GPUs, in scaling of each; left out, 8 for each GPU"),
     option(SIZED, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
@@ -280,8 +282,8 @@ def check_names(a):
 
 def check_model(a, preset):
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
-    a.model = a.model or preset
-    a.config = model_config(Settings(model=a.model, **{name: getattr(a, name) for name in SIZES}))[0]
+    a.model = a.model or (preset if a.arch == "gpt2" or preset == "tiny" else "1b")
+    a.config = model_config(Settings(arch=a.arch, model=a.model, **{name: getattr(a, name) for name in SIZES}))[0]
     a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)
 
 

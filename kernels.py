@@ -319,13 +319,32 @@ def layer_norm(x, weight, bias, eps=1e-5):
 # Backward as written above is 5 matmuls to forward's 2. We do 7: one kernel owns rows (dQ), the other keys (dK, dV),
 # and both make S and dP. One kernel for all would add up dQ over programs with atomics: in another order every run.
 #
+# Grouped queries: G heads of queries may share one head of keys and values. Head h then reads that of h // G, from the
+# same place in memory, and dK, dV add up over the G heads. (Ainslie et al. 2023; GPT-2 has G = 1.)
+#
 # FlashAttention 1 and 2 (Dao 2022, 2023); Milakov and Gimelshein 2018 (online softmax); CS336 lecture 5, assignment 2.
+
+def heads(qkv):
+    """Views of qkv (B, T, G + 2, H/G, D), H heads of queries, then H/G of keys, then as many of values: q (B, H, T, D),
+    k and v (B, H/G, T, D)."""
+    if qkv.dim() != 5 or qkv.shape[2] < 3:
+        raise ValueError(f"packed attention takes qkv (B, T, 3, H, D), or (B, T, G + 2, H/G, D), not "
+                         f"{tuple(qkv.shape)}")
+    k, v = qkv[:, :, -2:].permute(2, 0, 3, 1, 4)
+    return qkv[:, :, :-2].flatten(2, 3).transpose(1, 2), k, v
+
+
+def to_each_query(x, q):
+    """k or v (B, H/G, Tk, D) as every head of q reads it, (B, H, Tk, D)."""
+    group = q.shape[1] // x.shape[1]
+    return x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
+
 
 def attention_reference(q, k, v, is_causal):
     """What the kernels compute, with S and P in memory: O like q, but float32 at least, and L (B, H, Tq), -inf where a
     row sees no key. Shapes as in FlashAttention. k and v may be some of the keys alone: ring attention merges the
     outputs of several such calls by their L."""
-    q, k, v = map(at_least_float32, (q, k, v))
+    q, k, v = (at_least_float32(to_each_query(x, q)) for x in (q, k, v))
     Tq, D = q.shape[2:]
     Tk = k.shape[2]
     s = q @ k.transpose(2, 3) / math.sqrt(D)                                          # (B, H, Tq, Tk)
@@ -337,6 +356,8 @@ def attention_reference(q, k, v, is_causal):
 
 def attention_backward_reference(q, k, v, o, lse, do, is_causal):
     """The five formulas above: dQ, dK, dV. k and v may be some of the keys alone; o and lse are then those of all."""
+    shared = k.shape[1]
+    k, v = to_each_query(k, q), to_each_query(v, q)
     q, k, v, o, lse, do = map(at_least_float32, (q, k, v, o, lse, do))
     Tq, D = q.shape[2:]
     Tk = k.shape[2]
@@ -346,7 +367,8 @@ def attention_backward_reference(q, k, v, o, lse, do, is_causal):
         p = p.tril(Tk - Tq)
     delta = (do * o).sum(3, keepdim=True)                                             # (B, H, Tq, 1)
     ds = p * (do @ v.transpose(2, 3) - delta) * scale                                 # (B, H, Tq, Tk)
-    return ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ do
+    of_keys = ds.transpose(2, 3) @ q, p.transpose(2, 3) @ do                          # of each head of queries
+    return ds @ k, *(x.unflatten(1, (shared, -1)).sum(2) for x in of_keys)
 
 
 def finite_or_inf(lse):
@@ -403,9 +425,9 @@ def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def first_row(Tq):
-    """Where the program's head begins in LSE and DELTA (B*H, Tq)."""
-    return tl.program_id(1).to(tl.int64) * Tq
+def first_row(b, h, H, Tq):
+    """Where a head begins in LSE and DELTA (B*H, Tq)."""
+    return (b * H + h).to(tl.int64) * Tq
 
 
 @triton.jit
@@ -421,10 +443,10 @@ def store_rows(X, b, h, first, tile):
 
 
 @triton.jit
-def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
+def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr, D: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr):
     """O, and LSE, the L above (but +inf for a row without a key), of BM queries of one head. 2 matmuls a block of BN
-    keys. Q, K, V, O: TMA descriptors."""
+    keys. Q, K, V, O: TMA descriptors. G heads of queries share one of keys."""
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
     m0 = tl.program_id(0) * BM
@@ -435,8 +457,8 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.const
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
     for n0 in range(0, last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
-        k = load_rows(K, b, h, n0)
-        v = load_rows(V, b, h, n0)
+        k = load_rows(K, b, h // G, n0)
+        v = load_rows(V, b, h // G, n0)
         s = dot(q, k.T) * scale                                                   # (BM, BN)
         s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -449,12 +471,12 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, CAUSAL: tl.const
     some = l > 0                                                 # a row without a key (Tq > Tk): O = 0; L = inf: P = 0
     l = tl.where(some, l, 1.0)
     store_rows(O, b, h, m0, acc / l[:, None])
-    tl.store(LSE + first_row(Tq) + rows, tl.where(some, m + tl.log(l), float("inf")), rows < Tq)
+    tl.store(LSE + first_row(b, h, H, Tq) + rows, tl.where(some, m + tl.log(l), float("inf")), rows < Tq)
 
 
 @triton.jit
-def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H, CAUSAL: tl.constexpr, D: tl.constexpr,
-                                BM: tl.constexpr, BN: tl.constexpr):
+def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr,
+                                D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -464,13 +486,13 @@ def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H
     q = load_rows(Q, b, h, m0)
     do = load_rows(DO, b, h, m0)
     o = load_rows(O, b, h, m0)
-    lse = tl.load(LSE + first_row(Tq) + rows, rows < Tq, float("inf"))                # (BM,)
+    lse = tl.load(LSE + first_row(b, h, H, Tq) + rows, rows < Tq, float("inf"))                # (BM,)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    tl.store(DELTA + first_row(Tq) + rows, delta, rows < Tq)
+    tl.store(DELTA + first_row(b, h, H, Tq) + rows, delta, rows < Tq)
     dq = tl.zeros([BM, D], tl.float32)
     for n0 in range(0, last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
-        k = load_rows(K, b, h, n0)
-        v = load_rows(V, b, h, n0)
+        k = load_rows(K, b, h // G, n0)
+        v = load_rows(V, b, h // G, n0)
         s = dot(q, k.T) * scale                                                   # (BM, BN)
         p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], tl.exp(s - lse[:, None]), 0.0)
         ds = p * (dot(do, v.T) - delta[:, None])       # without 1/sqrt(D), which comes last
@@ -479,31 +501,33 @@ def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H
 
 
 @triton.jit
-def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk, H, CAUSAL: tl.constexpr,
+def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr,
                                  D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """dK and dV of BN keys of one head. 4 matmuls a block, of S^T and dP^T, as dV and dK need them."""
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    """dK and dV of BN keys of one head, summed over its G heads of queries. 4 matmuls a block, of S^T and dP^T, as dV
+    and dK need them."""
+    b = tl.program_id(1) // (H // G)
+    shared = tl.program_id(1) % (H // G)
     n0 = tl.program_id(0) * BN
     keys = n0 + tl.arange(0, BN)
-    k = load_rows(K, b, h, n0)
-    v = load_rows(V, b, h, n0)
+    k = load_rows(K, b, shared, n0)
+    v = load_rows(V, b, shared, n0)
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
     start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # rows before see none of these keys
-    for m0 in range(start, Tq, BM):
-        rows = m0 + tl.arange(0, BM)
-        q = load_rows(Q, b, h, m0)
-        do = load_rows(DO, b, h, m0)
-        lse = tl.load(LSE + first_row(Tq) + rows, rows < Tq, float("inf"))        # inf past the last row: P is 0 there
-        delta = tl.load(DELTA + first_row(Tq) + rows, rows < Tq, 0)
-        s = dot(k, q.T) * scale                                                   # (BN, BM)
-        p = tl.where(keys[:, None] <= last_key(rows, Tq, Tk, CAUSAL)[None, :], tl.exp(s - lse[None, :]), 0.0)
-        dv = dot(p.to(do.dtype), do, dv)
-        ds = p * (dot(v, do.T) - delta[None, :])
-        dk = dot(ds.to(q.dtype), q, dk)
-    store_rows(DK, b, h, n0, dk * scale)
-    store_rows(DV, b, h, n0, dv)
+    for h in range(shared * G, shared * G + G):
+        for m0 in range(start, Tq, BM):
+            rows = m0 + tl.arange(0, BM)
+            q = load_rows(Q, b, h, m0)
+            do = load_rows(DO, b, h, m0)
+            lse = tl.load(LSE + first_row(b, h, H, Tq) + rows, rows < Tq, float("inf"))  # inf past the end: P is 0
+            delta = tl.load(DELTA + first_row(b, h, H, Tq) + rows, rows < Tq, 0)
+            s = dot(k, q.T) * scale                                               # (BN, BM)
+            p = tl.where(keys[:, None] <= last_key(rows, Tq, Tk, CAUSAL)[None, :], tl.exp(s - lse[None, :]), 0.0)
+            dv = dot(p.to(do.dtype), do, dv)
+            ds = p * (dot(v, do.T) - delta[None, :])
+            dk = dot(ds.to(q.dtype), q, dk)
+    store_rows(DK, b, shared, n0, dk * scale)
+    store_rows(DV, b, shared, n0, dv)
 
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -526,7 +550,7 @@ def attention_forward(q, k, v, is_causal):
     rows = tile_rows(D)
     o = q.new_empty(B, Tq, H, D).transpose(1, 2)
     lse = q.new_empty(B * H, Tq, dtype=torch.float32)
-    sizes = Tq, k.shape[2], H, is_causal, D, rows, rows
+    sizes = Tq, k.shape[2], H, H // k.shape[1], is_causal, D, rows, rows
     attention_forward_kernel[triton.cdiv(Tq, rows), B * H](
         *(tiled(x, rows) for x in (q, k, v, o)), lse, 1 / math.sqrt(D), *sizes, num_stages=1)
     return o, lse
@@ -535,19 +559,20 @@ def attention_forward(q, k, v, is_causal):
 def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
     """Write the gradients into dq, dk, dv. The first kernel also writes delta, which the second one reads."""
     B, H, Tq, D = q.shape
-    Tk = k.shape[2]
+    shared, Tk = k.shape[1:3]
     rows = tile_rows(D)
     delta = torch.empty_like(lse)
-    sizes = 1 / math.sqrt(D), Tq, Tk, H, is_causal, D, rows, rows
+    sizes = 1 / math.sqrt(D), Tq, Tk, H, H // shared, is_causal, D, rows, rows
     q, k, v, o, do, dq, dk, dv = (tiled(x, rows) for x in (q, k, v, o, do.contiguous(), dq, dk, dv))
     attention_backward_q_kernel[triton.cdiv(Tq, rows), B * H](q, k, v, o, do, lse, delta, dq, *sizes, num_stages=1)
-    attention_backward_kv_kernel[triton.cdiv(Tk, rows), B * H](q, k, v, do, lse, delta, dk, dv, *sizes, num_stages=1)
+    attention_backward_kv_kernel[triton.cdiv(Tk, rows), B * shared](
+        q, k, v, do, lse, delta, dk, dv, *sizes, num_stages=1)
 
 
 class FlashAttention(torch.autograd.Function):
     """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal)`.
 
-    q (B, H, Tq, D), k and v (B, H, Tk, D), bfloat16, float16 or float32, D a power of two from 16 to 256. Returns
+    q (B, H, Tq, D), k and v (B, H/G, Tk, D), bfloat16, float16 or float32, D a power of two from 16 to 256. Returns
     (B, H, Tq, D), in memory (B, Tq, H, D), so that heads are joined without a copy. Causal: row i sees keys
     j <= i + Tk - Tq; a row that sees none is zero. Deterministic. Keeps q, k, v, O and one float32 a row. Raises
     ValueError for other shapes and dtypes. FlashAttention-2, algorithms 1, 2.
@@ -577,21 +602,26 @@ def flash_takes(x):
 
 
 def flash_attention(qkv, is_causal):
-    """FlashAttention of qkv (B, T, 3, H, D). Rows of its parts lie apart, so `tileable` copies each."""
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                     # 3 x (B, H, T, D)
-    return FlashAttention.apply(q, k, v, is_causal)
+    """FlashAttention of qkv, as `heads` takes it. Rows of its parts lie apart, so `tileable` copies each."""
+    return FlashAttention.apply(*heads(qkv), is_causal)
 
 
 def attention(qkv, is_causal=True):
-    """softmax(q k^T / sqrt(D)) v of qkv (B, T, 3, H, D), as one linear layer makes it: (B, T, H, D).
+    """softmax(q k^T / sqrt(D)) v of qkv (B, T, 3, H, D), as one linear layer makes it: (B, T, H, D). With grouped
+    queries qkv is (B, T, G + 2, H/G, D), as `heads` takes it apart.
 
     "auto" leaves float32, in which PyTorch's is faster, and head dims that the kernels do not know to PyTorch; "triton"
     takes the one and raises for the other.
     """
     if flash_takes(qkv) and (qkv.dtype.itemsize == 2 or _choice == "triton"):
         return flash_attention(qkv, is_causal).transpose(1, 2)                       # (B, T, H, D)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                     # 3 x (B, H, T, D)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)      # (B, T, H, D)
+    return library_attention(*heads(qkv), is_causal).transpose(1, 2)                         # (B, T, H, D)
+
+
+def library_attention(q, k, v, is_causal):
+    """PyTorch's own: q (B, H, Tq, D), k and v (B, H/G, Tk, D) -> (B, H, Tq, D)."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
 
 
 # ------------------------------------------------------------------------------------------------------ cross-entropy

@@ -41,7 +41,13 @@ class GPTConfig:
     activation: str = "gelu"   # "gelu" (the tanh form, GPT-2's) or "elu"
     tied: bool = True          # the head is the transposed embedding
     norm_eps: float = 1e-5
-    experts = 0                # no field: further/experts.py has a config with experts
+    # No fields: further/ has configs with others.
+    arch = "gpt2"
+    experts = 0
+    activations = tuple(ACTIVATIONS)
+    biased = True              # whether its linear layers have biases
+    rotates = False            # whether positions turn queries and keys
+    norm_keeps = 2             # numbers a row that a norm keeps for backward: mean, rstd
 
     @property
     def hidden(self):
@@ -51,17 +57,53 @@ class GPTConfig:
     def head_dim(self):                                        # D
         return self.n_embd // self.n_head
 
+    @property
+    def kv_heads(self):
+        """Heads of keys and values. Fewer than H, which they divide, where queries are grouped."""
+        return self.n_head
+
+    @property
+    def heads_width(self):
+        """Of all heads' outputs side by side."""
+        return self.n_head * self.head_dim
+
+    def packed_heads(self):
+        """(G + 2, H/G, D): in what shape q, k, v lie side by side, for kernels.attention. 3, H, D if G is 1."""
+        return self.n_head // self.kv_heads + 2, self.kv_heads, self.head_dim
+
+    @property
+    def qkv_width(self):
+        return math.prod(self.packed_heads())
+
+    @property
+    def up_width(self):
+        """Columns of the MLP's first matrix."""
+        return self.hidden
+
+    def attention_matrices(self):
+        return self.n_embd * (self.qkv_width + self.heads_width)   # elements
+
+    def mlp_matrices(self):
+        return self.n_embd * (self.up_width + self.hidden)
+
+    def attention_parameters(self):
+        return self.attention_matrices() + self.qkv_width + self.n_embd   # with biases
+
     def mlp_parameters(self):
-        return 2 * self.n_embd * self.hidden + self.n_embd + self.hidden
+        return self.mlp_matrices() + self.up_width + self.n_embd
+
+    def norm_parameters(self):
+        return 2 * self.n_embd
+
+    def position_parameters(self):
+        return self.seq_len * self.n_embd
 
     def parameters(self):
         """K, how many parameters; a tied head counts once."""
-        c = self.n_embd
-        v = self.vocab_size
-        attention = 4 * c * c + 4 * c                          # qkv and output projection, with biases
-        norms = 4 * c                                          # two of 2C each
-        blocks = self.n_layer * (attention + norms + self.mlp_parameters())
-        return v * c * (1 if self.tied else 2) + self.seq_len * c + blocks + 2 * c
+        embedding = self.vocab_size * self.n_embd
+        norms = (2 * self.n_layer + 1) * self.norm_parameters()
+        blocks = self.n_layer * (self.attention_parameters() + self.mlp_parameters())
+        return embedding * (1 if self.tied else 2) + self.position_parameters() + blocks + norms
 
     def active_parameters(self):
         """How many parameters one token meets."""
@@ -80,13 +122,14 @@ class GPTConfig:
         PaLM (2022), appendix B. Up to T = 4C that is a quarter too much at most. Longer sequences count the causal
         half, 6 L C T: with all of it a fast kernel's MFU would pass 100 %.
         """
-        read = self.seq_len * self.n_embd + (0 if self.tied else self.vocab_size * self.n_embd)
-        scores = (6 if self.long_sequences else 12) * self.n_layer * self.n_embd * self.seq_len
+        read = self.position_parameters() + (0 if self.tied else self.vocab_size * self.n_embd)
+        scores = (6 if self.long_sequences else 12) * self.n_layer * self.heads_width * self.seq_len
         return 6 * (self.active_parameters() - read) + scores
 
     # The layers. They have no values yet: `initial_weight` gives them, by name.
 
     def positions(self):
+        """What is added to the embedding; None: nothing."""
         return embedding(self.seq_len, self.n_embd)
 
     def norm(self):
@@ -94,6 +137,10 @@ class GPTConfig:
 
     def attention(self):
         return Attention(self)
+
+    def activation_function(self):
+        """From the MLP's `up_width` columns to `hidden`."""
+        return ACTIVATIONS[self.activation]
 
     def mlp(self, block):
         """block: its number, from 0."""
@@ -144,8 +191,8 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_dim = config.head_dim
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)     # q, k, v: three thirds, each H heads of D
-        self.c_proj = Linear(config.n_embd, config.n_embd)
+        self.c_attn = Linear(config.n_embd, config.qkv_width, config.biased)   # q, k, v: three thirds, H heads of D
+        self.c_proj = Linear(config.heads_width, config.n_embd, config.biased)
 
     def forward(self, x):                                                                     # (B, T, C)
         qkv = self.c_attn(x)                                                                  # (B, T, 3C)
@@ -157,9 +204,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = Linear(config.n_embd, config.hidden)
-        self.c_proj = Linear(config.hidden, config.n_embd)
-        self.activation = ACTIVATIONS[config.activation]
+        self.c_fc = Linear(config.n_embd, config.up_width, config.biased)
+        self.c_proj = Linear(config.hidden, config.n_embd, config.biased)
+        self.activation = config.activation_function()
 
     def forward(self, x):                                                                     # (B, T, C)
         return self.c_proj(self.activation(self.c_fc(x)))                                     # (B, T, C)
@@ -214,7 +261,8 @@ class GPT(nn.Module):
         T = tokens.shape[1]
         if T > self.config.seq_len:
             raise ValueError(f"{T} tokens are more than the {self.config.seq_len} positions this model has")
-        return self.wte(tokens) + self.wpe(self.positions(torch.arange(T, device=tokens.device)))   # (B, T, C)
+        x = self.wte(tokens)
+        return x + self.wpe(self.positions(torch.arange(T, device=tokens.device))) if self.wpe else x   # (B, T, C)
 
     @staticmethod
     def positions(every):

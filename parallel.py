@@ -1009,12 +1009,13 @@ class ReduceFromGroup(torch.autograd.Function):
 class Cut:
     """How a parameter is cut over a group, along `dim`. A rank gets its Nth; uneven sizes differ by one.
 
-    parts=3: each third of the fused q, k, v matrix is cut by itself, so that a rank gets its heads of q, of k and of v:
+    parts=(1, 1, 1): each third of the fused q, k, v matrix is cut by itself, so that a rank gets its heads of q, of k
+    and of v. (The numbers say how large the parts are, relative to each other.)
 
         q0 q1 | k0 k1 | v0 v1    ->    rank 0: q0 k0 v0    rank 1: q1 k1 v1
     """
 
-    def __init__(self, group, dim, parts=1):
+    def __init__(self, group, dim, parts=(1,)):
         self.group, self.dim, self.parts = group_or_world(group), dim, parts
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -1023,7 +1024,9 @@ class Cut:
 
     def part(self, full):
         """What this rank has of the whole tensor."""
-        mine = [part.tensor_split(self.size, self.dim)[self.rank] for part in full.chunk(self.parts, self.dim)]
+        unit = full.shape[self.dim] // sum(self.parts)
+        parts = full.split([n * unit for n in self.parts], self.dim)
+        mine = [part.tensor_split(self.size, self.dim)[self.rank] for part in parts]
         return torch.cat(mine, self.dim)
 
     def first(self, rows):
@@ -1034,7 +1037,7 @@ class Cut:
 class ColumnParallelLinear(nn.Module):
     """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
 
-    def __init__(self, layer, group, f, parts=1):  # f: CopyToGroup.apply, or sequence parallelism's
+    def __init__(self, layer, group, f, parts=(1,)):  # f: CopyToGroup.apply, or sequence parallelism's
         super().__init__()
         check_replaceable(layer, nn.Linear)
         self.f = f
@@ -1149,7 +1152,7 @@ def gpt2_plan(f, g):
     column, row = partial(ColumnParallelLinear, f=f), partial(RowParallelLinear, g=g)
     return {
         "wte": partial(VocabParallelEmbedding, g=g),
-        "attn.c_attn": partial(column, parts=3),
+        "attn.c_attn": partial(column, parts=(1, 1, 1)),
         "attn.c_proj": row,
         "mlp.c_fc": column,
         "mlp.c_proj": row,

@@ -84,9 +84,11 @@ class Flags:
     """Flags of the command line, --with-dashes."""
     data: str = flag("", "a text file; left out, the source of Python's standard library")
     tokenizer: str = flag("", "folder with a GPT-2's vocab.json and merges.txt; left out, tokens are bytes")
-    model: str = flag("tiny", "preset", choices=list(PRESETS))
+    arch: str = flag(None, "architecture (gpt2)", choices=["gpt2", "llama"])
+    model: str = flag("tiny", "preset of the architecture", choices=[*PRESETS, "1b"])
     n_layer: int = flag(None, "blocks, instead of the preset's")
     n_head: int = flag(None, "attention heads, instead of the preset's")
+    n_kv_head: int = flag(None, "heads of keys and values, of a Llama, instead of the preset's")
     n_embd: int = flag(None, "width, instead of the preset's")
     seq_len: int = flag(None, "tokens a sequence, instead of the preset's")
     vocab_size: int = flag(None, "vocabulary, instead of the preset's")
@@ -147,9 +149,20 @@ def parse(parser, flags, arguments):
     return flags(**vars(parser.parse_args(arguments)))
 
 
+def presets_of(s):
+    """{name of --model: GPTConfig} of --arch."""
+    if getattr(s, "arch", None) != "llama":
+        return PRESETS
+    from further.llama import PRESETS as llamas
+    return llamas
+
+
 def config_of(s):
-    """The preset's GPTConfig, with the sizes that were given."""
-    preset = PRESETS[s.model]
+    """The preset's GPTConfig, with the sizes that were given. ValueError if the architecture has no such preset."""
+    presets = presets_of(s)
+    if s.model not in presets:
+        raise ValueError(f"--model {s.model} is no preset of --arch {s.arch or 'gpt2'}: give --model tiny")
+    preset = presets[s.model]
     if s.experts:
         from further.experts import resized
         preset = resized(preset, experts=s.experts)
@@ -371,6 +384,9 @@ def tensor_plan(config, f, g):
     if config.experts:
         from further.expert_parallel import expert_plan
         plan |= expert_plan(f, g)
+    if config.arch == "llama":
+        from further.llama import llama_plan
+        plan |= llama_plan(config, f)
     return plan
 
 

@@ -12,12 +12,14 @@ import kernels
 import model
 import parallel
 import safe
-from fast import attention, context, experts, grouped, linear, links, norm, overlap, pipeline, sequence, zero
+from fast import attention, context, experts, grouped, linear, links, llama, norm, overlap, pipeline, sequence, zero
 from further import context as further_context
 from further import expert_parallel as further_expert_parallel
 from further import experts as further_experts
 from further import fsdp as further_fsdp
+from further import llama as further_llama
 from further import nodes as further_nodes
+from further import rms_norm as further_rms_norm
 from further import sequence as further_sequence
 from further import zero as further_zero
 from theory.clock import split_pieces
@@ -31,6 +33,9 @@ SWAPS = [  # (module, name there, what takes its place)
     (kernels, "attention_backward", attention.tuned_attention_backward),
     (kernels, "flash_attention", attention.PackedAttention.apply),
     (model, "Block", norm.FusedBlock),
+    (further_rms_norm, "RowNorm", norm.TunedRowNorm),
+    (further_llama, "swiglu", llama.swiglu),
+    (further_llama, "rotary", llama.rotary),
     (parallel, "make_buckets", overlap.large_buckets),
     (parallel, "Bucket", overlap.TotalBucket),
     (parallel, "Reducer", overlap.FastReducer),

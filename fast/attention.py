@@ -16,7 +16,8 @@ import kernels
 from fast import grouped
 from kernels import (
     attention_backward, attention_backward_reference, attention_forward, attention_reference, dot, DTYPES,
-    finite_or_inf, flash_takes, HEAD_DIMS, last_key, load_rows, programs_at_once, store_rows, TensorDescriptor, tiled, tl, triton)
+    finite_or_inf, flash_takes, heads, HEAD_DIMS, last_key, load_rows, programs_at_once, store_rows, TensorDescriptor,
+    tiled, tl, triton)
 
 
 try:  # Gluon is a part of Triton whose names still change. Without it kernels.py serves Hopper GPUs, too.
@@ -80,7 +81,7 @@ def _key_blocks(block, Tq, Tk, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _load_tiles(Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, blocks, CAUSAL: gl.constexpr,
+def _load_tiles(Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, G, blocks, CAUSAL: gl.constexpr,
                 STAGES: gl.constexpr):
     n = 2 * STAGES  # as in `_attend`
     for i in range(gl.load(tiles)):
@@ -96,7 +97,8 @@ def _load_tiles(Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, 
                 slot = n % STAGES * 2 + values
                 mbarrier.wait(free.index(slot), 1 - n // STAGES % 2)
                 mbarrier.expect(full.index(slot), K.block_type.nbytes)
-                tma_load(V if values else K, [b, h, (key_blocks - 1 - j) * BN, 0], full.index(slot), slots.index(slot))
+                at = [b, h // G, (key_blocks - 1 - j) * BN, 0]
+                tma_load(V if values else K, at, full.index(slot), slots.index(slot))
             n += 1
 
 
@@ -187,7 +189,7 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H, blocks, CAUSAL: gl.constexpr,
+def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H, G, blocks, CAUSAL: gl.constexpr,
                                D: gl.constexpr, STAGES: gl.constexpr):
     """O and LSE (base 2) of all tiles of BM rows, as `tiles` hands them out. Tq, Tk: multiples of BM, BN."""
     tiles += gl.program_id(0) * stride
@@ -204,7 +206,8 @@ def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H,
                    blocks, CAUSAL, D, STAGES)),
         (_attend, (1, O, LSE, tiles, q_slots, o_slots, q_full, q_free, slots, full, free, turn, scale, Tq, Tk, H,
                    blocks, CAUSAL, D, STAGES)),
-        (_load_tiles, (Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, blocks, CAUSAL, STAGES)),
+        (_load_tiles, (Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, Tk, H, G, blocks, CAUSAL,
+                       STAGES)),
     ], [4, 1], [240, 24])  # warps, and registers a thread, of the last two parts. The first has num_warps, and what is
     # left of 3 x 168 registers: a part has at least four warps' registers.
 
@@ -255,13 +258,13 @@ def specialized_attention_forward(q, k, v, is_causal):
     tiles = specialized_tiles(Tq, Tk, is_causal, B * H, together, programs, q.device)
     specialized_forward_kernel[(programs,)](
         tiles_of(q, TILE // 2), tiles_of(k, TILE), tiles_of(v, TILE), tiles_of(o, TILE // 2), lse, tiles,
-        tiles.shape[1], math.log2(math.e) / math.sqrt(D), Tq, Tk, H, Tq // TILE, CAUSAL=is_causal, D=D,
-        STAGES=STAGES[D], num_warps=4, maxnreg=168)
+        tiles.shape[1], math.log2(math.e) / math.sqrt(D), Tq, Tk, H, H // k.shape[1], Tq // TILE,
+        CAUSAL=is_causal, D=D, STAGES=STAGES[D], num_warps=4, maxnreg=168)
     return o, lse
 
 
 @triton.jit
-def tuned_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, T_pad, scale2, scale, Tq, Tk, H, CAUSAL: tl.constexpr,
+def tuned_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, T_pad, scale2, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr,
                             D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
     bh = tl.program_id(1)
@@ -279,8 +282,8 @@ def tuned_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, T_pad, scale2, scale
     dq = tl.zeros([BM, D], tl.float32)
     for MASK in tl.static_range(2):
         for n0 in range(full if MASK else 0, end if MASK else full, BN):
-            k = load_rows(K, b, h, n0)
-            v = load_rows(V, b, h, n0)
+            k = load_rows(K, b, h // G, n0)
+            v = load_rows(V, b, h // G, n0)
             s = dot(q, k.T)                                                    # (BM, BN)
             dp = dot(do, v.T)
             p = tl.exp2(s * scale2 - lse[:, None])
@@ -292,36 +295,37 @@ def tuned_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, T_pad, scale2, scale
 
 
 @triton.jit
-def tuned_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq, Tk, H, CAUSAL: tl.constexpr,
+def tuned_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr,
                              D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """dK and dV of BN keys of one head. 4 matmuls a block, of S^T and dP^T, as dV and dK need them."""
-    bh, n0 = tl.program_id(1), tl.program_id(0) * BN
-    b, h = bh // H, bh % H
+    """dK and dV of BN keys of one head, summed over its G heads of queries. 4 matmuls a block, of S^T and dP^T, as dV
+    and dK need them."""
+    b, shared, n0 = tl.program_id(1) // (H // G), tl.program_id(1) % (H // G), tl.program_id(0) * BN
     cols = n0 + tl.arange(0, BN)
     start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # no row before this sees these keys
     full = tl.maximum(n0 + BN - 1 + Tq - Tk, 0) if CAUSAL else 0                  # each row from here on sees them all
     full = tl.minimum(tl.cdiv(full, BM) * BM, Tq) if n0 + BN <= Tk else Tq        # (no row, if some keys are past Tk)
-    k = load_rows(K, b, h, n0)
-    v = load_rows(V, b, h, n0)
+    k = load_rows(K, b, shared, n0)
+    v = load_rows(V, b, shared, n0)
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
-    for FREE in tl.static_range(2):
-        for m0 in range(full if FREE else start, Tq if FREE else full, BM):
-            q = load_rows(Q, b, h, m0)
-            do = load_rows(DO, b, h, m0)
-            lse = LSE.load([bh, m0]).reshape(BM)                                  # inf past the last row: P is 0 there
-            delta = DELTA.load([bh, m0]).reshape(BM)
-            s = dot(k, q.T)                                                       # (BN, BM)
-            p = tl.exp2(s * scale2 - lse[None, :])
-            if not FREE:
-                last = last_key(m0 + tl.arange(0, BM), Tq, Tk, CAUSAL)
-                p = tl.where(cols[:, None] <= last[None, :], p, 0.0)
-            dp = dot(v, do.T)
-            dv = dot(p.to(do.dtype), do, dv)
-            ds = p * (dp - delta[None, :])
-            dk = dot(ds.to(q.dtype), q, dk)
-    store_rows(DK, b, h, n0, dk * scale)
-    store_rows(DV, b, h, n0, dv)
+    for h in range(shared * G, shared * G + G):
+        for FREE in tl.static_range(2):
+            for m0 in range(full if FREE else start, Tq if FREE else full, BM):
+                q = load_rows(Q, b, h, m0)
+                do = load_rows(DO, b, h, m0)
+                lse = LSE.load([b * H + h, m0]).reshape(BM)                       # inf past the last row: P is 0 there
+                delta = DELTA.load([b * H + h, m0]).reshape(BM)
+                s = dot(k, q.T)                                                   # (BN, BM)
+                p = tl.exp2(s * scale2 - lse[None, :])
+                if not FREE:
+                    last = last_key(m0 + tl.arange(0, BM), Tq, Tk, CAUSAL)
+                    p = tl.where(cols[:, None] <= last[None, :], p, 0.0)
+                dp = dot(v, do.T)
+                dv = dot(p.to(do.dtype), do, dv)
+                ds = p * (dp - delta[None, :])
+                dk = dot(ds.to(q.dtype), q, dk)
+    store_rows(DK, b, shared, n0, dk * scale)
+    store_rows(DV, b, shared, n0, dv)
 
 
 # (BM, BN, warps, stages) by head dim; head dims up to 64 share an entry. Beside each stand its TFLOP/s, causal / not
@@ -353,7 +357,7 @@ def backward_settings(name, q, k, is_causal):
     _, H, Tq, D = q.shape
     scale = 1 / math.sqrt(D)
     BM, BN, warps, stages = ATTENTION_TILES[name][max(D, 64)]
-    last = scale * math.log2(math.e), scale, Tq, k.shape[2], H, is_causal, D, BM, BN
+    last = scale * math.log2(math.e), scale, Tq, k.shape[2], H, H // k.shape[1], is_causal, D, BM, BN
     return BM, BN, last, {"num_warps": warps, "num_stages": stages}
 
 
@@ -392,7 +396,7 @@ def tuned_backward_q(q, k, v, o, lse, delta, do, is_causal, dq):
 
 def tuned_backward_kv(q, k, v, lse, delta, do, is_causal, dk, dv):
     BM, BN, last, options = backward_settings("dkv", q, k, is_causal)
-    tuned_backward_kv_kernel[triton.cdiv(k.shape[2], BN), len(lse)](
+    tuned_backward_kv_kernel[triton.cdiv(k.shape[2], BN), len(k) * k.shape[1]](
         tiled(q, BM), tiled(k, BN), tiled(v, BN), tiled(do, BM), tiled_rows(lse, BM), tiled_rows(delta, BM),
         tiled(dk, BN), tiled(dv, BN), *last, **options)
 
@@ -405,10 +409,10 @@ def aligned(x):
 
 
 def check_attention(q, k, v):
-    if (q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]
-            or not q.numel() or not k.numel() or q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype
-            or not q.device == k.device == v.device):
-        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H, Tk, D), in bfloat16, float16 or float32, "
+    if (q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or len(q) != len(k) or q.shape[3] != k.shape[3]
+            or not q.numel() or not k.numel() or q.shape[1] % k.shape[1] or q.dtype not in DTYPES
+            or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device):
+        raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H/G, Tk, D), in bfloat16, float16 or float32, "
                          f"all on one device, none empty, not q {tuple(q.shape)} {q.dtype} on {q.device}, k "
                          f"{tuple(k.shape)} {k.dtype} on {k.device}, v {tuple(v.shape)} {v.dtype} on {v.device}")
     if q.shape[3] not in HEAD_DIMS:
@@ -419,15 +423,8 @@ def check_attention(q, k, v):
                          f"batch")
 
 
-def heads(qkv):
-    """q, k, v (B, H, T, D) of qkv (B, T, 3, H, D)."""
-    if qkv.dim() != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"packed attention takes qkv (B, T, 3, H, D), not {tuple(qkv.shape)}")
-    return qkv.permute(2, 0, 3, 1, 4)
-
-
 class PackedAttention(torch.autograd.Function):
-    """FlashAttention of qkv (B, T, 3, H, D). The kernels write its gradient as one tensor, too."""
+    """FlashAttention of qkv, as kernels.heads takes it apart. The kernels write its gradient as one tensor, too."""
 
     @staticmethod
     def forward(ctx, qkv, is_causal):

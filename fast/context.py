@@ -103,8 +103,8 @@ class TunedRing(RingAttention):
         if not ctx.tuned:
             return RingAttention.forward(ctx, qkv, group)
         qkv = qkv.contiguous()
-        q = qkv.permute(2, 0, 3, 1, 4)[0]                                                     # (B, H, T/N, D)
-        for other, kv in going_round_ahead(qkv[:, :, 1:], group):                             # (B, T/N, 2, H, D)
+        q, _, _ = kernels.heads(qkv)                                                          # (B, H, T/N, D)
+        for other, kv in going_round_ahead(qkv[:, :, -2:], group):                            # (B, T/N, 2, H/G, D)
             (k, v), (rows, keys, causal) = kv.permute(2, 0, 3, 1, 4), seen(rank, other, half)
             part, part_lse = tuned_attention_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             if other == rank:
@@ -121,13 +121,13 @@ class TunedRing(RingAttention):
         if not ctx.tuned:
             return RingAttention.backward(ctx, do)
         (qkv, o, lse), rank, half = ctx.saved_tensors, dist.get_rank(ctx.group), do.shape[1] // 2
-        (q, k, v), do, delta = qkv.permute(2, 0, 3, 1, 4), aligned(do.transpose(1, 2)), torch.empty_like(lse)
+        (q, k, v), do, delta = kernels.heads(qkv), aligned(do.transpose(1, 2)), torch.empty_like(lse)
         grads, dkv, handle = torch.empty_like(qkv), None, dist.Handle()  # dkv: dK and dV received with the keys
-        dq, dk, dv = grads.permute(2, 0, 3, 1, 4)                                             # (B, H, T/N, D)
-        for other, kv in going_round_ahead(qkv[:, :, 1:], ctx.group):
+        dq, dk, dv = kernels.heads(grads)                                                     # (B, H, T/N, D)
+        for other, kv in going_round_ahead(qkv[:, :, -2:], ctx.group):
             if other == rank:
                 tuned_backward_q(q, k, v, o, lse, delta, do, True, dq)
-                total = as_sum(grads[:, :, 0], ctx.group)                                     # (B, T/N, H, D)
+                total = as_sum(dq.transpose(1, 2), ctx.group)                                 # (B, T/N, H, D)
                 continue
             rows, keys, _ = seen(rank, other, half)
             dq_part, dkv_part = gradients_of_part(*(x[:, :, rows] for x in (q, o, do)), lse[:, rows], delta[:, rows],
@@ -142,9 +142,9 @@ class TunedRing(RingAttention):
             handle, dkv = start_shift(dkv, ctx.group)
         tuned_backward_kv(q, k, v, lse, delta, do, True, dk, dv)
         handle.wait()
-        add_rows(grads[:, :, 1:], dkv)
+        add_rows(grads[:, :, -2:], dkv)
         if dist.get_world_size(ctx.group) > 2:
-            grads[:, :, 0] = total
+            dq.copy_(total.transpose(1, 2))
         return grads, None
 
 
@@ -154,7 +154,7 @@ def as_sum(part, group):
 
 
 def gradients_of_part(q, o, do, lse, delta, kv):
-    """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H, D)) of attention to another rank's keys; all queries see all keys."""
+    """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H/G, D)) of attention to another rank's keys; each query sees all."""
     dq, dkv = q.new_empty(q.transpose(1, 2).shape), kv.new_empty(kv.shape)
     k, v, dk, dv = (*kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
     tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))

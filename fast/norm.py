@@ -1,7 +1,7 @@
-"""Layer norm and the addition before it, in one pass, and a block that uses it.
+"""Layer norm, or RMSNorm, and the addition before it, in one pass, and a block that uses it.
 
-Takes the place of kernels.LayerNorm and model.Block. Without it a step of GPT-2 124M takes 10 % longer on an H200, of
-XL 3.0 %.
+Takes the place of kernels.LayerNorm, of further/rms_norm.py's RowNorm and of model.Block. Without it a step of GPT-2
+124M takes 10 % longer on an H200, of XL 3.0 %.
 """
 
 import torch
@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 import kernels
 from fast.linear import sum_parts
+from further.rms_norm import rms_norm
 from kernels import layer_norm, programs_at_once, tl, triton
 from model import Block
 
@@ -17,6 +18,7 @@ from model import Block
 #
 # A norm and the residual stream's addition before it are both bound by memory. One kernel that does both makes 4 passes
 # over memory forward; separate kernels make 5. Backward it adds the stream's gradient, too: 4 passes instead of 6.
+# Without a bias the norm is an RMSNorm, which subtracts no mean.
 
 @triton.jit
 def _add_layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps, BLOCK: tl.constexpr):
@@ -29,13 +31,16 @@ def _add_layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps,
         v = (v + tl.load(residual + at, inside, 0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + at, v, inside)
         v = v.to(tl.float32)  # normalise the rounded sum that was stored, because backward reads that
-    m = tl.sum(v, 0) / width
-    centred = tl.where(inside, v - m, 0)
-    k = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
-    tl.store(mean + row, m)
+    if bias is not None:
+        m = tl.sum(v, 0) / width
+        v = tl.where(inside, v - m, 0)
+        tl.store(mean + row, m)
+    k = 1 / tl.sqrt(tl.sum(v * v, 0) / width + eps)
     tl.store(rstd + row, k)
-    w, b = tl.load(weight + column, inside, 0).to(tl.float32), tl.load(bias + column, inside, 0).to(tl.float32)
-    tl.store(y + at, centred * k * w + b, inside)
+    v *= k * tl.load(weight + column, inside, 0).to(tl.float32)
+    if bias is not None:
+        v += tl.load(bias + column, inside, 0).to(tl.float32)
+    tl.store(y + at, v, inside)
 
 
 @triton.jit
@@ -43,9 +48,10 @@ def _add_layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, row
                              BLOCK: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr):
     """As many programs as run at once share the rows. Each keeps its part of dw and db in registers.
 
-    The parts go into partial (2, programs, width), and the caller adds them up in a fixed order, so every run has the
-    same result. If dw and db of a row do not fit in registers, SLICES programs share the row. Each needs sums over the
-    whole row and reads all of it, mostly from L2, but computes dx, dw and db of its own columns alone.
+    The parts go into partial (2, programs, width), of an RMSNorm (1, programs, width), and the caller adds them up in a
+    fixed order, so every run has the same result. If dw and db of a row do not fit in registers, SLICES programs share
+    the row. Each needs sums over the whole row and reads all of it, mostly from L2, but computes dx, dw and db of its
+    own columns alone.
     """
     first, own, programs = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES, tl.num_programs(0) // SLICES
     column = own * BLOCK + tl.arange(0, BLOCK)
@@ -54,7 +60,9 @@ def _add_layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, row
     dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for row in tl.range(first, rows, programs, num_stages=STAGES):
         start = tl.cast(row, tl.int64) * width
-        m, k = tl.load(mean + row), tl.load(rstd + row)
+        m, k = 0.0, tl.load(rstd + row)
+        if mean is not None:
+            m = tl.load(mean + row)
         d = tl.load(dy + start + column, inside, 0).to(tl.float32)
         xhat = tl.where(inside, (tl.load(x + start + column, inside, 0).to(tl.float32) - m) * k, 0)
         g = d * w
@@ -64,40 +72,45 @@ def _add_layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, row
             gc = tl.load(dy + start + c, c < width, 0).to(tl.float32) * tl.load(weight + c, c < width, 0).to(tl.float32)
             sum_g += gc
             sum_gx += gc * (tl.load(x + start + c, c < width, 0).to(tl.float32) - m) * k
-        dv = k * (g - tl.sum(sum_g, 0) / width - xhat * (tl.sum(sum_gx, 0) / width))
+        dv = g - xhat * (tl.sum(sum_gx, 0) / width)
+        if mean is not None:
+            dv -= tl.sum(sum_g, 0) / width
+            db += d
+        dv *= k
         if dtotal is not None:  # of x as the residual stream, which another kernel would else add
             dv += tl.load(dtotal + start + column, inside, 0).to(tl.float32)
         tl.store(dx + start + column, dv, inside)
         dw += d * xhat
-        db += d
     at = partial + first.to(tl.int64) * width + column
     tl.store(at, dw, inside)
-    tl.store(at + programs.to(tl.int64) * width, db, inside)
+    if mean is not None:
+        tl.store(at + programs.to(tl.int64) * width, db, inside)
 
 
 class AddLayerNorm(torch.autograd.Function):
-    """(x + residual, its norm). Keeps the sum and two numbers a row."""
+    """(x + residual, its norm). Keeps the sum and two numbers a row, of an RMSNorm (no bias) one."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
         shape, width, x = x.shape, x.shape[-1], x.contiguous()
-        if not 1 <= width <= 65536 or weight.shape != (width,) or bias.shape != (width,):
+        if not 1 <= width <= 65536 or any(p is not None and p.shape != (width,) for p in (weight, bias)):
             raise ValueError(f"layer norm of {tuple(shape)} with weight {tuple(weight.shape)} and bias "
-                             f"{tuple(bias.shape)}: all three must have the same width, 1 to 65536, because a row has "
-                             f"to fit in a multiprocessor's registers")
+                             f"{tuple(() if bias is None else bias.shape)}: all three must have the same width, 1 to "
+                             f"65536, because a row has to fit in a multiprocessor's registers")
         total, rows, block = x, x.numel() // width, triton.next_power_of_2(width)
         if residual is not None:
             if residual.shape != shape or residual.dtype != x.dtype:
                 raise ValueError(f"layer norm of {tuple(shape)} {x.dtype} plus {tuple(residual.shape)} "
                                  f"{residual.dtype}: their shapes and dtypes must be equal")
             total, residual = torch.empty_like(x), residual.contiguous()
-        y, (mean, rstd) = torch.empty_like(x), x.new_empty(2, rows, dtype=torch.float32)
+        y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+        bias, mean = (bias, None) if bias is None else (bias.contiguous(), torch.empty_like(rstd))
         # One warp for 1024 columns, from 8192 columns on for 2048. At widths 768, 1600, 4096, 8192, 16384 this moves
         # 3.93, 3.95, 3.91, 3.94, 3.77 TB/s. Half or twice as many warps lose up to 8 %, 32 warps for 16384 columns
         # 38 %.
         warps = max(1, block // (1024 if block < 8192 else 2048))
-        _add_layer_norm[(rows,)](x, residual, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, width, eps,
-                                 block, num_warps=warps)
+        _add_layer_norm[(rows,)](x, residual, weight.contiguous(), bias, total, y, mean, rstd, width, eps, block,
+                                 num_warps=warps)
         ctx.save_for_backward(total, weight, mean, rstd)
         ctx.add = residual is not None
         ctx.set_materialize_grads(False)
@@ -108,7 +121,7 @@ class AddLayerNorm(torch.autograd.Function):
     def backward(ctx, dtotal, dy):
         """dtotal, dy: gradients from the residual stream and from the norm, or None where there is none."""
         x, weight, mean, rstd = ctx.saved_tensors
-        width, rows = x.shape[-1], len(mean)
+        width, rows = x.shape[-1], len(rstd)
         dy = torch.zeros_like(x) if dy is None else dy.contiguous()
         dtotal = dtotal if dtotal is None else dtotal.contiguous()
         # A program takes up to 8192 columns, whose dw and db fill a quarter of the registers, with one warp for 1024.
@@ -121,12 +134,12 @@ class AddLayerNorm(torch.autograd.Function):
         room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 2**16
         ahead = min(2, (room - 8192) // row_bytes)
         programs = min(rows, programs_at_once(x.device) * min(8, 8192 // block))
-        dx, partial = torch.empty_like(x), x.new_empty(2, programs, width, dtype=torch.float32)
+        dx, partial = torch.empty_like(x), x.new_empty(1 if mean is None else 2, programs, width, dtype=torch.float32)
         _add_layer_norm_backward[(programs * slices,)](
             x, dy, dtotal, weight.contiguous(), mean, rstd, dx, partial, rows, width, block, slices, 1 + ahead,
             num_warps=max(1, block // 1024))
-        dw, db = sum_parts(partial, weight.dtype)
-        return dx, dx if ctx.add else None, dw, db, None
+        dw, *db = sum_parts(partial, weight.dtype)
+        return dx, dx if ctx.add else None, dw, db[0] if db else None, None
 
 
 class TunedLayerNorm:
@@ -137,15 +150,23 @@ class TunedLayerNorm:
         return AddLayerNorm.apply(x, None, weight, bias, eps)[1]
 
 
+class TunedRowNorm:
+    """RowNorm, likewise."""
+
+    @staticmethod
+    def apply(x, weight, eps):
+        return AddLayerNorm.apply(x, None, weight, None, eps)[1]
+
+
 def add_layer_norm(x, residual, weight, bias, eps=1e-5):
-    """(x + residual, layer norm of it), x and residual (..., width) with width to 65,536.
+    """(x + residual, layer norm of it, or without a bias RMSNorm), x and residual (..., width), width to 65,536.
 
     The residual stream goes on as the first result. residual None: (x, norm of x), whose uses share one backward.
     """
     if kernels.on_triton(x):
         return AddLayerNorm.apply(x, residual, weight, bias, eps)
     x = x if residual is None else x + residual
-    return x, layer_norm(x, weight, bias, eps)
+    return x, rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
 
 
 class FusedBlock(Block):

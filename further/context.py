@@ -45,7 +45,7 @@ from further.sequence import Conjugate
 #
 # Ulysses is the other way: an all-to-all trades tokens for heads, (B, T/N, H, D) for (B, T, H/N, D), each rank computes
 # ordinary attention for its heads, and a second all-to-all trades back. q, k, v and o make it
-# (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads.
+# (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads of keys.
 # Liu et al., "Ring Attention" (2023), without the zigzag, which came later; Jacobs et al., "DeepSpeed Ulysses" (2023).
 
 def own_tokens(tokens, rank, n, kind, device="cpu"):
@@ -99,11 +99,12 @@ def attend_backward(q, k, v, o, lse, do, is_causal):
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention of this rank's queries to all ranks' keys: qkv (B, T/N, 3, H, D) -> (B, T/N, H, D)."""
+    """Attention of this rank's queries to all ranks' keys: qkv (B, T/N, 3, H, D), or as kernels.heads takes it, ->
+    (B, T/N, H, D)."""
 
     @staticmethod
     def forward(ctx, qkv, group):
-        q, *kv = qkv.permute(2, 0, 3, 1, 4)                                                   # (B, H, T/N, D)
+        q, *kv = kernels.heads(qkv)                                                           # (B, H, T/N, D)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         o = q.new_zeros(q.shape, dtype=wide)
         lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)                                  # (B, H, T/N)
@@ -123,7 +124,7 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):
         qkv, o, lse = ctx.saved_tensors
-        q, *kv = qkv.permute(2, 0, 3, 1, 4)
+        q, *kv = kernels.heads(qkv)
         do = do.transpose(1, 2).contiguous()
         rank = dist.get_rank(ctx.group)
         dq = torch.zeros_like(q, dtype=lse.dtype)
@@ -139,8 +140,8 @@ class RingAttention(torch.autograd.Function):
                 own = mine
             else:
                 arrived = shift(arrived + mine, ctx.group)
-        dk, dv = own + arrived
-        return torch.stack([dq, dk, dv]).to(qkv.dtype).permute(1, 3, 0, 2, 4), None           # as qkv
+        grads = torch.cat([dq, *(own + arrived)], 1)                                          # (B, H + 2H/G, T/N, D)
+        return grads.to(qkv.dtype).transpose(1, 2).reshape(qkv.shape), None
 
 
 def heads_for_tokens(x, group):
@@ -157,9 +158,21 @@ def tokens_for_heads(x, group):
     return whole.movedim(0, -3).flatten(-3, -2)
 
 
+def regrouped(qkv, back=False):
+    """qkv (B, T, G + 2, H/G, D) with its queries in such an order that a rank's N-th of the next to last dimension has
+    the queries that read its keys; and back. With G = 1 it is as it was."""
+    *_, parts, shared, _ = qkv.shape
+    if parts == 3:
+        return qkv
+    grid = (parts - 2, shared) if back else (shared, parts - 2)
+    q = qkv[:, :, :-2].flatten(2, 3).unflatten(2, grid).transpose(2, 3)
+    return torch.cat([q.reshape(qkv[:, :, :-2].shape), qkv[:, :, -2:]], 2)
+
+
 def ulysses_attention(qkv, group):
     """As RingAttention, but rank r holds T/N neighbours, from token r T/N on."""
-    y = kernels.attention(Conjugate.apply(qkv, group, heads_for_tokens, tokens_for_heads))        # (B, T, H/N, D)
+    whole = Conjugate.apply(regrouped(qkv), group, heads_for_tokens, tokens_for_heads)    # (B, T, G + 2, H/G/N, D)
+    y = kernels.attention(regrouped(whole, back=True))                                            # (B, T, H/N, D)
     return Conjugate.apply(y, group, tokens_for_heads, heads_for_tokens)
 
 
@@ -169,4 +182,5 @@ def context_parallel(module, group, kind):
     attention = {"ring": RingAttention.apply, "ulysses": ulysses_attention}[kind]
     module.positions = lambda every: own_tokens(n * len(every), rank, n, kind, every.device)
     for block in module.h.values():
+        block.attn.positions = module.positions
         block.attn.attention = lambda qkv: attention(qkv, group)

@@ -28,13 +28,16 @@ class RowParallelExperts(nn.Module):
 
     def __init__(self, layer, group):
         super().__init__()
-        cut, out = Cut(group, 1), layer.bias.shape[1]
+        cut = Cut(group, 1)
         self.weight, self.bias = local_parameter(layer.weight, Cut(group, 2)), local_parameter(layer.bias, cut)
-        first = cut.first(out)
-        self.zeros = first, out - first - self.bias.shape[1]  # how many before this rank's Nth, and behind it
+        if self.bias is not None:
+            out = layer.bias.shape[1]
+            first = cut.first(out)
+            self.zeros = first, out - first - self.bias.shape[1]  # how many before this rank's Nth, and behind it
 
     def forward(self, rows, counts):
-        return mixture.grouped_linear(rows, self.weight, F.pad(self.bias, self.zeros), counts)
+        bias = None if self.bias is None else F.pad(self.bias, self.zeros)
+        return mixture.grouped_linear(rows, self.weight, bias, counts)
 
 
 def between_f_and_g(experts, group, f, g):

@@ -14,7 +14,7 @@ from torch import nn
 
 import collectives as dist
 import kernels
-from model import ACTIVATIONS, GPTConfig
+from model import GPTConfig
 from parallel import set_placement
 
 
@@ -121,9 +121,12 @@ class ExpertsConfig(GPTConfig):
 
 
 def resized(config, **sizes):
-    """A config with some sizes changed: an ExpertsConfig if there are experts then, else a GPTConfig."""
+    """A config with some sizes changed: an ExpertsConfig if there are experts then, else a GPTConfig, or a Llama's."""
     given = asdict(config) | sizes
-    kind = ExpertsConfig if given.get("experts") else GPTConfig
+    kinds = GPTConfig, ExpertsConfig
+    if config.arch == "llama":
+        from further.llama import KINDS as kinds
+    kind = kinds[bool(given.get("experts"))]
     return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
 
 
@@ -146,11 +149,12 @@ class StackedLinear(nn.Module):
     counts (E) says whose rows they are: the first counts[0] are the first expert's, the next counts[1] the second's.
     """
 
-    def __init__(self, experts, n_in, n_out):
+    def __init__(self, experts, n_in, n_out, bias):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, n_out, n_in))
-        self.bias = nn.Parameter(torch.empty(experts, n_out))
-        set_placement(self.bias, decays=False)  # it is E vectors, so weight decay leaves it alone
+        self.bias = nn.Parameter(torch.empty(experts, n_out)) if bias else None
+        if bias:
+            set_placement(self.bias, decays=False)  # it is E vectors, so weight decay leaves it alone
 
     def forward(self, rows, counts):
         return grouped_linear(rows, self.weight, self.bias, counts)
@@ -165,9 +169,9 @@ class Experts(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.c_fc = StackedLinear(config.experts, config.n_embd, config.hidden)
-        self.c_proj = StackedLinear(config.experts, config.hidden, config.n_embd)
-        self.count, self.activation = config.experts, ACTIVATIONS[config.activation]
+        self.c_fc = StackedLinear(config.experts, config.n_embd, config.up_width, config.biased)
+        self.c_proj = StackedLinear(config.experts, config.hidden, config.n_embd, config.biased)
+        self.count, self.activation = config.experts, config.activation_function()
 
     def forward(self, x, chosen, gates):
         order, k = chosen.flatten().argsort(stable=True), chosen.shape[-1]                    # (B T k)

@@ -79,12 +79,15 @@ class Matrices:
 # ------------------------------------------------------------------------------------------------------- all parameters
 
 def parts_of(name, param):
-    """As how many matrices Muon steps a parameter: the fused q, k, v as 3, a block's other matrices as 1. 0:
-    embeddings, head and vectors are AdamW's."""
+    """As how many matrices Muon steps a parameter: the fused q, k, v as 3 if they are equally large, a block's other
+    matrices as 1. 0: embeddings, head and vectors are AdamW's."""
     if is_matrix(param) and param.dim() == 1:
         raise ValueError("Muon steps whole matrices, and FSDP keeps parts: use DDP or a ShardedOptimizer")
     in_block = is_matrix(param) and ".h." in "." + name
-    return in_block * (3 if "c_attn" in name else 1)
+    rows = param.shape[0] * math.prod(cut.size for cut in placement_of(param).cuts)  # of c_attn, which tp alone cuts
+    if not in_block:
+        return 0
+    return 3 if "c_attn" in name and rows == 3 * param.shape[1] else 1
 
 
 class Muon(torch.optim.AdamW):

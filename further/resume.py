@@ -38,7 +38,7 @@ def read(path, config, config_of):
     for name, size in there.items():
         if size != getattr(config, name, None):
             raise ValueError(f"the model in --resume has other sizes: give --{name.replace('_', '-')} {size}")
-    weights = saved["tensors"] | {"lm_head.weight": saved["tensors"]["wte.weight"]}  # they are one
+    weights = {"lm_head.weight": saved["tensors"]["wte.weight"]} | saved["tensors"]  # a tied head is not there
     return saved, weights.__getitem__
 
 

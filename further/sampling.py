@@ -8,8 +8,8 @@ computes one row of scores. When the context is full it slides: all positions ch
 """
 
 import torch
-import torch.nn.functional as F
 
+import kernels
 from model import GPT
 
 
@@ -20,20 +20,23 @@ class Cache:
         self.length = length
         self.seen = 0
 
-    def attention(self, qkv):                                          # (B, t, 3, H, D), of t new tokens
+    def attention(self, qkv):                                          # as kernels.attention's, of t new tokens
         first = self.seen
         self.seen += qkv.shape[1]
         if first == 0:
             self.kv = qkv.new_empty(len(qkv), self.length, 2, *qkv.shape[3:])
-        self.kv[:, first:self.seen] = qkv[:, :, 1:]
+        self.kv[:, first:self.seen] = qkv[:, :, -2:]
         k, v = self.kv[:, :self.seen].permute(2, 0, 3, 1, 4)                                  # 2 x (B, H, T, D)
-        q = qkv[:, :, 0].transpose(1, 2)                                                      # (B, H, t, D)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=first == 0).transpose(1, 2)
+        q, _, _ = kernels.heads(qkv)                                                          # (B, H, t, D)
+        return kernels.library_attention(q, k, v, is_causal=first == 0).transpose(1, 2)
 
 
 class CachedGPT(GPT):
     """A GPT to sample from, one stream at a time."""
     seen = 0  # tokens whose keys and values the caches have
+
+    def positions(self, every):
+        return every + self.seen
 
     def stream(self, *args, **options):
         self.seen = 0
@@ -47,7 +50,8 @@ class CachedGPT(GPT):
             self.seen = 0
             for block in self.h.values():
                 block.attn.attention = Cache(self.config.seq_len).attention
-        x = self.wte(tokens[:, self.seen:]) + self.wpe.weight[self.seen:T]                    # (B, t, C)
+                block.attn.positions = self.positions
+        x = self.embed(tokens[:, self.seen:])                                                 # (B, t, C)
         for block in self.h.values():
             x = block(x)
         self.seen = T

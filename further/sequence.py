@@ -70,7 +70,7 @@ def sequence_parallel(module, group, plan):
     tensor_parallel(module, group, plan)
     for param in module.parameters():
         before = placement_of(param)
-        if all(cut.group != group for cut in before.cuts):
+        if all(cut.group != group for cut in before.cuts) and group not in before.partial_over:
             set_placement(param, partial_over=before.partial_over + (group,))
     positions = module.positions  # context parallelism may have cut the sequence before
     module.positions = lambda every: positions(every).chunk(dist.get_world_size(group))[dist.get_rank(group)]

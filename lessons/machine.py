@@ -19,7 +19,7 @@ from lessons.measure import interleaved, readable
 from model import GPTConfig
 from safe.flags import reject
 from theory import speed
-from theory.speed import MACHINES, Machine, passes
+from theory.speed import MACHINES, Machine, matrices, passes
 from theory.traffic import HALVES, in_two_levels, sent
 
 
@@ -64,11 +64,11 @@ def measure_machine(device, dtype, config, comm):
     seconds = interleaved({
         "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
         "copy": lambda: target.copy_(source), "block": both_ways(block, b, t, c),
-        "attention": both_ways(kernels.attention, b, t, 3, config.n_head, c // config.n_head),
+        "attention": both_ways(kernels.attention, b, t, *config.packed_heads()),
         "launch": both_ways(tiny, 1, 16, 32),
         "loss": both_ways(lambda z: parallel.cross_entropy(z, targets, config.vocab_size), b, t, config.vocab_size)},
         device, 5, calls=3)
-    products = b * t / k * seconds["products"] * (2 + 4 * c / config.hidden)  # all of a block
+    products = b * t / k * seconds["products"] * sum(matrices(config)) / (c * config.hidden)  # all of a block
     rest = seconds["block"] - seconds["attention"] - products
     name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
     if cuda:
@@ -76,7 +76,8 @@ def measure_machine(device, dtype, config, comm):
     hop, link = measure_links(device, comm) if n > 1 else (None, None)
     return Machine(
         name, speed.peak_flops(device), memory,
-        matmul=6 * k * c * config.hidden / seconds["products"], attention=7 * b * t * t * c / seconds["attention"],
+        matmul=6 * k * c * config.hidden / seconds["products"],
+        attention=7 * b * t * t * config.heads_width / seconds["attention"],
         elementwise=sum(passes(config)) * b * t * dtype.itemsize / max(rest, 0.05 * seconds["block"]),
         loss=b * t * config.vocab_size / seconds["loss"], hbm=2 * source.nbytes / seconds["copy"],
         launch=seconds["launch"], link=link, hop=hop)

@@ -21,7 +21,7 @@ from fast import attention, gloo, linear, nccl, norm, recorded, run
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
 from fast.pipeline import PatientStep
-from further import context, expert_parallel, experts
+from further import context, expert_parallel, experts, rms_norm
 from further.experts import resized
 from further.schedules import SCHEDULES
 from lessons import peers
@@ -95,11 +95,11 @@ def predicted_traffic(trainer, routes):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
     stages = stages_in(s, trainer.config, pp_rank)
-    # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights. (That of positions
-    # is gathered ahead all the same.)
+    # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights. (That next to the
+    # first block is gathered ahead all the same: that of positions, where there are any.)
     wrapped = [model for model in net.stages.values() if isinstance(model, parallel.FlatFSDP)]
     once = {flat for model in wrapped for flat in model.prefetcher.kept}
-    once |= {model.bucket_of[model.module.wte.weight] for model in wrapped if hasattr(model.module, "wte")}
+    once |= {model.bucket_of[model.module.wte.weight] for model in wrapped if getattr(model.module, "wpe", None)}
     total, buckets, of_experts = Counter(), [], []
     for reducer in reducers_of(net):
         for bucket in reducer.buckets:
@@ -205,7 +205,7 @@ def ring_for_ours(group, comm):
 def add_and_norm(x, residual, weight, bias, eps=1e-5):
     """norm.add_layer_norm without its kernel."""
     x = x if residual is None else x + residual
-    return x, kernels.layer_norm(x, weight, bias, eps)
+    return x, rms_norm.rms_norm(x, weight, eps) if bias is None else kernels.layer_norm(x, weight, bias, eps)
 
 
 def pieces():

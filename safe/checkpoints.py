@@ -50,7 +50,8 @@ def run_of(s, config):
     data it says nothing: `fingerprint` does, when the data is read."""
     flags = {name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)}
     start = {"init_from": s.init_from and os.path.abspath(s.init_from)}
-    model = {"experts": 0, **dataclasses.asdict(config), "inner": config.hidden}
+    model = {"experts": 0, **dataclasses.asdict(config), "arch": config.arch, "inner": config.hidden,
+             "n_kv_head": config.kv_heads, "head_size": config.head_dim}
     return {"flags": flags, "start": start, "model": model, "data": {}}
 
 
@@ -169,7 +170,7 @@ def open_plain(path):
         run["flags"]["tokenizer"] = s.tokenizer
     except Exception as error:  # noqa: BLE001  a damaged or hostile file can make the unpickler raise anything
         raise BadInput(f"--resume {path}: {why(error)}; give a whole file that --plain has written") from None
-    weights = tensors | {"lm_head.weight": tensors["wte.weight"]}  # they are one
+    weights = {"lm_head.weight": tensors["wte.weight"]} | tensors  # a tied head is not there
     return Checkpoint(path, saved | {"run": run}, config, weights.get)
 
 

@@ -76,14 +76,21 @@ def check_numbers(s):
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
-SIZES = "n_layer", "n_head", "n_embd", "seq_len", "vocab_size", "experts", "top_k", "expert_every"
+SIZES = "n_layer", "n_head", "n_kv_head", "n_embd", "seq_len", "vocab_size", "experts", "top_k", "expert_every"
 OF_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model without experts
 
 
 def model_config(s, checkpoint=None):
     """(GPTConfig, source of initial weights or None) that the settings ask for. checkpoint: the one of --resume."""
     if not checkpoint and not s.init_from:
-        config = config_of(s)
+        try:
+            config = config_of(s)
+        except ValueError as error:
+            raise BadInput(str(error)) from None
+        reject(config.experts and config.arch == "llama" and s.out, "--out: a Llama with --experts has no name in "
+               "transformers: leave --experts out, or give --plain")
+        reject(s.n_kv_head is not None and config.arch == "gpt2", f"--n-kv-head {s.n_kv_head} is for a Llama: give "
+               "--arch llama, too")
         for name in OF_EXPERTS:
             reject(getattr(s, name) is not None and not config.experts, f"{dashed(name)} is for a model with experts: "
                    "give --experts 4, say, too")
@@ -99,9 +106,9 @@ def model_config(s, checkpoint=None):
     if not checkpoint and s.seq_len is not None and s.seq_len < config.seq_len:
         config, source = shortened(config, source, s.seq_len)
         check_sizes(config, dashed)
-    for name in (*SIZES, "activation"):
+    for name in (*SIZES, "activation", "arch"):
         value = getattr(s, name)
-        there = "no experts" if name in OF_EXPERTS and not config.experts else getattr(config, name)
+        there = "no experts" if name in OF_EXPERTS and not config.experts else getattr(config, name, "none")
         reject(value not in (None, there),
                f"{dashed(name)} {value}: the model in {where} has {there}; leave the flag out")
     return config, source
@@ -130,18 +137,19 @@ def check_parts(s, c, world, local_world, processes):
 
     reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
            f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}")
-    reject(c.n_head % s.tp, f"--tp {s.tp} does not divide the model's {c.n_head} heads: give --tp "
-           f"{math.gcd(s.tp, c.n_head)}")
-    able = [n for n in range(2, c.n_head + 1) if c.n_head % n == 0 and (world == 1 or world % (n * others) == 0)]
+    kind = "heads" if c.kv_heads == c.n_head else "heads of keys and values"
+    reject(c.kv_heads % s.tp, f"--tp {s.tp} does not divide the model's {c.kv_heads} {kind}: give --tp "
+           f"{math.gcd(s.tp, c.kv_heads)}")
+    able = [n for n in range(2, c.kv_heads + 1) if c.kv_heads % n == 0 and (world == 1 or world % (n * others) == 0)]
     instead = f"give --tp {able[0]}, say, or " if able else ""
     reject(s.sp and s.tp == 1, f"--sp cuts tokens over --tp: {instead}leave --sp out")
 
     parts = parts_of_sequence(s)
     reject(c.seq_len % parts, f"{'--sp ' * s.sp}--tp {s.tp} --cp {s.cp}: sequences of {c.seq_len} tokens cannot be cut "
            f"into {parts} parts: give --seq-len {multiple(c.seq_len, parts)}")
-    heads = c.n_head // s.tp
-    reject(s.cp_kind == "ulysses" and heads % s.cp, f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} heads "
-           f"of a rank: give --cp {math.gcd(s.cp, heads)} or --cp-kind ring")
+    heads = c.kv_heads // s.tp
+    reject(s.cp_kind == "ulysses" and heads % s.cp, f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} "
+           f"{kind} of a rank: give --cp {math.gcd(s.cp, heads)} or --cp-kind ring")
 
     if not c.experts:
         instead = "" if s.init_from or s.resume else f"give --experts {2 * s.ep}, say, or "

@@ -1,4 +1,4 @@
-"""GPT-2 as a Hugging Face folder: `load(folder)`, `save(model, folder)`."""
+"""GPT-2 as a Hugging Face folder: `load(folder)`, `save(model, folder)`. safe/llamas.py says how Llamas differ."""
 
 import json
 import pathlib
@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import torch
 
-from further.experts import resized
+from further.experts import ExpertsConfig, resized
 from model import GPT, buffers, GPTConfig, materialize, shapes
+from safe import llamas
 from safe.files import read_safetensors, write_file, write_safetensors
 from safe.sizes import BadInput, check_sizes, reject
 
@@ -32,9 +33,10 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D
 
 
 def load(folder):
-    """Load a Hugging Face GPT-2 folder, config.json with model.safetensors, in float32 on the CPU.
+    """Load a Hugging Face folder of a GPT-2, a Llama, a Qwen 2 or 3, config.json with model.safetensors, in float32 on
+    the CPU.
 
-    Raises BadInput, a ValueError that names the file, if it is no GPT-2, if a name or shape is wrong, or if it is cut
+    Raises BadInput, a ValueError that names the file, if it is another model, if a name or shape is wrong, if it is cut
     short.
     """
     config, source = open_hf(folder)
@@ -44,7 +46,7 @@ def load(folder):
 
 
 def save(model, folder):
-    """Write the model as a Hugging Face folder, which transformers' GPT2LMHeadModel.from_pretrained can read."""
+    """Write the model as a Hugging Face folder, which transformers' from_pretrained can read."""
     tensors = model.state_dict()
     names = {**shapes(model.config), **buffers(model.config)}
     write_hf(folder, model.config, ((name, tensors[name]) for name in names))
@@ -53,6 +55,8 @@ def save(model, folder):
 def shapes_there(config):
     """{name: shape} of a folder's tensors: parameters, then buffers. A stack of experts is a tensor for each."""
     found = {}
+    if config.arch == "llama":
+        return {part: shape for name in shapes(config) for part, shape in llamas.parts_of(config, name).items()}
     for name, shape in {**shapes(config), **buffers(config)}.items():
         each = config.stacked(name)
         own = shape[1:] if each else shape
@@ -63,7 +67,7 @@ def shapes_there(config):
 # --------------------------------------------------------------------------------------------------------------- read
 
 def open_hf(folder):
-    """(config, source) of a Hugging Face GPT-2 folder: source(name) is a parameter. BadInput names a faulty file."""
+    """(config, source) of a Hugging Face folder: source(name) is a parameter. BadInput names a faulty file."""
     path = pathlib.Path(folder, "config.json")
     try:
         hf = json.loads(path.read_text("utf-8-sig"))
@@ -75,11 +79,13 @@ def open_hf(folder):
         found = {name.removeprefix("transformer."): tensor for name, tensor in read_safetensors(file).items()}
         tensors |= found
         where |= dict.fromkeys(found, file)
-    if config.tied:
+    if config.tied and config.arch == "gpt2":
         tensors["lm_head.weight"] = tensors.get("wte.weight")
         where["lm_head.weight"] = where.get("wte.weight")
-    said = ", ".join(f"{key_of(hf, field)} {getattr(config, field)}" + ", a GPT-2's, as there is none in the file"
-                     * (key_of(hf, field) not in hf) for field in KEYS if config.experts or field not in OF_EXPERTS)
+    keys = llamas.KEYS if config.arch == "llama" else {field: key_of(hf, field) for field in KEYS}
+    whose = "the default" if config.arch == "llama" else "a GPT-2's"
+    said = ", ".join(f"{key} {getattr(config, field)}" + f", {whose}, as there is none in the file"
+                     * (key not in hf) for field, key in keys.items() if config.experts or field not in OF_EXPERTS)
     for name, shape in expected(config):
         reject(name not in tensors, f"{file}: has no {name}, which config.json asks for ({said})")
         found = tuple(tensors[name].shape)
@@ -88,6 +94,9 @@ def open_hf(folder):
                "folder whose weights are not quantized")
 
     def source(name):
+        if config.arch == "llama":
+            name = "wte.weight" if config.tied and name == "lm_head.weight" else name
+            return torch.cat([tensors[part] for part in llamas.parts_of(config, name)])
         each = config.stacked(name)
         found = torch.stack([tensors[one] for one in each]) if each else tensors[name]
         return found.mT if name.endswith(TRANSPOSED) else found
@@ -128,6 +137,10 @@ def key_of(hf, field):
 def expected(config):
     """(name, shape there) of all tensors. First come the sizes that a damaged config.json may make so large that
     `shapes_there` would not end."""
+    if config.arch == "llama":
+        yield f"model.layers.{config.n_layer - 1}.input_layernorm.weight", (config.n_embd,)
+        yield from shapes_there(config).items()
+        return
     yield f"h.{config.n_layer - 1}.ln_1.weight", (config.n_embd,)
     if config.experts:
         yield f"h.{config.expert_every - 1}.mlp.router.weight", (config.experts, config.n_embd)
@@ -136,8 +149,11 @@ def expected(config):
 
 def config_from(hf):
     """The GPTConfig that a config.json describes. BadInput names the key."""
-    reject(not isinstance(hf, dict) or hf.get("model_type", "gpt2") not in ("gpt2", WITH_EXPERTS),
-           "not the config of a GPT-2 (model_type is not 'gpt2')")
+    known = "gpt2", WITH_EXPERTS, *llamas.ARCHITECTURES
+    reject(not isinstance(hf, dict) or hf.get("model_type", "gpt2") not in known,
+           "not the config of a GPT-2 (model_type is not 'gpt2'), nor of one of " + ", ".join(known[2:]))
+    if hf.get("model_type") in llamas.ARCHITECTURES:
+        return llamas.config_from(hf)
     kind, experts = hf.get("model_type"), hf.get("num_experts")
     sizes = {field: hf.get(key_of(hf, field), default) for field, (_, default) in KEYS.items()}
     name, inner = sizes["activation"], sizes["inner"]
@@ -149,7 +165,8 @@ def config_from(hf):
     # In a GPTConfig 0 stands for 4C, here null does.
     reject(inner == 0, f"n_inner {inner!r} must be null or at least 1")
     sizes |= {"activation": HF_ACTIVATIONS[name], "inner": 0 if inner is None else inner}
-    check_sizes(SimpleNamespace(**sizes), lambda field: key_of(hf, field))
+    kind = ExpertsConfig if sizes["experts"] else GPTConfig
+    check_sizes(SimpleNamespace(**sizes), lambda field: key_of(hf, field), kind)
     return resized(GPTConfig(), **sizes)
 
 
@@ -163,28 +180,35 @@ def write_hf(folder, config, tensors, dtype=torch.float32, end=None):
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    there = {long_name(name): shape for name, shape in shapes_there(config).items()}
+    there = {long_name(config, name): shape for name, shape in shapes_there(config).items()}
     return {"model.safetensors": write_safetensors(folder / "model.safetensors", dtype, there, parts(config, tensors)),
             "config.json": write_file(folder / "config.json", json.dumps(hf_config(config, dtype, end), indent=2))}
 
 
-def long_name(name):
-    return name if name == "lm_head.weight" else f"transformer.{name}"
+def long_name(config, name):
+    return name if name == "lm_head.weight" or config.arch == "llama" else f"transformer.{name}"
 
 
 def parts(config, tensors):
     """As a folder has them: (name, tensor) of each of `tensors`, or of each expert of a stack."""
+    if config.arch == "llama":
+        for name, whole in tensors:
+            there = llamas.parts_of(config, name)
+            yield from zip(there, whole.split([shape[0] for shape in there.values()]))
+        return
     for name, whole in tensors:
         each = config.stacked(name)
         for one, tensor in zip(each, whole) if each else [(name, whole)]:
-            yield long_name(one), tensor.t() if name.endswith(TRANSPOSED) else tensor
+            yield long_name(config, one), tensor.t() if name.endswith(TRANSPOSED) else tensor
 
 
 def hf_config(config, dtype, end):
     """The contents of config.json."""
+    every = {"dtype": str(dtype).removeprefix("torch."), "bos_token_id": end, "eos_token_id": end}
+    if config.arch == "llama":
+        return every | llamas.hf_config(config)
     kind, name = (WITH_EXPERTS, "RingGPTMixtureOfExperts") if config.experts else ("gpt2", "GPT2LMHeadModel")
     fields = [field for field in KEYS if config.experts or field not in OF_EXPERTS]
-    return {"model_type": kind, "architectures": [name], "dtype": str(dtype).removeprefix("torch."), **HF_FIXED,
-            **ALSO_WRITTEN, "bos_token_id": end, "eos_token_id": end,
+    return {"model_type": kind, "architectures": [name], **every, **HF_FIXED, **ALSO_WRITTEN,
             **{KEYS[field][0]: getattr(config, field) for field in fields}, "n_inner": config.inner or None,
             "activation_function": next(hf for hf, ours in HF_ACTIVATIONS.items() if ours == config.activation)}

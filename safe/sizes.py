@@ -1,13 +1,12 @@
 """What is refused in one line; sizes and choices that no model or machine can have."""
 
+import math
 from dataclasses import fields
 
 import torch
 
 import kernels
 from kernels import HAVE_TRITON, use
-from further.experts import ExpertsConfig
-from model import ACTIVATIONS, GPTConfig
 
 
 class BadInput(ValueError):
@@ -24,19 +23,32 @@ def multiple(n, of):
     return -(-n // of) * of
 
 
-def check_sizes(c, called):
-    """BadInput unless a model can have the sizes c, fields of a GPTConfig. called(field): what users call it."""
-    for field in fields(ExpertsConfig if c.experts else GPTConfig):
-        name, value, least = called(field.name), getattr(c, field.name), int(field.name not in ("inner", "experts"))
+MAY_BE_0 = "inner", "experts", "n_kv_head", "head_size"
+
+
+def check_sizes(c, called, kind=None):
+    """BadInput unless a model can have the sizes c, a GPTConfig or fields of `kind`, one. called(field): what users
+    call it."""
+    kind = kind or type(c)
+    for field in fields(kind):
+        name, value, least = called(field.name), getattr(c, field.name), int(field.name not in MAY_BE_0)
         # Not isinstance, by which True is an int.
         reject(type(value) is not field.type, f"{name} {value!r} must be of type {field.type.__name__}")
         reject(field.type is int and not least <= value < 2**31,
                f"{name} {value} must be at least {least} and less than 2^31: give e.g. {name} {field.default}")
-    reject(c.n_embd % c.n_head, f"{called('n_embd')} {c.n_embd} is not a multiple of {called('n_head')} {c.n_head}: "
-           f"give {called('n_embd')} {multiple(c.n_embd, c.n_head)}")
-    reject(c.activation not in ACTIVATIONS,
-           f"{called('activation')} {c.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    reject(c.n_embd % c.n_head and not getattr(c, "head_size", 0), f"{called('n_embd')} {c.n_embd} is not a multiple "
+           f"of {called('n_head')} {c.n_head}: give {called('n_embd')} {multiple(c.n_embd, c.n_head)}")
+    reject(c.activation not in kind.activations,
+           f"{called('activation')} {c.activation!r} is not one of {', '.join(kind.activations)}")
     reject(not 0 <= c.norm_eps <= 1, f"{called('norm_eps')} {c.norm_eps} must be between 0 and 1")
+    if kind.arch == "llama":
+        reject(c.n_kv_head and c.n_head % c.n_kv_head, f"{called('n_kv_head')} {c.n_kv_head} does not divide "
+               f"{called('n_head')} {c.n_head}: give {called('n_kv_head')} {math.gcd(c.n_kv_head, c.n_head)}")
+        name, heads = ("head_size", 1) if c.head_size else ("n_embd", c.n_head)
+        width = getattr(c, name)
+        reject(width // heads % 2, f"{called(name)} {width} makes heads of {width // heads} numbers, and rotary "
+               f"positions turn pairs: give {called(name)} {multiple(width, 2 * heads)}")
+        reject(not 0 < c.rope_theta < math.inf, f"{called('rope_theta')} {c.rope_theta} must be above 0")
     if c.experts:
         reject(c.experts < c.top_k, f"{called('experts')} {c.experts} is less than the {c.top_k} that a token goes "
                f"through: give {called('top_k')} {c.experts} or {called('experts')} {max(4, c.top_k)}")

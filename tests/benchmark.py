@@ -69,6 +69,10 @@ TRAFFIC = """
     --dp 2 --experts 4 --ep 2 --zero 3 --micro-batches 2 --top-k 1
     --dp 2 --experts 4 --zero 2
     --tp 2 --experts 4 --dtype bf16 --recompute block
+    --arch llama --tp 2 --sp --recompute attention --dtype bf16
+    --arch llama --tp 2 --micro-batches 2
+    --arch llama --cp 2 --recompute attention
+    --arch llama --cp 2 --cp-kind ulysses
     --dp 3 --batch-size 6
     --dp 3 --zero 3 --batch-size 6 --dtype bf16
     --pp 3 --micro-batches 4 --schedule gpipe
@@ -78,6 +82,7 @@ TRAFFIC = """
     --tp 2 --pp 2 --sp --micro-batches 2
     --tp 2 --pp 2 --micro-batches 2
     --dp 2 --tp 2 --sp --zero 1
+    --arch llama --dp 2 --tp 2 --sp --zero 3 --dtype bf16
     --dp 2 --tp 2 --sp --zero 3 --dtype bf16
     --cp 4 --zero 3 --micro-batches 2
     --cp 2 --tp 2 --sp --zero 1

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel, SDPBackend
 
 import fast.grouped
+import fast.llama
 import further.experts
+import further.rms_norm
 import kernels
 import model
 from tests.pool import close, GPUS, parametrize
@@ -67,7 +69,7 @@ def triton_kernels():
 def either_way(request, triton_kernels, monkeypatch):
     """By fast/, and by kernels.py alone: one tile size, nothing fused or padded."""
     for module, name, plain in fast.PLAIN if request.param == "plain" else ():
-        if module is kernels or name == "grouped_linear":
+        if module is kernels or name in ("grouped_linear", "RowNorm"):
             monkeypatch.setattr(module, name, plain)
 
 
@@ -145,11 +147,35 @@ def plain_attention(q, k, v, is_causal):
 
 
 def plain_packed_attention(qkv, is_causal):
-    return plain_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal).transpose(1, 2)
+    heads = qkv.shape[3]
+    q, k, v = qkv.flatten(2, 3).split([heads * (qkv.shape[2] - 2), heads, heads], 2)
+    k, v = (x.repeat_interleave(qkv.shape[2] - 2, 2) for x in (k, v))
+    return plain_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal).transpose(1, 2)
 
 
 def plain_norm(x, w, b, eps):
     return F.layer_norm(x, w.shape, w, b, eps)
+
+
+def plain_rms_norm(x, w, eps):
+    return F.rms_norm(x, w.shape, w, eps)
+
+
+def plain_swiglu(ab):
+    return F.silu(ab[..., :ab.shape[-1] // 2]) * ab[..., ab.shape[-1] // 2:]
+
+
+def turns(T, D):
+    angles = torch.arange(T * D // 2, device=KERNEL_DEVICE).view(T, D // 2) * 0.1
+    return angles.cos(), angles.sin()
+
+
+def plain_rotary(qkv):
+    """The product with e^(i angle), of complex numbers."""
+    cos, sin = (table[:, None, None].to(torch.float64) for table in turns(qkv.shape[1], qkv.shape[4]))
+    a, b = qkv[:, :, :-1].double().chunk(2, -1)
+    turned = torch.view_as_real(torch.complex(a, b) * torch.complex(cos, sin)).unbind(-1)
+    return torch.cat([torch.cat(turned, -1).to(qkv.dtype), qkv[:, :, -1:]], 2)
 
 
 def plain_cross_entropy(z, targets):
@@ -207,6 +233,12 @@ def rows_of_kernels():
         yield Row("x, norm", lambda x, *more, eps: add_layer_norm(x, None, *more, eps),
                   lambda x, *more, eps: (x, plain_norm(x, *more, eps)), [x, w, w], eps, strided=True)
 
+        yield Row("rms norm", further.rms_norm.rms_norm, plain_rms_norm, [x, w], eps, scale=2, replaced=True)
+        yield Row("add, rms norm", lambda x, r, w, eps: add_layer_norm(x, r, w, None, eps),
+                  lambda x, r, w, eps: (x + r, plain_rms_norm(x + r, w, eps)), [x, x, w], eps)
+    yield Row("swiglu", fast.llama.swiglu, plain_swiglu, [(2, 3, 2060)], scale=3)
+    yield Row("rotary", lambda qkv: fast.llama.rotary(qkv, *turns(5, 24)), plain_rotary, [(2, 5, 4, 3, 24)])
+
     sizes = [(2, 3, 1, 1, 16), (2, 3, 17, 127, 32), (1, 2, 130, 130, 64), (2, 1, 33, 70, 128), (1, 2, 5, 20, 256),
              (1, 2, 20, 5, 16)]  # causal, the first 15 rows see no key
     if GPUS:  # the last ones are whole tiles, as specialised warps of a Hopper take them, one a program and many
@@ -222,6 +254,9 @@ def rows_of_kernels():
         if Tq == Tk:
             yield Row(f"packed {name}", kernels.attention, plain_packed_attention, [(B, Tq, 3, H, D)], masked,
                       WITH_PRODUCTS, replaced=True)
+    for B, G, shared, T, D in [(2, 3, 2, 70, 32)] + [(2, 4, 2, 256, 128), (1, 2, 3, 384, 64)] * bool(GPUS):
+        yield Row("grouped attention causal", kernels.attention, plain_packed_attention, [(B, T, G + 2, shared, D)],
+                  {"is_causal": True}, WITH_PRODUCTS, replaced=True)
 
     for rows, vocab in (1, 1), (17, 127), (2, 5000):
         whole = (torch.arange(2 * rows, device=KERNEL_DEVICE) * 7 // 2 % vocab)[::2]  # not contiguous
@@ -341,7 +376,7 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
             "(3, 4) and targets (1,)": lambda: kernels.cross_entropy(x, three),
             "head dim 24 (q (1, 2, 5, 24)": lambda: kernels.FlashAttention.apply(odd, odd, odd, True),
             "v (1, 2, 6, 16)": lambda: kernels.FlashAttention.apply(q, q, random(1, 2, 6, 16), True),
-            "packed attention takes qkv (B, T, 3, H, D), not (1, 5, 2, 2, 16)":
+            "packed attention takes qkv (B, T, 3, H, D), or (B, T, G + 2, H/G, D), not (1, 5, 2, 2, 16)":
                 lambda: kernels.attention(random(1, 5, 2, 2, 16)),
             "(3, 4) torch.float32: needs (M, K) and (K, N)": lambda: kernels.matmul(x, x),
             "x (3, 4), weight (2, 5, 3)": lambda: further.experts.grouped_linear(x, random(2, 5, 3), None, three),

@@ -27,6 +27,7 @@ import fast.context
 import fast.experts
 import fast.nccl
 import further.expert_parallel
+import further.context
 import further.experts
 import further.schedules
 import kernels
@@ -37,10 +38,11 @@ from tests.collectives import nodes_of
 from tests.pool import BOTH, close, DEVICES, needs_kernels, on_both, on_ranks, parametrize
 from fast.graphs import replay_micro_batches
 from further.experts import resized, routers
+from further.llama import LlamaConfig
 from further.muon import Muon
 from further.resume import load_state
 from further.schedules import zero_bubble_h1
-from safe.flags import BadInput, check_layout, Settings
+from safe.flags import BadInput, check_layout, check_sizes, Settings
 
 
 # -------------------------------------------------------------------------------------------------------- one process
@@ -50,6 +52,13 @@ BATCH = 8
 CLIP = 0.3   # fires: the norms are 0.5 and more
 RATE = 0.02  # of balancing: two steps can change a choice
 DECAY = 0.1  # of matrices only
+
+
+def sized(arch="gpt2", **sizes):
+    """SMALL with some sizes changed, in this architecture."""
+    if arch == "gpt2":
+        return resized(SMALL, **sizes)
+    return resized(LlamaConfig(**dataclasses.asdict(SMALL) | {"activation": "silu"}), **sizes)
 
 
 def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL, holes=False):
@@ -78,7 +87,7 @@ class LibraryMuon:
         self.parts = {}  # parameter -> its matrices, each a view
         for name, p in net.h.named_parameters():
             if p.dim() > 1 and name.endswith("weight"):
-                rows = p.shape[-2] // (3 if "c_attn" in name else 1)
+                rows = p.shape[-2] // (3 if "c_attn" in name and p.shape[0] == 3 * p.shape[1] else 1)
                 self.parts[p] = [nn.Parameter(matrix) for matrix in p.data.view(-1, rows, p.shape[-1])]
         self.muon = torch.optim.Muon(sum(self.parts.values(), []), 1e-2, DECAY, adjust_lr_fn="match_rms_adamw")
         self.adamw = torch.optim.AdamW(
@@ -98,7 +107,7 @@ class LibraryMuon:
 def one_process(optimizer, steps, batch, tokens, bias, clip, holes, **change):
     """Losses, norms, gradients of the first step, weights after the last: by plain PyTorch. bias: the routers' to begin
     with. clip: 0 does not."""
-    config = resized(SMALL, **change)
+    config = sized(**change)
     net, margins = model.GPT(config).double(), []
     for router in routers(net).values():
         router.bias = torch.tensor(bias or [0.0] * config.experts)
@@ -205,8 +214,19 @@ def ends_apart():
     return patch.object(train, "add_up_twins", lambda params: None)
 
 
+def positions_from_zero():
+    """A Llama's ranks of cp turn queries and keys as if each had a sequence's first tokens."""
+    def cut(module, *options):
+        real(module, *options)
+        for block in module.h.values():
+            del block.attn.positions
+    real = further.context.context_parallel
+    return patch.object(further.context, "context_parallel", cut)
+
+
 BREAKS = {function.__name__: function for function in (
-    average_over_copies, sums_of_all_keys, keys_travel_ahead, mean_of_micro_batches, mean_of_replicas, ends_apart)}
+    positions_from_zero, average_over_copies, sums_of_all_keys, keys_travel_ahead, mean_of_micro_batches,
+    mean_of_replicas, ends_apart)}
 
 
 def rows_in_place():
@@ -257,7 +277,7 @@ def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, 
     """The same steps laid out over the processes: losses, norms, the first step's gradients, weights; both whole.
     two_levels: whether the dp group must work in two levels. want: one process's gradients and weights, {name: array};
     then of ours, how far each of this rank's is from its part of them."""
-    config = resized(SMALL, **change)
+    config = sized(**change)
     device = torch.get_default_device()
     source = bias and (lambda name: torch.tensor(bias) if name.endswith("router.bias")
                        else model.initial_weight(config, name, 0))
@@ -338,7 +358,8 @@ def differences(got, want, tolerance=1e-10):
 
 FEW, ALL = (0.0, -9.0, 0.0, 0.0), (9.0, 0.0, 0.0, 0.0)  # no token for the second expert; of k = 1 all for the first
 AXES = "dp", "tp", "cp", "pp"
-SIZES = [field.name for field in dataclasses.fields(further.experts.ExpertsConfig)]
+SIZES = {"arch", *(field.name for kind in (further.experts.ExpertsConfig, LlamaConfig)
+                   for field in dataclasses.fields(kind))}
 # Two steps: what one leaves behind, the second finds.
 SIZED = {"steps": 2, "batch": BATCH, "tokens": SMALL.seq_len, "bias": None, "clip": CLIP, "holes": False}
 
@@ -536,6 +557,24 @@ muon  optimizer=muon
     dp=2 cp=2 zero=1 zero_within=2 tokens=8
     dp=4 ep=2 experts=4 tokens=8 zero=1
     dp=2 tp=2 ep=2 experts=4 tokens=8
+# A Llama, or Qwen: rotary positions follow the zigzag, tp cuts the heads of keys, norms of heads stay whole.
+llama  arch=llama n_kv_head=4 tokens=8 n_layer=3
+    dp=2 micro_batches=2 zero=1,3 tied=0 optimizer=adamw
+    tp=4 micro_batches=2 n_kv_head=0
+    tp=2 qk_norm=1 qkv_bias=1 head_size=6
+    cp=4 tied=0 qk_norm=1
+    cp=2 tp=2 cp_kind=ring,ulysses sp=1 recompute=attention micro_batches=2
+    pp=2 schedule=zb-h1,dualpipe-v micro_batches=4
+    dp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4 zero=2 recompute=block tied=0
+    dp=2 tp=2 pp=2 sp=1 zero=3 qk_norm=1 micro_batches=2 optimizer=adamw
+    dp=2 tp=2 ep=2 experts=4 zero=1 expert_every=2
+llama  arch=llama n_kv_head=2 tokens=8
+    dp=2 zero=3 without=reduce_scatter_bucket
+    tp=2 qk_norm=1 without=CopyToGroup.backward,ReduceFromGroup.forward,ParallelGPT.add_up_gradients
+    tp=2 sp=1 without=gather_tokens,scatter_tokens
+    cp=2 without=shift,positions_from_zero
+    cp=2 cp_kind=ulysses without=heads_for_tokens,positions_from_zero
+    pp=2 without=ParallelGPT.add_up_gradients
 experts  experts=4 tokens=8 n_layer=3 forced=under_own_rows
     dp=2 ep=2 zero=3 recompute=block micro_batches=2 bias=few optimizer=adamw tied=0
     dp=2 ep=2 bias=all top_k=1
@@ -572,8 +611,10 @@ def test_layout_equals_one_process(pool, subject, row, without):
 NEAR = [  # rows that round, and how near they are: layers in 16 bits, the kernels' float32
     ("dp=2 micro_batches=2 zero=0,1,2,3 dtype=bfloat16", 2**-5),
     ("dp=2 micro_batches=2 zero=1,3 dtype=float16", 2**-8),
+    ("dp=2 micro_batches=2 zero=1 dtype=bfloat16 arch=llama n_kv_head=2", 2**-5),
     *((f"{layout} choice=triton dtype=float32 n_layer=1 n_head=2 vocab_size=11 seq_len=4 batch=2 tokens=4", 1e-5)
-      for layout in ("dp=1 holes=1", "dp=2 zero=3", "tp=2 sp=1 holes=1", "dp=2 ep=2 experts=4 bias=few"))]
+      for layout in ("dp=1 holes=1", "dp=2 zero=3", "tp=2 sp=1 holes=1", "dp=2 ep=2 experts=4 bias=few",
+                    "cp=2 arch=llama n_kv_head=1"))]
 
 
 @on_both
@@ -717,7 +758,7 @@ DRAWN = {name: [*FLAGS[name]] for name in ("schedule", "zero", "recompute", "com
 SOME = """dp=1,2,3,4 tp=1,2,3,4 cp=1,2,3,4 pp=1,2,3,4 sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
     micro_batches=1,2,3,4 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 n_layer=1,2,3,5 n_head=2,3,4
     n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37 optimizer=sgd,adamw,muon tied=False,True inner=0,19 samples=1,2,3
-    holes=False,True"""
+    holes=False,True arch=gpt2,llama n_kv_head=0,1,2"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
 SIZES_DRAWN = 2 * [2, 4, 3, 4, 2, 6, 4] + [4, 6, 8, 8]  # ranks of each
 LATER = {*"model dtype device kernels plain together schedule_file".split()}  # they round, or have tests of their own
@@ -725,7 +766,8 @@ OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weig
     sample prompt temperature top_k_sample tokenizer out save_every resume""".split()}
 IDLE = {  # options that change nothing where one of these is so
     "cp_kind": "cp=1", "schedule": "pp=1", "virtual_stages": "pp=1 schedule=gpipe schedule=1f1b schedule=zb-h1",
-    "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "top_k": "experts=0", "expert_every": "experts=0"}
+    "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "top_k": "experts=0", "expert_every": "experts=0",
+    "activation": "arch=llama", "n_kv_head": "arch=gpt2"}
 
 
 def draw_layout(draw, size):
@@ -741,7 +783,8 @@ def draw_layout(draw, size):
         flags, sizes = ({name: case[name] for name in names if name in case} for names in (FLAGS, SIZES))
         settings = Settings(device="cpu", dtype="fp64", batch_size=batch_of(case), **flags)
         with contextlib.suppress(BadInput):
-            if check_layout(settings, resized(model.GPTConfig(), **sizes), size, size) == size:
+            check_sizes(config := sized(**sizes), str)
+            if check_layout(settings, config, size, size) == size:
                 return case
 
 

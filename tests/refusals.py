@@ -94,6 +94,10 @@ REFUSED = {
         --sp --tp 4 --seq-len 66            | 66 tokens cannot be cut into 4 parts: give --seq-len 68
         --cp 4 --seq-len 20                 | sequences of 20 tokens cannot be cut into 8 parts: give --seq-len 24
         --cp 2 --tp 2 --sp --seq-len 6      | cannot be cut into 4 parts: give --seq-len 8
+        --arch llama --tp 4                 | does not divide the model's 2 heads of keys and values: give --tp 2
+        --arch llama --n-kv-head 3          | --n-kv-head 3 does not divide --n-head 4: give --n-kv-head 1
+        --arch llama --model gpt2           | --model gpt2 is no preset of --arch llama: give --model tiny
+        --n-kv-head 2                       | --n-kv-head 2 is for a Llama: give --arch llama, too
         --cp 3 --cp-kind ulysses --seq-len 12 | does not divide the 4 heads of a rank: give --cp 1 or
         --data /no/such/file                | /no/such/file
         --data EMPTY                        | it is empty

@@ -289,6 +289,8 @@ ENTERED = {  # a layout, and the rows that it enters
                            "further.expert_parallel.through_experts further.experts.grouped_linear",
     "dp=1 choice=triton dtype=float32 batch=1 tokens=4 seq_len=4 n_layer=1 n_head=2":
         "kernels.LayerNorm kernels.flash_attention",
+    "dp=1 choice=triton dtype=float32 batch=1 tokens=4 seq_len=4 n_layer=1 n_head=2 arch=llama n_kv_head=1":
+        "further.rms_norm.RowNorm further.llama.swiglu further.llama.rotary",
 }
 
 

@@ -23,7 +23,8 @@ def split_pieces(config, stages):
     c = config.n_embd
     n = config.n_layer + 2
     mlps = [config.top_k if config.experts and config.has_experts(i) else 1 for i in range(config.n_layer)]
-    cost = [0] + [4 * c * c + 2 * c * config.hidden * k + config.seq_len * c for k in mlps] + [c * config.vocab_size]
+    attention = config.attention_matrices() + config.seq_len * config.heads_width
+    cost = [0] + [attention + config.mlp_matrices() * k for k in mlps] + [c * config.vocab_size]
 
     @functools.cache
     def best(end, k):

@@ -81,7 +81,9 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
         cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
                      attention's output once more, where --cp keeps it `twice`    C
 
-    Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept.
+    Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept. Of a
+    Llama q, k, v are (H + 2 H/G) D, the MLP is 2 inner before and inner after (and where PyTorch's operations compute
+    it, the gate's result, too), a norm keeps one number, and cos and sin of each position are D float32 numbers.
     recompute="block" keeps x alone; "attention" drops q, k, v and attention's output. What backward then computes again
     exists for one block at a time, and is not counted. twice: Ulysses keeps the output before and after its all-to-all;
     a ring keeps it head by head for itself, and token by token for the projection. Experts have `routed_bytes` in place
@@ -94,16 +96,24 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     tokens, c, width, tp = tokens_of(config, s), config.n_embd, widths(s)[0], s.tp
     tokens_cut, twice = tp if s.sp else 1, s.cp > 1 and (s.cp_kind == "ulysses" or config.n_head > tp)
     blocks, routed, first, head = contents(config, pieces)
-    attention = ((4 + twice) * c * width + 4 * config.n_head) / tp
-    rest = (4 * c * width + 16) / tokens_cut
+    positions = config.seq_len / s.cp / tokens  # of a sequence, over the tokens of all sequences
+    attention = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / tp
+    attention += config.rotates * max(width, 4) * config.head_dim * positions
+    rest = (4 * c * width + 8 * config.norm_keeps) / tokens_cut
     mlps = routed and routed * routed_bytes(config, s, load, fused)
-    mlps += (blocks - routed) * 2 * config.hidden * width / tp
+    mlps += (blocks - routed) * mlp_width(config, fused) * width / tp
     every = {"none": blocks * (rest + attention) + mlps, "attention": blocks * rest + mlps,
              "block": blocks * c * width / tokens_cut}[s.recompute]
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
-    ids, targets = 8 * config.seq_len / s.cp / tokens + 9 * (tp > 1), 8 + 12 * (fused or tp > 1)
-    last = (c * width + 8) / tokens_cut + c * width + logits + targets
+    ids, targets = 8 * positions * (not config.rotates) + 9 * (tp > 1), 8 + 12 * (fused or tp > 1)
+    last = (c * width + 4 * config.norm_keeps) / tokens_cut + c * width + logits + targets
     return int(tokens * (every + first * ids + head * last))
+
+
+def mlp_width(config, fused):
+    """Elements of the hidden layer that a token keeps: before the activation and after, and of PyTorch's SwiGLU the
+    gate."""
+    return config.up_width + config.hidden * (1 + (config.arch == "llama" and not fused))
 
 
 def routed_bytes(config, s, load, fused):
@@ -116,12 +126,13 @@ def routed_bytes(config, s, load, fused):
         sorting   where each row comes from, and where it goes           3k int64                 k
                   the same where rows are received from other ranks      2k int64, times `load`   k, times `load`
         experts   rows received, MLP before and after GeLU               k (C + 2 inner / tp), times `load`
+                  (of a Llama 3 inner, and one more if not `fused`)
                   outputs that come back to be weighed                   k C
 
     A rank routes 1 / tokens_cut of the tokens. If tokens_cut > 1, it also keeps the k weights of all tokens.
     """
     c, k, width, tokens_cut, travel = config.n_embd, config.top_k, widths(s)[0], s.tp if s.sp else 1, s.ep > 1
-    wide, rows = max(width, 4), k * load * (c + 2 * config.hidden / s.tp) * width + k * c * width
+    wide, rows = max(width, 4), k * load * (c + mlp_width(config, fused) / s.tp) * width + k * c * width
     router = config.experts * (wide + 8) + (2 * k + (k > 1)) * wide + (wide > width) * (4 - width) * c
     if fused:
         sorting = 4 * (tokens_cut > 1) + 4 + 4 * load * travel

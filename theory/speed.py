@@ -106,20 +106,23 @@ def passes(config, tp=1, sp=False, ep=1, routed=False):
     """(F, I, W): elements that a block's kernels read and write for a token, outside of matrix products and attention.
 
     F: two layer norms 4C, two residual sums 6C, GeLU 2 inner; I: 10C, 6C, 3 inner; W: the sums of the biases'
-    gradients, 2C + (3C + inner). tp cuts (3C + inner), sp also the other C. routed: the block has experts, with equal
+    gradients, 2C + (3C + inner). tp cuts (3C + inner), sp also the other C. A Llama's SwiGLU takes 3 inner and 5 inner,
+    its rotary positions read and write q, k, v each way, and it has no biases. routed: the block has experts, of equal
     loads. Then a token has a row of C for each of its experts. Sorting reads the token and writes its rows, weighing
     reads the rows and writes the token, and the router reads it: about 3 of each. With ep > 1 rows are sorted by expert
     and back once more.
     """
     c, k = config.n_embd, config.top_k if routed else 1
     own, rows, inner = c / tp if sp else c, k * c, k * config.hidden / tp
-    more = routed * (3 * (c + rows) + 4 * rows * (ep > 1))
-    return 10 * own + 2 * inner + more, 16 * own + 3 * inner + more, 2 * own + 3 * c / tp + inner
+    more = routed * (3 * (c + rows) + 4 * rows * (ep > 1)) + config.rotates * 2 * config.qkv_width / tp
+    wide = config.up_width // config.hidden  # layers that the activation reads
+    biases = config.biased * (2 * own + 3 * c / tp + inner)
+    return 10 * own + (wide + 1) * inner + more, 16 * own + (2 * wide + 1) * inner + more, biases
 
 
 def matrices(config, tp=1):
     """(attention's, an MLP's): elements of a block's matrices on one of tp ranks."""
-    return 4 * config.n_embd**2 / tp, 2 * config.n_embd * config.hidden / tp
+    return config.attention_matrices() / tp, config.mlp_matrices() / tp
 
 
 def operations(config, tokens, width=2):
@@ -134,9 +137,11 @@ def operations(config, tokens, width=2):
     def numbers(flops, moved, count):
         return flops * tokens * count, width * moved * tokens * count
 
-    return {"layer norm": numbers(8, 2, c), "q, k, v": product(c, 3 * c),
-            "attention": numbers(2 * config.seq_len, 4, c), "projection": product(c, c), "x + y": numbers(1, 3, c),
-            "MLP, up": product(c, hidden), "GELU": numbers(8, 2, hidden), "MLP, down": product(hidden, c),
+    heads, wide = config.heads_width, config.up_width
+    scores = 2 * config.seq_len * heads * tokens, width * tokens * (config.qkv_width + heads)
+    return {"layer norm": numbers(8, 2, c), "q, k, v": product(c, config.qkv_width),
+            "attention": scores, "projection": product(heads, c), "x + y": numbers(1, 3, c),
+            "MLP, up": product(c, wide), "GELU": numbers(8, 1 + wide / hidden, hidden), "MLP, down": product(hidden, c),
             "head": product(c, v), "cross-entropy": numbers(4, 1, v)}
 
 
@@ -178,10 +183,10 @@ def stage_seconds(config, s, machine, stages):
 
 
 def attention_seconds(config, s, machine):
-    """Seconds of attention's forward in one block for one micro-batch: Q K^T and P V, half masked, take 2 T C FLOPs a
+    """Seconds of attention's forward in one block for one micro-batch: Q K^T and P V, half masked, take 2 T H D FLOPs a
     token. A ring's kernels see T/N tokens at once."""
     rate = machine.attention_with(config.seq_len // (s.cp if s.cp_kind == "ring" else 1))
-    return 2 * config.seq_len * config.n_embd / s.tp * tokens_of(config, s) / rate
+    return 2 * config.seq_len * config.heads_width / s.tp * tokens_of(config, s) / rate
 
 
 def ring_hides(flops, link, dtype):

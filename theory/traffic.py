@@ -140,7 +140,11 @@ def messages_of_tensors(config, s, stages):
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
     for op in HALVES if s.sp else ["all_reduce"]:
         yield Message("embedding, head", op, "tp", [tokens * c], narrow, m * (first + last))
+    norms_of_heads = 2 * config.head_dim * getattr(config, "qk_norm", False)
     if not s.sp:  # a block: g twice forward, f twice backward
+        if norms_of_heads:
+            own = blocks * norms_of_heads // (shards_of(s) if s.zero in (1, 2) else 1)
+            yield Message("gradients of norms of heads", "all_reduce", "tp", [own], wide)
         yield Message("activations: 4 a block", "all_reduce", "tp", [tokens * c], narrow, scatters)
         return
     # In forward f gathers and g scatters, in backward the other way round. Backward also gathers again what f has
@@ -149,8 +153,9 @@ def messages_of_tensors(config, s, stages):
     yield Message("activations: 6 of 10 halves", GATHER, "tp", [tokens * c], narrow, gathers)
     yield Message("activations: 4 of 10 halves", SCATTER, "tp", [tokens * c], narrow, scatters)
     # tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of row-parallel layers.
-    matrices = (routed * config.experts + first * config.seq_len) * c
-    vectors = (blocks * 6 - routed + last * 2) * c
+    matrices = routed * config.experts * c + first * config.position_parameters()
+    a_block = 2 * config.norm_parameters() + 2 * c * config.biased + norms_of_heads
+    vectors = blocks * a_block - routed * c + last * config.norm_parameters()
     seen = matrices // (shards_of(s) if s.zero else 1) + vectors // (shards_of(s) if s.zero in (1, 2) else 1)
     yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
 
@@ -158,15 +163,16 @@ def messages_of_tensors(config, s, stages):
 def messages_of_context(config, s, stages):
     """Messages of context parallelism. Recomputing runs attention's forward again, with both of Ulysses' all-to-alls,
     because c_proj's weight gradient needs the second one's result."""
-    (narrow, wide), part = widths(s), tokens_of(config, s) * config.n_embd // s.tp
+    (narrow, wide), tokens = widths(s), tokens_of(config, s)
+    heads, keys = (tokens * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
     backwards = s.micro_batches * contents(config, stages.values())[0]
     both = backwards * (2 + (s.recompute != "none"))  # forwards and backwards: keys and values go round in each
     if s.cp_kind == "ring":
-        yield Message("keys and values", "isend", "cp", [2 * part], narrow, (s.cp - 1) * both)
-        yield Message("their gradients", "isend", "cp", [2 * part], wide, (s.cp - 1) * backwards)
+        yield Message("keys and values", "isend", "cp", [2 * keys], narrow, (s.cp - 1) * both)
+        yield Message("their gradients", "isend", "cp", [2 * keys], wide, (s.cp - 1) * backwards)
     else:
-        yield Message("heads for tokens", "all_to_all_single", "cp", [3 * part], narrow, both)
-        yield Message("tokens for heads", "all_to_all_single", "cp", [part], narrow, both)
+        yield Message("heads for tokens", "all_to_all_single", "cp", [heads + 2 * keys], narrow, both)
+        yield Message("tokens for heads", "all_to_all_single", "cp", [heads], narrow, both)
     yield Message("loss", "all_reduce", "cp", [1], wide)
 
 
