@@ -1417,7 +1417,7 @@ class Step:
     def run(self):
         for action in self.actions:
             self.do(action)
-        self.forget_sent(0)
+        self.wait_for_sent(0)
         return self.losses
 
     def do(self, action):
@@ -1489,9 +1489,9 @@ class Step:
         to = self.pipeline.stage_to_rank[goes_to(action)]
         handle = dist.isend(tensor, group=self.pipeline.group, group_dst=to)
         self.sending.append((handle, tensor))
-        self.forget_sent(2)
+        self.wait_for_sent(2)
 
-    def forget_sent(self, most):
+    def wait_for_sent(self, most):
         """Free outputs once they are sent, all but the latest `most`. To wait for a send cannot hang: why `lower` makes
         no deadlock holds for sends that wait for their receives."""
         while len(self.sending) > most:

@@ -125,16 +125,16 @@ class PatientStep(HalvedStep):
             handle = dist.isend(tensor, pipeline.ranks[to], pipeline.channels[pipeline.rank, to])
         self.sending.append((named(handle, what), tensor))
 
-    def forget_sent(self, most):
-        """On CUDA a send that is waited for would hold up the stream, so forget those that have ended until the end."""
+    def wait_for_sent(self, most):
+        """On CUDA a send that is waited for would hold up the stream, so only those that have ended are, until the end."""
         if most == 0 or self.pipeline.device.type != "cuda":
-            super().forget_sent(most)
+            super().wait_for_sent(most)
         while self.sending and self.sending[0][0].is_completed():
             self.sending.popleft()[0].wait()
 
     def do(self, action):
         super().do(action)
-        self.forget_sent(2)
+        self.wait_for_sent(2)
 
 
 class PatientPipeline(Pipeline):
