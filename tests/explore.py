@@ -254,10 +254,14 @@ def show_all(browser, site, address):
 
 
 def test_every_page_loads_and_each_control_changes_its_picture(server, site_folder, browser):
+    site, address = f"file://{site_folder}", f"http://127.0.0.1:{server.server_port}/{server.token}"
+    show_all(browser, site, address)
     for width in 1440, 390:
         browser.resize(width, 900)
-        show_all(browser, f"file://{site_folder}", f"http://127.0.0.1:{server.server_port}/{server.token}")
-        assert browser.run("document.documentElement.scrollWidth") <= width and browser.errors == []
+        for page in [f"{site}/{name}.html" for name in pages.STEPPED] + [f"{address}/{name}.html" for name in pages.FIXED]:
+            browser.open(page, f"{CELLS} || document.querySelector('#steps svg, td')")
+            assert browser.run("document.documentElement.scrollWidth") <= width, page
+    assert browser.errors == []
 
 
 def edit_and_run(server, browser):
