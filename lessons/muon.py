@@ -31,7 +31,7 @@ def demo_muon(steps, batch_size, model, lr):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = PRESETS[model]
     tokens, held_out = train.split(train.Bytes().tokens_of([file.read_bytes() for file in train.standard_library()]))
-    marks = sorted({steps * part // 4 for part in (1, 2, 3, 4)})
+    marks = sorted({-(-steps * part // 4) for part in (1, 2, 3, 4)})
     print(f"{model}, {config.parameters():,} parameters, float32, on {device.type}; the standard library, "
           f"{batch_size} x {config.seq_len} bytes a step.\nHeld-out loss, nats a byte, after so many steps; "
           f"ms of a step, and of these the optimizer's\n")

@@ -4,13 +4,16 @@ import copy
 from collections import Counter
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
 import collectives as dist
 import model
 import parallel
+import train
 from further.muon import Muon, orthogonal, owners
+from lessons.muon import KINDS, trained
 from tests.layouts import DECAY, LibraryMuon, SMALL
 from tests.pool import close, on_both, on_ranks, parametrize
 from theory.traffic import sent
@@ -102,3 +105,12 @@ def test_parts_of_matrices_are_refused():
     parallel.set_placement(part, decays=True)
     with pytest.raises(ValueError, match="whole matrices.* use DDP or a ShardedOptimizer"):
         Muon([("h.0.mlp.c_fc.weight", part)])
+
+
+def test_the_lesson_trains_with_both():
+    tokens = np.arange(4096) % 50
+    config = model.GPTConfig(seq_len=16, n_layer=1, n_head=2, n_embd=32)
+    for kind in KINDS.values():
+        s = train.Flags(steps=8, lr=0.01)
+        losses, *_ = trained(config, kind, s, (tokens, tokens), 4, torch.device("cpu"), [1, 8])
+        assert losses[1] < losses[0] - 0.2
