@@ -126,7 +126,7 @@ class PatientStep(HalvedStep):
         self.sending.append((named(handle, what), tensor))
 
     def wait_for_sent(self, most):
-        """On CUDA a send that is waited for would hold up the stream, so only those that have ended are, until the end."""
+        """On CUDA a send that is waited for would hold up the stream, so until the end only those that are over are."""
         if most == 0 or self.pipeline.device.type != "cuda":
             super().wait_for_sent(most)
         while self.sending and self.sending[0][0].is_completed():
