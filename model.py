@@ -100,10 +100,10 @@ class GPTConfig:
 
     def parameters(self):
         """K, how many parameters; a tied head counts once."""
-        embedding = self.vocab_size * self.n_embd
+        vocabulary = self.vocab_size * self.n_embd
         norms = (2 * self.n_layer + 1) * self.norm_parameters()
         blocks = self.n_layer * (self.attention_parameters() + self.mlp_parameters())
-        return embedding * (1 if self.tied else 2) + self.position_parameters() + blocks + norms
+        return vocabulary * (1 if self.tied else 2) + self.position_parameters() + blocks + norms
 
     def active_parameters(self):
         """How many parameters one token meets."""

@@ -1,9 +1,9 @@
-"""A schedule's lists, of any actions: transfers put in, proven, read from a text.
+r"""A schedule's lists, of any actions: transfers put in, proven, read from a text.
 
 What parallel.py does for F and B, for halves of backwards, too; and a proof for lists that somebody has written.
 
     from further.lists import check, lower, parse
-    lists = parse("rank 0  F0 F1 B0 B1 \\n rank 1  F0 B0 F1 B1")
+    lists = parse("rank 0  F0 F1 B0 B1 \n rank 1  F0 B0 F1 B1")
 """
 
 import functools
