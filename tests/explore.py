@@ -258,9 +258,10 @@ def test_every_page_loads_and_each_control_changes_its_picture(server, site_fold
     show_all(browser, site, address)
     for width in 1440, 390:
         browser.resize(width, 900)
-        for page in [f"{site}/{name}.html" for name in pages.STEPPED] + [f"{address}/{name}.html" for name in pages.FIXED]:
-            browser.open(page, f"{CELLS} || document.querySelector('#steps svg, td')")
-            assert browser.run("document.documentElement.scrollWidth") <= width, page
+        for name in (*pages.STEPPED, *pages.FIXED):
+            place = site if name in pages.STEPPED else address
+            browser.open(f"{place}/{name}.html", f"{CELLS} || document.querySelector('#steps svg, td')")
+            assert browser.run("document.documentElement.scrollWidth") <= width, name
     assert browser.errors == []
 
 
