@@ -10,8 +10,8 @@
 
 train.py puts them together, in an order that works: `parallelize`.
 
-further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, groups on several
-nodes; and in ddp.py, zero.py and fsdp.py what data parallelism and ZeRO need for a model of your own.
+further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, and groups on several
+nodes. `parallel.DDP`, `ShardedOptimizer` and `FSDP`, for any nn.Module, are there, too: the last function finds them.
 
 `python -m lessons data`, `memory`, `fsdp`, `tensor`, `pipeline`, and for further/ `context` and `experts`, run on a
 laptop.
@@ -24,6 +24,7 @@ as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the cha
 """
 
 import functools
+import importlib
 import itertools
 import math
 import weakref
@@ -293,10 +294,10 @@ class Reducer:
         self.begin_step()
 
 
-class DDP(nn.Module):
+class BucketDDP(nn.Module):
     """Data parallel over any module: gradients are averaged bucket by bucket, while backward still computes.
 
-        model = DDP(module, group)                  the first rank broadcasts its parameters
+        model = BucketDDP(module, group)            the first rank broadcasts its parameters
         with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
         loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
 
@@ -569,10 +570,10 @@ def add_to_shard(bucket, average):
         bucket.shard.grad += average
 
 
-class ShardedOptimizer:
+class FlatOptimizer:
     """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its Nth of the parameters, and steps it.
 
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
+        optimizer = FlatOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
         with optimizer.no_sync(): loss.backward()              every micro-batch but the last
         loss.backward(); optimizer.finish_grad_sync()          gradients: reduce-scatter
         clip_grad_norm_(optimizer.shards, 1.0, [group])
@@ -586,7 +587,7 @@ class ShardedOptimizer:
 
     `inner`, of that class, steps the shards: PyTorch's schedulers take it, and its state_dict is this rank's. It must
     be made when it is settled which parameters are trained, and who writes into 16-bit weights later is not heard:
-    ZeroRedundancyOptimizer of further/zero.py lets you change both between steps.
+    ShardedOptimizer of further/zero.py lets you change both between steps.
     """
     bucket_class = FlatBucket
 
@@ -1660,3 +1661,18 @@ def put_together(shape, here, values, groups):
     for group in groups:
         dist.all_reduce(whole.view(torch.uint8), dist.ReduceOp.MAX, group)
     return whole.view(shape)
+
+
+# ------------------------------------------------------------------------------------------------------- any nn.Module
+#
+# BucketDDP, FlatOptimizer and FlatFSDP serve a GPT. What a model of anybody needs besides (checks that ranks agree,
+# buffers, layers frozen between steps, weights written, parameters with names) are subclasses of them, in further/.
+
+OF_ANY_MODULE = {"DDP": "further.ddp", "ShardedOptimizer": "further.zero", "FSDP": "further.fsdp"}
+
+
+def __getattr__(name):
+    """Python asks here for a name that this module lacks."""
+    if name not in OF_ANY_MODULE:
+        raise AttributeError(f"module 'parallel' has no attribute '{name}'")
+    return getattr(importlib.import_module(OF_ANY_MODULE[name]), name)

@@ -255,7 +255,7 @@ class Layout:
 
     @property
     def shards_optimizer(self):
-        """Whether a ShardedOptimizer averages gradients: at ZeRO 1 and 2, and at 0 if weights have 16 bits, because it
+        """Whether a FlatOptimizer averages gradients: at ZeRO 1 and 2, and at 0 if weights have 16 bits, because it
         keeps their float32 masters."""
         return self.zero in (1, 2) or self.zero == 0 and self.dtype != parallel.master_dtype(self.dtype)
 
@@ -293,11 +293,11 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
         else:
             materialize(model, source, device, master, parallel.cut_like)
         # 5. What averages gradients hooks parameters, so it comes after the steps that replace them:
-        #    DDP                 here: ZeRO 0
-        #    ShardedOptimizer    in `ParallelGPT`, for all stages: ZeRO 1 and 2, and 0 in 16 bits
-        #    FSDP                in step 4: ZeRO 3, because it shards weights as they come; parameters stay the same
+        #    BucketDDP           here: ZeRO 0
+        #    FlatOptimizer       in `ParallelGPT`, for all stages: ZeRO 1 and 2, and 0 in 16 bits
+        #    FlatFSDP            in step 4: ZeRO 3, because it shards weights as they come; parameters stay the same
         if layout.zero == 0 and not layout.shards_optimizer:
-            model = parallel.DDP(model, groups.dp_cp)
+            model = parallel.BucketDDP(model, groups.dp_cp)
         stages[stage] = model
     return (gpt or ParallelGPT)(config, layout, device, mesh, groups, stages, stage_to_rank, optimizer)
 
@@ -421,8 +421,8 @@ class ParallelGPT:
         loss = net.forward_backward(x, y)                  x, y: this rank's micro-batches
         norm = net.clip_grad_norm_(1.0); net.optimizer.step()
 
-    params: what `optimizer` steps, parameters or shards. averagers: {stage: the DDP, FSDP or ShardedOptimizer that
-    averages its gradients}.
+    params: what `optimizer` steps, parameters or shards. averagers: {stage: the BucketDDP, FlatFSDP or
+    FlatOptimizer that averages its gradients}.
     """
 
     def __init__(self, config, layout, device, mesh, groups, stages, stage_to_rank, optimizer):
@@ -447,7 +447,7 @@ class ParallelGPT:
         self.pipeline = parallel.Pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd,
                                           self.device, layout.tp if layout.sp else 1, step)
         if layout.shards_optimizer and optimizer:
-            self.optimizer = parallel.ShardedOptimizer(self.param_groups(), optimizer, groups.shard, layout.zero,
+            self.optimizer = parallel.FlatOptimizer(self.param_groups(), optimizer, groups.shard, layout.zero,
                                                        compute_dtype=layout.dtype)
             self.params = self.optimizer.shards
             self.averagers = dict.fromkeys(stages, self.optimizer)

@@ -32,7 +32,7 @@ def stepped(bucket):
 
 
 class Totals:
-    """The flat vectors of a DDP or ShardedOptimizer, to which recordings add gradients. They keep their addresses."""
+    """The flat vectors of a DDP or FlatOptimizer, to which recordings add gradients. They keep their addresses."""
 
     def __init__(self, sync):
         self.sync = sync
@@ -82,7 +82,7 @@ class Totals:
 
 
 class ShardTotals(Totals):
-    """The totals of ZeRO-2 and 3, which send gradients in every micro-batch. sync: a FlatFSDP or a ShardedOptimizer.
+    """The totals of ZeRO-2 and 3, which send gradients in every micro-batch. sync: a FlatFSDP or a FlatOptimizer.
 
     The averages of several micro-batches add up in the shards' .grad, and 1-D gradients in `bucket.total`. Both keep
     their addresses from step to step. If a step has one micro-batch, both lie in its graph's memory.

@@ -1,6 +1,6 @@
 """ZeRO whose weights travel under the optimizer and the next forward, and whose steps can be dropped.
 
-Takes the place of parallel.ShardedOptimizer and FlatFSDP, and of what further/ makes of them. With AdamW's kernel it
+Takes the place of parallel.FlatOptimizer and FlatFSDP, and of what further/ makes of them. With AdamW's kernel it
 saves the cast of all weights, 6 bytes a parameter, and the network works while the optimizer and the next forward do.
 The time was not measured by itself.
 """
@@ -11,12 +11,12 @@ import torch
 
 from fast.adamw import AdamW
 from further.fsdp import FSDP
-from further.zero import ZeroRedundancyOptimizer
-from parallel import cast_masters, FlatBucket, FlatFSDP, fsdp_units, ShardedOptimizer
+from further.zero import ShardedOptimizer
+from parallel import cast_masters, FlatBucket, FlatFSDP, fsdp_units, FlatOptimizer
 
 
 class Ahead:
-    """A ShardedOptimizer or ZeroRedundancyOptimizer that saves a pass over the weights.
+    """A FlatOptimizer or ShardedOptimizer that saves a pass over the weights.
 
     fast.adamw.AdamW writes the 16-bit weights while it updates their masters, so they need no cast afterwards, and a
     bucket's all-gather runs beside the update of the buckets after it. `step` finishes an unfinished step; `zero_grad`
@@ -87,11 +87,11 @@ class Ahead:
                 self.gathering.pop(bucket).wait()
 
 
-class GuardedOptimizer(Ahead, ShardedOptimizer):
+class GuardedOptimizer(Ahead, FlatOptimizer):
     pass
 
 
-class GuardedZeroOptimizer(Ahead, ZeroRedundancyOptimizer):
+class GuardedZeroOptimizer(Ahead, ShardedOptimizer):
     def split(self, bucket):
         super().split(bucket)
         if isinstance(self.inner, AdamW) and bucket.shard in self.inner.copies:

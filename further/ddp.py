@@ -1,8 +1,8 @@
 """Data parallelism for a model of your own: what if ranks have other models, or the model has buffers that change?
 
-    model = DistributedDataParallel(module, group)
+    model = DDP(module, group)
 
-parallel.py's DDP, with what PyTorch's of this name does besides. docs/own-model.md.
+`parallel.DDP`: a BucketDDP with what PyTorch's DistributedDataParallel does besides. docs/own-model.md.
 """
 
 import zlib
@@ -10,11 +10,11 @@ import zlib
 import torch
 
 import collectives as dist
-from parallel import DDP, group_or_world
+from parallel import BucketDDP, group_or_world
 
 
-class DistributedDataParallel(DDP):
-    """A DDP of any module. ValueError where ranks have other models than the first one.
+class DDP(BucketDDP):
+    """A BucketDDP of any module. ValueError where ranks have other models than the first one.
 
     Parameters and buffers begin as the first rank's. broadcast_buffers: once a step the first rank's buffers, such as
     BatchNorm's running statistics, replace the others'.

@@ -30,7 +30,7 @@ class FSDP(parallel.FlatFSDP):
     the master dtype, maybe empty, each with a .grad alike. They may be frozen, unfrozen, written, or moved by p.data =
     ... From forward to finish_grad_sync the module has its whole parameters in their place. To read one outside of its
     unit's forward starts an all-gather, so all ranks must read it. ValueError where ranks have other models than the
-    first one, whose values and buffers win. grad_scaler: as for ZeroRedundancyOptimizer.
+    first one, whose values and buffers win. grad_scaler: as for ShardedOptimizer.
     """
     units_of = staticmethod(nested_units)
     flat_class = LentParameter

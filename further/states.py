@@ -1,6 +1,6 @@
 """Optimizer states of shards made whole, so that training goes on with any number of ranks.
 
-    whole = full_optimizer_state(optimizer)               of a ZeroRedundancyOptimizer, further/zero.py's
+    whole = full_optimizer_state(optimizer)               of a ShardedOptimizer, further/zero.py's
     whole = full_optimizer_state(model, optimizer)        of an FSDP, further/fsdp.py's, and PyTorch's optimizer
     load_optimizer_state(optimizer, whole)                after the module has its weights
     load_optimizer_state(model, whole, optimizer)         (parameters may be cut by tensor parallelism before)

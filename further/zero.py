@@ -1,9 +1,9 @@
 """ZeRO-1 and 2 for a model of your own: who freezes layers, or writes into parameters, between steps?
 
-    optimizer = ZeroRedundancyOptimizer(net.named_parameters(), torch.optim.AdamW, lr=1e-3)
+    optimizer = ShardedOptimizer(net.named_parameters(), torch.optim.AdamW, lr=1e-3)
 
-A ShardedOptimizer is made for a GPT, whose parameters are trained all the time, and written by nobody else. This one
-does what PyTorch's optimizers do: docs/own-model.md has a program. (The name is PyTorch's.)
+A FlatOptimizer is made for a GPT, whose parameters are trained all the time, and written by nobody else. This one
+does what PyTorch's optimizers do, and is `parallel.ShardedOptimizer`: docs/own-model.md has a program.
 """
 
 import math
@@ -94,8 +94,8 @@ def show_overflow_to_all(shards, group):
 WHOLE_TENSORS = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam
 
 
-class ZeroRedundancyOptimizer(parallel.ShardedOptimizer):
-    """A ShardedOptimizer of any module's parameters, with names or without.
+class ShardedOptimizer(parallel.FlatOptimizer):
+    """A FlatOptimizer of any module's parameters, with names or without.
 
     Between steps they may be frozen and unfrozen, on all ranks alike, and written, by load_state_dict or p.data = ...;
     in 16 bits p.data.copy_ goes unseen. optimizer_class: its step takes no closure; ValueError for one that looks at

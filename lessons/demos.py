@@ -206,7 +206,7 @@ def demo_data():
     mine, K = slice(2 * rank, 2 * rank + 2), config.parameters()
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
     one, naive, net = (GPT(config).double() for _ in range(3))
-    model, came = parallel.DDP(net, bucket_mb=2), set()
+    model, came = parallel.BucketDDP(net, bucket_mb=2), set()
     piece = {p: re.match(r"h\.\d+|\w+", name)[0] for name, p in net.named_parameters()}
 
     def pieces(params):

@@ -64,7 +64,7 @@ def naive(net):
 
 
 def ddp(net):
-    model = parallel.DDP(net)
+    model = parallel.BucketDDP(net)
     return with_sgd(model, model.finish_grad_sync)
 
 
@@ -74,7 +74,7 @@ def zero_1(net):
 
 
 def sharded_optimizer(net):
-    optimizer = parallel.ShardedOptimizer(net.parameters(), SGD)
+    optimizer = parallel.FlatOptimizer(net.parameters(), SGD)
     return net, [optimizer.finish_grad_sync, optimizer.step, optimizer.zero_grad], optimizer.state
 
 

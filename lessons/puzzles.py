@@ -71,9 +71,9 @@ def hook(rank):
 def zero1(rank):
     """Which Nth a rank keeps and steps: set `numel`, the length of the flat vector with its padding, and `own`, the
     slice of it that is this rank's. `numel` is still without padding; `rank` is one of `ranks`."""
-    from parallel import ShardedOptimizer
+    from parallel import FlatOptimizer
     weights = nn.Parameter(torch.arange(10.0, 60, 10))
-    optimizer = ShardedOptimizer([weights], torch.optim.SGD, lr=1.0)
+    optimizer = FlatOptimizer([weights], torch.optim.SGD, lr=1.0)
     ((rank + 1) * torch.arange(1, 6) * weights).sum().backward()
     optimizer.finish_grad_sync()
     yield "gradient of this rank's Nth", optimizer.shards[0].grad

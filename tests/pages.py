@@ -78,7 +78,7 @@ SHOWN = {  # a page, and what stands in it: names lead to their definitions, the
         '<a href="model.html#GPT">GPT</a>(config, seed=', '.<a href="parallel.html#FlatFSDP">FlatFSDP</a>(model, '),
     "index.html": (
         "Reading path</h2>", '<a href="train.html"><code>train.py</code></a>',
-        '"collectives.html#ring_reduce_scatter"', '"parallel.html#ShardedOptimizer"'),
+        '"collectives.html#ring_reduce_scatter"', '"parallel.html#FlatOptimizer"'),
     "reading.html": ('"further.context.html#RingAttention"',)}
 
 

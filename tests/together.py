@@ -88,7 +88,7 @@ def still_sent():
 def turned():
     """One rank's buckets leave in another order."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
-    net = parallel.DDP(net, bucket_mb=1e-5)
+    net = parallel.BucketDDP(net, bucket_mb=1e-5)
     if dist.get_rank():
         net.reducer.buckets.reverse()
     net(torch.ones(2, 4)).sum().backward()

@@ -22,8 +22,6 @@ import torch
 
 import collectives as dist
 import fast
-import further.fsdp
-import further.zero
 import kernels
 import safe
 from tests.collectives import (
@@ -257,8 +255,8 @@ def rows_entered(run, *args, **options):
 def own_model():
     """What somebody enters who has no Layout."""
     dist.initialize("cpu")
-    further.fsdp.FSDP(torch.nn.Linear(2, 2))
-    further.zero.ZeroRedundancyOptimizer(torch.nn.Linear(2, 2).parameters(), torch.optim.SGD)
+    parallel.FSDP(torch.nn.Linear(2, 2))
+    parallel.ShardedOptimizer(torch.nn.Linear(2, 2).parameters(), torch.optim.SGD)
 
 
 def rows_entered_by_own_model():
@@ -278,7 +276,7 @@ def kernels_alone():
 ENTERED = {  # a layout, and the rows that it enters
     "dp=2 n_layer=5": "collectives.make_link kernels.use kernels.linear model.Block parallel.even_pieces "
                       "parallel.Pipeline parallel.make_buckets parallel.Bucket parallel.Reducer",
-    "dp=2 micro_batches=2 zero=1": "parallel.ShardedOptimizer parallel.FlatReducer",
+    "dp=2 micro_batches=2 zero=1": "parallel.FlatOptimizer parallel.FlatReducer",
     "dp=2 micro_batches=2 zero=3": "parallel.EveryBackward parallel.FlatFSDP",
     "dp=4 node=2": "further.nodes.TwoLevels",
     "tp=2": "parallel.ColumnParallelLinear",

@@ -13,8 +13,6 @@ from torch import nn
 
 import collectives as dist
 import fast.gloo
-import further.fsdp
-import further.zero
 import model
 import parallel
 import train
@@ -222,7 +220,7 @@ def test_frozen_whole_numbers_stay_what_they_are():
     kept = {"table": torch.arange(1000, 1008).view(2, 4), "mask": torch.eye(4, dtype=torch.bool)}
     for name, values in kept.items():
         setattr(net, name, nn.Parameter(values, requires_grad=False))
-    model = further.fsdp.FSDP(net, compute_dtype=torch.bfloat16)
+    model = parallel.FSDP(net, compute_dtype=torch.bfloat16)
     whole = model.full_state_dict()
     assert all(values.equal(whole[name]) and values.dtype == getattr(net, name).dtype for name, values in kept.items())
 
@@ -240,7 +238,7 @@ def test_optimizer_refuses_what_pytorch_refuses():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.backward()
     with pytest.raises(ValueError, match="in more than one parameter group"):
-        further.zero.ZeroRedundancyOptimizer([{"params": list(net.parameters())}] * 2, torch.optim.SGD, lr=1.0)
+        parallel.ShardedOptimizer([{"params": list(net.parameters())}] * 2, torch.optim.SGD, lr=1.0)
 
 
 @on_ranks(2)
@@ -325,7 +323,7 @@ def test_fsdp_computes_with_the_shards_and_is_not_read_or_moved():
     """fast/ guards the module inside, too."""
     net, ((x, _), _) = module_and_inputs("odd", 0)
     one = copy.deepcopy(net)
-    model = further.fsdp.FSDP(net)
+    model = parallel.FSDP(net)
     for p in [*model.parameters(), *one.parameters()]:
         p.data.mul_(2)
     with torch.no_grad():

@@ -86,7 +86,7 @@ def shards_of(s):
 
 
 def messages_of_buckets(s, axis, buckets, shards):
-    """Messages that average gradients over an axis and gather weights there, as the table above ShardedOptimizer says.
+    """Messages that average gradients over an axis and gather weights there, as the table above FlatOptimizer says.
     buckets: as for `messages`. shards: the number of ranks over which ZeRO cuts them."""
     m, (narrow, wide) = s.micro_batches, widths(s)
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
