@@ -23,6 +23,7 @@ import torch
 import collectives as dist
 import fast
 import kernels
+import parallel
 import safe
 from tests.collectives import (
     COLLECTIVES, test_between_nodes_every_rank_sends_its_share, test_blocks_may_be_uneven,
