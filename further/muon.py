@@ -82,7 +82,7 @@ def parts_of(name, param):
     """As how many matrices Muon steps a parameter: the fused q, k, v as 3 if they are equally large, a block's other
     matrices as 1. 0: embeddings, head and vectors are AdamW's."""
     if is_matrix(param) and param.dim() == 1:
-        raise ValueError("Muon steps whole matrices, and FSDP keeps parts: use DDP or a ShardedOptimizer")
+        raise ValueError("Muon steps whole matrices, and FSDP keeps parts: use DDP or a FlatOptimizer")
     in_block = is_matrix(param) and ".h." in "." + name
     rows = param.shape[0] * math.prod(cut.size for cut in placement_of(param).cuts)  # of c_attn, which tp alone cuts
     if not in_block:
@@ -94,7 +94,7 @@ class Muon(torch.optim.AdamW):
     """Muon for the matrices of a GPT's blocks, AdamW for all else.
 
         Muon(model.named_parameters(), lr=2e-3)                                of one process, or under DDP
-        ShardedOptimizer(model.named_parameters(), Muon, group, lr=2e-3)       each matrix has an owner
+        FlatOptimizer(model.named_parameters(), Muon, group, lr=2e-3)          each matrix has an owner
 
     params: named ones, or groups of such. ValueError for parts of matrices. Other options are AdamW's. m stands where
     AdamW has its first moment, because checkpoints know that. A step drops matrices' .grad. What shall be frozen is
@@ -104,7 +104,7 @@ class Muon(torch.optim.AdamW):
     def __init__(self, params, **adamw):
         super().__init__(params, **adamw)
         for group in self.param_groups:
-            if "sought" in group:  # by the Muon that a ShardedOptimizer has made first; these are its shards
+            if "sought" in group:  # by the Muon that a FlatOptimizer has made first; these are its shards
                 continue
             group["sought"] = True
             for name, p in zip(group["param_names"], group["params"]):
@@ -136,7 +136,7 @@ class Muon(torch.optim.AdamW):
             p.view(-1)[here].add_(matrices.direction(update[here]).flatten(), alpha=-lr * matrices.scale)
 
     def new_bucket(self, params, group, *options):
-        """What a ShardedOptimizer lays these parameters into."""
+        """What a FlatOptimizer lays these parameters into."""
         if not hasattr(params[0], "matrices"):
             return FlatBucket(params, group, *options)
         costs = {p: p.matrices[0][1].cost for g in self.param_groups for p in g["params"] if hasattr(p, "matrices")}

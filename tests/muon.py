@@ -57,7 +57,7 @@ def test_owners_step_as_one_process_to_the_bit(stage, compute_dtype, rank, size)
     one = model.GPT(SMALL)
     net = copy.deepcopy(one)
     alone = Muon(one.named_parameters(), **OPTIONS)
-    optimizer = parallel.ShardedOptimizer(net.named_parameters(), Muon, None, stage, compute_dtype=compute_dtype,
+    optimizer = parallel.FlatOptimizer(net.named_parameters(), Muon, None, stage, compute_dtype=compute_dtype,
                                           **OPTIONS)
     for step in range(2):
         give_gradients([one], step)
@@ -103,7 +103,7 @@ def test_owners_have_alike_costs():
 def test_parts_of_matrices_are_refused():
     part = torch.nn.Parameter(torch.zeros(3))
     parallel.set_placement(part, decays=True)
-    with pytest.raises(ValueError, match="whole matrices.* use DDP or a ShardedOptimizer"):
+    with pytest.raises(ValueError, match="whole matrices.* use DDP or a FlatOptimizer"):
         Muon([("h.0.mlp.c_fc.weight", part)])
 
 
