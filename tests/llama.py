@@ -93,9 +93,9 @@ def numbers_of_transformers(kind, exact):
     for name, p in net.named_parameters():
         p.data = weight(name, tuple(p.shape))
 
-    def angles(x, positions):
+    def angles(x, position_ids):
         dim = rest.get("head_dim", 8)
-        both = positions[..., None].double() * theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        both = position_ids[..., None].double() * theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         both = torch.cat([both, both], -1)
         return both.cos(), both.sin()
 
