@@ -45,19 +45,21 @@ def orthogonal(x):
 
 
 class Matrices:
-    """Those of one parameter: of a fused q, k, v three parts, of experts a matrix each."""
+    """Those of one parameter: of a `fused` q, k, v three, if they are equally large; of experts one each."""
 
-    def __init__(self, param, parts):
+    def __init__(self, param, fused):
         *experts, rows, columns = param.shape
-        self.shape = math.prod(experts) * parts, rows // parts, columns                       # (n, rows, columns)
-        whole = [*self.shape]
+        whole = [rows, columns]
         self.cut = cut = next((cut for cut in placement_of(param).cuts if cut.dim >= len(experts)), None)  # tp's
         if cut:
             self.dim = cut.dim - param.dim()
             whole[self.dim] *= cut.size
-        a, b = sorted(whole[1:])
-        self.cost = whole[0] * a * a * (2 * b + a)
-        self.scale = 0.2 * math.sqrt(b)
+        parts = 3 if fused and whole[0] == 3 * columns else 1
+        n = math.prod(experts) * parts
+        self.shape = n, rows // parts, columns
+        a, b = sorted([whole[0] // parts, whole[1]])
+        self.cost = n * a * a * (2 * b + a)
+        self.scale = 0.2 * b**0.5
 
     def direction(self, update):
         """u, flat -> O(u) (n, rows, columns). On GPUs in 16 bits, unless u is float64; CPUs multiply 16 bits slowly.
@@ -78,16 +80,11 @@ class Matrices:
 
 # ------------------------------------------------------------------------------------------------------- all parameters
 
-def parts_of(name, param):
-    """As how many matrices Muon steps a parameter: the fused q, k, v as 3 if they are equally large, a block's other
-    matrices as 1. 0: embeddings, head and vectors are AdamW's."""
+def is_muons(name, param):
+    """Whether Muon steps a parameter: a matrix of a block. Embeddings, head and vectors are AdamW's."""
     if is_matrix(param) and param.dim() == 1:
         raise ValueError("Muon steps whole matrices, and FSDP keeps parts: use DDP or a FlatOptimizer")
-    in_block = is_matrix(param) and ".h." in "." + name
-    rows = param.shape[0] * math.prod(cut.size for cut in placement_of(param).cuts)  # of c_attn, which tp alone cuts
-    if not in_block:
-        return 0
-    return 3 if "c_attn" in name and rows == 3 * param.shape[1] else 1
+    return is_matrix(param) and ".h." in "." + name
 
 
 class Muon(torch.optim.AdamW):
@@ -108,8 +105,8 @@ class Muon(torch.optim.AdamW):
                 continue
             group["sought"] = True
             for name, p in zip(group["param_names"], group["params"]):
-                if parts := parts_of(name, p):
-                    p.matrices = [(slice(None), Matrices(p, parts))]
+                if is_muons(name, p):
+                    p.matrices = [(slice(None), Matrices(p, "c_attn" in name))]
                     set_placement(p, decays=True)  # unlike embeddings', which it decides, so buckets have one kind
 
     @torch.no_grad()
