@@ -58,7 +58,7 @@ def test_owners_step_as_one_process_to_the_bit(stage, compute_dtype, rank, size)
     net = copy.deepcopy(one)
     alone = Muon(one.named_parameters(), **OPTIONS)
     optimizer = parallel.FlatOptimizer(net.named_parameters(), Muon, None, stage, compute_dtype=compute_dtype,
-                                          **OPTIONS)
+                                       **OPTIONS)
     for step in range(2):
         give_gradients([one], step)
         if compute_dtype:
