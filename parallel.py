@@ -1194,7 +1194,8 @@ def gpipe_step(stage, loss, x, y, like, group=None):
     stage: this rank's layers. loss(output, target). x, y: lists of micro-batches. like: a tensor of the shape and dtype
     that stages send. Adds to .grad, and returns the losses, on the last rank. Each rank waits for each message.
     """
-    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
+    rank = dist.get_rank(group)
+    last = dist.get_world_size(group) - 1
     done = []
     for x_i, y_i in zip(x, y):
         if rank > 0:
@@ -1500,25 +1501,22 @@ class Step:
             handle.wait()
 
 
+@dataclass(eq=False)
 class Pipeline:
-    """This rank's stages of a pipeline, which run any lowered list. One stage and no transfers is ordinary training.
+    """This rank's stages of a pipeline, which run any lowered list. One stage and no transfers is ordinary training."""
+    stages: dict          # {stage: module} of this rank
+    stage_to_rank: dict   # {stage: rank} of all
+    mesh: object
+    loss: object          # loss(output, target) of the last stage
+    dtype: torch.dtype    # of what is sent between stages, activations and their gradients (B, T / cut, width)
+    width: int
+    device: torch.device
+    cut: int = 1
+    step: type = Step     # what runs a list
 
-    stages: {stage: module} of this rank. stage_to_rank: {stage: rank} of all. loss(output, target): the last stage's.
-    dtype, width: of what is sent between stages, activations and their gradients (B, T / cut, width). step: the class
-    that runs a list.
-    """
-
-    def __init__(self, stages, stage_to_rank, mesh, loss, dtype, width, device, cut=1, step=Step):
-        self.stages = stages
-        self.stage_to_rank = stage_to_rank
-        self.last_stage = len(stage_to_rank) - 1
-        self.group = mesh["pp"].get_group()
-        self.loss = loss
-        self.dtype = dtype
-        self.width = width
-        self.device = device
-        self.cut = cut
-        self.step = step
+    def __post_init__(self):
+        self.group = self.mesh["pp"].get_group()
+        self.last_stage = len(self.stage_to_rank) - 1
 
     def run(self, actions, x, y, dloss=None, averagers=None):
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.

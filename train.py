@@ -305,7 +305,9 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
 def stage_to_rank_of(config, layout):
     """Where the schedule's lists run each stage, {stage: rank}, for any number of micro-batches the same. ValueError if
     the model cannot be cut into these stages."""
-    p, v, pieces = layout.pp, layout.virtual_stages, config.n_layer + 2
+    p = layout.pp
+    v = layout.virtual_stages
+    pieces = config.n_layer + 2
     stage_to_rank = parallel.ranks_of_stages(schedule_of(layout.schedule)(p, 2 * p, v))
     stages = len(stage_to_rank)
     if v not in (1, stages // p):
