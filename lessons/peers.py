@@ -177,13 +177,13 @@ def fail_together(step, group, device):
     try:
         step()
     except Exception as error:
-        failed = f"{type(error).__name__}: {error}"
+        failed = time.time(), f"{type(error).__name__}: {error}"
     every = [None] * dist.get_world_size()
     torch_dist.all_gather_object(every, failed, torch_dist.new_group(backend="gloo"))
-    if why := next(filter(None, every), None):
+    if first := min(filter(None, every), default=None):  # the others' connections failed after it
         if not failed:
             end(group, device)
-        raise RuntimeError(why)
+        raise RuntimeError(first[1])
 
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
