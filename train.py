@@ -836,7 +836,10 @@ class Run:
             s.vocab_size = len(vocabulary)
         self.config = config_of(s)
         files = [pathlib.Path(s.data)] if s.data else standard_library()
-        tokens = vocabulary.tokens_of([file.read_bytes() for file in files])
+        texts = [file.read_bytes() for file in files]
+        if any(b"\0" in text for text in texts):
+            raise ValueError(f"--data {s.data} has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8")
+        tokens = vocabulary.tokens_of(texts)
         if tokens.max(initial=0) >= self.config.vocab_size:  # with --tp each rank would take it for another's
             raise ValueError(f"--vocab-size is too small for the text: give --vocab-size {tokens.max() + 1}")
         self.data = *split(tokens), vocabulary

@@ -182,6 +182,7 @@ REFUSED = {
         --plain --vocab-size 50             | too small for the text: give --vocab-size 121
         --plain --micro-batches 3           | give --batch-size 3
         --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4
+        --plain --data ZERO                 | has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8
         --plain --data /no/such/file        | No such file or directory: '/no/such/file'
         --plain --data ASCII --tokenizer /no/such | No such file or directory: '/no/such/vocab.json'
         --plain --data ASCII --out EMPTY    | File exists
