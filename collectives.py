@@ -673,11 +673,16 @@ def rendezvous(device_type, timeout):
     store of one's own. ValueError if WORLD_SIZE speaks of others, and no RANK says which of them this process is."""
     if not os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "") in ("", "1"):
         return {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
-    store, rank, size = next(torch_dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-    # torchrun's store outlives groups. A second world that met under the same keys would find the first one's sockets.
+    place = tuple(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if place not in stores:  # it outlives groups, or a rank would meet the others in a store that rank 0 is closing
+        stores[place] = next(torch_dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    store, rank, size = stores[place]
+    store.set_timeout(timedelta(seconds=timeout))
+    # A second world that met under the same keys would find the first one's sockets.
     return {"store": torch_dist.PrefixStore(f"world {next(worlds)}", store), "rank": rank, "world_size": size}
 
 
+stores = {}  # where this process has met others: (store, rank, world size)
 worlds = itertools.count()  # that this process has joined
 
 

@@ -220,10 +220,11 @@ def test_a_tree_goes_round_by_round(rank):
     assert all(len(some) <= 1 for call in exchange.call_args_list for some in [*call.args[1:], *call.kwargs.values()])
 
 
-def begin_three_times(rank, port):
-    """As under torchrun, whose store outlives the groups. Returns how many seconds groups wait."""
+def begin_three_times(rank, port, agent):
+    """Returns how many seconds groups wait. agent: as under torchrun, whose store outlives the groups; else rank 0 has
+    the store."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                      TORCHELASTIC_USE_AGENT_STORE="True")
+                      TORCHELASTIC_USE_AGENT_STORE=str(agent))
     fast.on()
     for _ in range(3):
         time.sleep(0.1 * (rank == 0))  # rank 1 must not connect to what rank 0 was before
@@ -239,10 +240,14 @@ def begin_three_times(rank, port):
     return waits
 
 
-def test_groups_begin_again_and_wait_as_long_as_the_world():
+@parametrize("agent", [True, False])
+def test_groups_begin_again_and_wait_as_long_as_the_world(agent):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if not agent:
+        del store  # its port is free now
     with concurrent.futures.ProcessPoolExecutor(2, forkserver()) as two:
-        assert [*two.map(begin_three_times, range(2), 2 * [store.port])] == 2 * [[7.0, 7.0]]
+        assert [*two.map(begin_three_times, range(2), 2 * [port], 2 * [agent])] == 2 * [[7.0, 7.0]]
 
 
 def test_train_on_gpus(tmp_path):
