@@ -193,8 +193,8 @@ def write_learned(files, size, folder):
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), "utf-8")
     (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in [("#version:", "0.2"), *merges]), "utf-8")
     count = len(Tokenizer(folder).tokens_of(texts))
-    return (f"{folder}: {len(tokens):,} tokens; the {len(whole):,} bytes are {count:,}, {len(whole) / count:.2f} bytes a "
-            "token")
+    return (f"{folder}: {len(tokens):,} tokens; the {len(whole):,} bytes are {count:,}, {len(whole) / count:.2f} bytes "
+            "a token")
 
 
 def main():

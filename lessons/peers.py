@@ -172,7 +172,7 @@ def end(group, device):
 
 def fail_together(step, group, device):
     """Run a step; where it fails on some ranks, end the group on all and raise why. With gloo a rank that waits for a
-    failed one gets an error at once. With NCCL the GPU would wait for ten minutes, but its CPU goes on and asks here."""
+    failed one gets an error at once. With NCCL the GPU would wait for ten minutes, but its CPU goes on, and asks."""
     failed = None
     try:
         step()
