@@ -1,6 +1,7 @@
 """The same strategies of PyTorch's own parts, so that our times can be judged."""
 
 import contextlib
+import time
 from functools import partial
 
 import torch
