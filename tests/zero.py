@@ -17,6 +17,7 @@ import model
 import parallel
 import train
 from further.nodes import average_between
+from further.states import full_optimizer_state, load_optimizer_state
 from tests.data import laid_out, module_and_inputs, stepped_by
 from tests.layouts import SMALL, small_gpt, tokens_of
 from tests.links import NO_DOUBLING, replaced, served_by
@@ -335,3 +336,27 @@ def test_fsdp_computes_with_the_shards_and_is_not_read_or_moved():
     for what in refused:
         with pytest.raises(RuntimeError, match="full_state_dict"):
             what()
+
+
+@on_cpus_both
+@on_ranks(4)
+def test_states_are_whole_where_tensor_parallelism_has_cut_before():
+    """FSDP's weights, there and back, and ZeRO-1's moments."""
+    mesh = parallel.make_mesh("cpu", dp=2, tp=2)
+    dp, tp = (mesh[axis].get_group() for axis in ("dp", "tp"))
+    one = model.GPT(SMALL).state_dict()
+    wrapped = further.fsdp.FSDP(parallel.tensor_parallel(model.GPT(SMALL), tp), dp)
+    for factor in 1, 2:
+        whole = wrapped.full_state_dict()
+        assert whole.keys() == one.keys() and all(whole[name].equal(factor * one[name]) for name in one)
+        wrapped.load_state_dict({name: 2 * value for name, value in one.items()})
+    net = parallel.tensor_parallel(model.GPT(SMALL), tp)
+    optimizer = further.zero.ZeroRedundancyOptimizer(net.named_parameters(), torch.optim.AdamW, dp, lr=0.1)
+    net(tokens_of(0)[0]).sum().backward()
+    optimizer.finish_grad_sync()
+    optimizer.step()
+    states = full_optimizer_state(optimizer)
+    assert all(states[name]["exp_avg"].shape == one[name].shape for name in states)
+    load_optimizer_state(optimizer, {name: states[name] | {"exp_avg": one[name]} for name in states})
+    again = full_optimizer_state(optimizer)
+    assert all(again[name]["exp_avg"].equal(one[name]) for name in states)
