@@ -233,15 +233,28 @@ def empty(puzzle):
     return task + "\nraise NotImplementedError('puzzle: nothing is written here yet')"
 
 
-def write(puzzle, folder, body):
-    """The reference's files, with a body, a text whose lines begin at column 0, in the hole."""
+def filled(puzzle, body):
+    """The file's text with a body, whose lines begin at column 0, in the hole."""
     lines, part = hole(puzzle)
     lines[part] = textwrap.indent(body, re.match(" *", lines[part.start])[0]).splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def write(folder, changed, text):
+    """The reference's files into a folder, one of them changed to a text."""
     for file in FILES:
         path = pathlib.Path(folder, file)
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(HERE / file, path)
-    pathlib.Path(folder, puzzle.file).write_text("\n".join(lines) + "\n")
+    pathlib.Path(folder, changed).write_text(text)
+
+
+def loaded_from(folder):
+    """From now on in this process the reference's modules are those of a folder."""
+    sys.path.insert(0, str(folder))
+    for module in [*sys.modules]:
+        if module.split(".")[0] in ("further", *(file[:-3] for file in FILES)):
+            del sys.modules[module]
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
@@ -253,10 +266,7 @@ def shown(value):
 
 def found_in(folder, example):
     """{what: what this rank gets} by the modules of a folder."""
-    sys.path.insert(0, str(folder))
-    for module in [*sys.modules]:
-        if module.split(".")[0] in ("further", *(file[:-3] for file in FILES)):
-            del sys.modules[module]
+    loaded_from(folder)
     return {what: shown(value) for what, value in example(torch_dist.get_rank())}
 
 
@@ -310,7 +320,7 @@ def puzzles(name, into, check_in, shows_solution):
         print(solution(puzzle))
     if into:
         reject(os.path.exists(into), f"--into {into}: it is there already; give a new folder, e.g. {into}-2")
-        write(puzzle, into, empty(puzzle))
+        write(into, puzzle.file, filled(puzzle, empty(puzzle)))
         print(f"{into}/{puzzle.file}, {puzzle.function}: write what is missing, then\n"
               f"python -m lessons puzzles {name} --check {into}")
     if check_in:

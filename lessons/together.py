@@ -39,7 +39,8 @@ class Clock(together.World):
     end)]; log: [(end, sender, receiver, bytes, operation)]."""
 
     def __init__(self, machine):
-        super().__init__(worker="eager")  # so a worker begins at the moment at which it was started
+        # An eager worker begins when it is started. By the draws of seed 2 some rank waits where `--break` stops.
+        super().__init__(2, worker="eager")
         self.machine, self.now, self.done, self.counters = machine, Counter(), Counter(), {}
         self.arrives, self.spans, self.log = {}, [], []
 

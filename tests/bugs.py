@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from lessons import blind
-from lessons.blind import bugs, copy_with, loaded_from
+from lessons.blind import bugs, copy_with
+from lessons.puzzles import loaded_from
 from tests import layouts
 from tests.pool import close, in_new_process, parametrize
 from tests.puzzles import ranks
@@ -62,10 +63,10 @@ def symptom(results, want, tolerance):
 @parametrize("bug", BUGS, ids=lambda bug: bug.thread)
 def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
     """Without it test_layout_equals_one_process is green, which has the same row."""
-    before = copy_with(bug, tmp_path)
-    inside = [re.findall(pattern, before)[-1] for pattern in (r"(?m)^(?:class|def) (\w+)", r"\bdef (\w+)")]
+    copy_with(bug, tmp_path)
+    inside = [re.findall(pattern, bug.halves()[0])[-1] for pattern in (r"(?m)^(?:class|def) (\w+)", r"\bdef (\w+)")]
     assert inside == [bug.function.split(".")[0], bug.function.split(".")[-1]]
-    (layout, optimizer, micro_batches, change), options = layouts.arguments_of(layouts.case_of(bug.layout))
+    (layout, optimizer, micro_batches, change), options = layouts.arguments_of(blind.case_of(bug.layout))
     results = ranks(math.prod(layout.values())).run(in_layout_by, tmp_path, layout, optimizer, micro_batches, change,
                                                     **options)
     want = layouts.one_process(optimizer, *(options[name] for name in layouts.SIZED), **change)
@@ -79,9 +80,11 @@ def test_each_bug_has_a_layout_of_the_tests():
 
 
 def test_habits_see_what_they_look_at():
-    """Two bugs, of norms and of 16 bits; two mutants of DDP, a sum for a mean, and a call that one rank leaves out."""
-    rows = [(bug.thread, bug, blind.case_of(bug.layout), None) for bug in BUGS[1:12:10]]
-    rows += [(kind, None, {"dp": 2}, ("all_reduce", "all_reduce_bucket", kind)) for kind in ("op", "one")]
-    found = in_new_process(blind.matrix, rows, 30)
-    assert [[int(is_seen) for is_seen in blind.seen(values)] for values in found.values()] == [
-        [0, 0, 1, 0, 0, 1], [1, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 1], [1] * 6]
+    """Two bugs, of norms and of 16 bits; of DDP's mutants a sum for a mean, and a call that one rank leaves out."""
+    jobs = [("bugs", bug.layout, [bug], 60) for bug in BUGS[1:12:10]] + [("DDP", "dp=2", [], 5)]
+    found = in_new_process(blind.matrix, jobs)
+    seen = {name: "".join(".x"[is_seen] for is_seen in blind.sees(off_by)) for (_, name), off_by in found.items()}
+    mutants = {name: seen.pop(name) for name in [*seen] if name.startswith("all_reduce in ")}
+    assert [*seen.values()] == ["..x..x", "x....."] and len(mutants) == 12
+    assert mutants["all_reduce in all_reduce_bucket, op"] == "..xx.x"
+    assert {mark for name, mark in mutants.items() if name.endswith(", one")} == {6 * "x"}

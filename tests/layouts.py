@@ -1,6 +1,5 @@
 """Every layout equals one process."""
 
-import ast
 import contextlib
 import copy
 import dataclasses
@@ -42,6 +41,7 @@ from further.llama import LlamaConfig
 from further.muon import Muon
 from further.resume import load_state
 from further.schedules import zero_bubble_h1
+from lessons.blind import AXES, case_of, value_of
 from safe.flags import BadInput, check_layout, check_sizes, Settings
 
 
@@ -110,7 +110,7 @@ def one_process(optimizer, steps, batch, tokens, bias, clip, holes, **change):
     config = sized(**change)
     net, margins = model.GPT(config).double(), []
     for router in routers(net).values():
-        router.bias = torch.tensor(bias or [0.0] * config.experts)
+        router.bias = torch.tensor(BIASES[bias] or [0.0] * config.experts)
         router.register_forward_hook(lambda router, inputs, _: margins.append(margin_of(router, *inputs)))
     matrices = [p for n, p in net.named_parameters() if p.dim() > 1 and not n.endswith("bias")]
     vectors = [p for n, p in net.named_parameters() if n.endswith("bias") or p.dim() == 1]
@@ -279,7 +279,7 @@ def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, 
     then of ours, how far each of this rank's is from its part of them."""
     config = sized(**change)
     device = torch.get_default_device()
-    source = bias and (lambda name: torch.tensor(bias) if name.endswith("router.bias")
+    source = bias and (lambda name: torch.tensor(BIASES[bias]) if name.endswith("router.bias")
                        else model.initial_weight(config, name, 0))
     net = train.parallelize(config, train.Layout(**layout, dtype=dtype, **options), device, source,
                             functools.partial(optimizer_of, optimizer, weight_decay=DECAY))
@@ -357,28 +357,12 @@ def differences(got, want, tolerance=1e-10):
 # A row is words OPTION=VALUE: flags of train.py, or fields of Layout. Besides: batch, tokens (of a sequence),
 # holes (targets that do not count), optimizer, tied, inner, bias (of the routers), node.
 
-FEW, ALL = (0.0, -9.0, 0.0, 0.0), (9.0, 0.0, 0.0, 0.0)  # no token for the second expert; of k = 1 all for the first
-AXES = "dp", "tp", "cp", "pp"
+# Of routers: no token for the second expert; of k = 1 all for the first.
+BIASES = {None: (), "few": (0.0, -9.0, 0.0, 0.0), "all": (9.0, 0.0, 0.0, 0.0)}
 SIZES = {"arch", *(field.name for kind in (further.experts.ExpertsConfig, LlamaConfig)
                    for field in dataclasses.fields(kind))}
 # Two steps: what one leaves behind, the second finds.
 SIZED = {"steps": 2, "batch": BATCH, "tokens": SMALL.seq_len, "bias": None, "clip": CLIP, "holes": False}
-
-
-NAMED = {"few": FEW, "all": ALL, **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}}
-
-
-def value_of(word):
-    """A number, a truth value, None, what NAMED has of that name, or the word."""
-    try:
-        return ast.literal_eval(word)
-    except (ValueError, SyntaxError):
-        return NAMED.get(word, word)
-
-
-def case_of(row):
-    """{option: value} of a row; a later word replaces an earlier one."""
-    return {name: value_of(value) for name, value in (word.split("=") for word in row.split())}
 
 
 def expanded(row):

@@ -7,7 +7,7 @@ import pytest
 import kernels
 import lessons.demos
 import lessons.puzzles
-from lessons.puzzles import empty, hole, problems, PUZZLES, solution, write
+from lessons.puzzles import empty, filled, hole, problems, PUZZLES, solution, write
 from tests.pool import parametrize, pools
 from tests.runs import output_of, ran
 from tests.walls import REFERENCE, SOURCES, room_of
@@ -49,7 +49,7 @@ def test_a_puzzle_is_red_until_it_is_solved(ranks, triton_kernels, tmp_path, nam
     bodies = {"empty": empty(puzzle), "solved": solution(puzzle), "wrong": solution(puzzle).replace(right, wrong)}
     found = {}
     for kind, body in bodies.items():
-        write(puzzle, tmp_path / kind, body)
+        write(tmp_path / kind, puzzle.file, filled(puzzle, body))
         found[kind] = ranks(puzzle.ranks).run(problems, puzzle, str(tmp_path / kind))
     assert found["solved"] == [[]] * puzzle.ranks
     for lines in found["empty"]:
@@ -77,10 +77,10 @@ def test_a_check_is_green_or_red_and_never_waits_for_ever(tmp_path):
         words = ["puzzles", name, "--check", str(tmp_path / name)]
         return ran(words, 1, tmp_path / "log", [code], program="lessons", launcher="fork", **more)
 
-    write(PUZZLES["g"], tmp_path / "g", solution(PUZZLES["g"]))
+    write(tmp_path / "g", "parallel.py", SOURCES["parallel.py"])
     assert said_of("g", 0) == "green\n"
     silent = solution(PUZZLES["ring"]).replace("[(partial, right)]", "[(partial, right)] if link.rank else []")
-    write(PUZZLES["ring"], tmp_path / "ring", silent)
+    write(tmp_path / "ring", "collectives.py", filled(PUZZLES["ring"], silent))
     assert "rank 1: no result within 2 s; does it wait" in said_of("ring", 1, before=hurry)
 
 
