@@ -23,7 +23,7 @@ from lessons.extension import demo_extension
 from lessons.forms import demo_forms
 from lessons.hardware import demo_machine
 from lessons.lecture8 import demo_lecture8
-from lessons.measure import of_all_ranks, off, readable, say, traffic_of
+from lessons.measure import off, readable, say, say_in_order, traffic_of
 from lessons.measuring import demo_measuring
 from lessons.moving import fsdp_step, ring_states, ring_steps
 from lessons.muon import demo_muon
@@ -38,12 +38,6 @@ from theory.clock import bubble, draw, simulate
 from theory.memory import activation_bytes, memory_bytes
 from theory.speed import MACHINES
 from theory.traffic import messages_of_buckets, sent
-
-
-def say_in_order(text):
-    """Print one text of each rank, in rank order, on rank 0."""
-    for line in of_all_ranks(text):
-        say(line)
 
 
 def shown(tensors):

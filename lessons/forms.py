@@ -15,6 +15,7 @@ import collectives as dist
 import parallel
 import train
 from lessons.measure import of_all_ranks, say
+from lessons.peers import token_loss
 from model import GPT, GPTConfig
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # its momentum is an optimizer's state
@@ -28,10 +29,6 @@ def tokens_of(config, step, ranks):
     """Tokens and targets, 4 sequences a rank."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(config.vocab_size, (2, 4 * ranks, config.seq_len), generator=generator)
-
-
-def loss_of(logits, y):
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 class Saved:
@@ -93,7 +90,7 @@ def gpipe(config, x, y):
     rank, n = dist.get_rank(), dist.get_world_size()
     stage = GPT(config, pieces=parallel.even_pieces(config, n)[rank]).double()
     like = torch.empty(1, config.seq_len, config.n_embd, dtype=torch.float64)
-    losses = parallel.gpipe_step(stage, lambda out, y: loss_of(out, y) / len(x), x.split(1), y.split(1), like)
+    losses = parallel.gpipe_step(stage, lambda out, y: token_loss(out, y) / len(x), x.split(1), y.split(1), like)
     return sum(losses, torch.zeros((), dtype=torch.float64))
 
 
@@ -114,7 +111,7 @@ def trained(way, config, rank, ranks):
     losses = []
     for step in range(STEPS):
         x, y = tokens_of(config, step, dist.get_world_size()).chunk(ranks, 1)[rank]
-        loss = loss_of(model(x), y)
+        loss = token_loss(model(x), y)
         loss.backward()
         for call in after_backward:
             call()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import collectives as dist
 import parallel
 from further.sequence import gathered
-from lessons.measure import off, of_all_ranks, say
+from lessons.measure import off, say, say_in_order
 
 
 def mlp(x, params, after=lambda y: y):
@@ -43,21 +43,33 @@ def pipeline(x, params, micro_batches=4):
     parallel.gpipe_step(lambda h: mlp(h, params), lambda y, _: y.square().mean() / micro_batches, x, x, x[0])
 
 
-def demo_lecture8():
-    """Lecture 8's data, tensor and pipeline parallelism, forward and backward, against one process."""
+STRATEGIES = {  # {strategy: the part of the weights, 2 matrices a rank, that a rank of n has}
+    data_parallel: lambda weights, rank, n: weights,
+    pipeline: lambda weights, rank, n: weights[2 * rank:2 * rank + 2],
+    all_gather_tensor_parallel: lambda weights, rank, n: [weight.chunk(n, 1)[rank] for weight in weights]}
+
+
+def beside_one_process(strategy):
+    """Returns (one process's loss, this rank's, its gradients' error)."""
     n, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(0)
     x, *weights = torch.randn(1 + 2 * n, 8 * n, 8 * n, dtype=torch.float64, generator=generator) / 2
     one = [weight.clone().requires_grad_() for weight in weights]
-    loss = mlp(x, one).square().mean()
-    loss.backward()
-    say(f"{2 * n} layers of {8 * n} x {8 * n}, float64, {n} ranks; one process: loss {loss:.6f}")
-    for strategy, cut in ((data_parallel, lambda ws: ws), (pipeline, lambda ws: ws[2 * rank:2 * rank + 2]),
-                          (all_gather_tensor_parallel, lambda ws: [w.chunk(n, 1)[rank] for w in ws])):
-        params = [part.clone().requires_grad_() for part in cut(weights)]
-        dist.reset_traffic()
-        mine = strategy(x.clone(), params)
+    right = mlp(x, one).square().mean()
+    right.backward()
+    params, exact = (STRATEGIES[strategy](some, rank, n) for some in (weights, [param.grad for param in one]))
+    params = [param.clone().requires_grad_() for param in params]
+    dist.reset_traffic()
+    loss = strategy(x, params)
+    return right.item(), loss, max(off(param.grad, grad) for param, grad in zip(params, exact))
+
+
+def demo_lecture8():
+    """Lecture 8's data, tensor and pipeline parallelism, forward and backward, against one process."""
+    n = dist.get_world_size()
+    say(f"{2 * n} layers of {8 * n} x {8 * n}, float64, {n} ranks")
+    for strategy in STRATEGIES:
+        right, loss, error = beside_one_process(strategy)
         sent = ", ".join(f"{op} {log.bytes:,} bytes" for op, log in dist.traffic().items() if log.bytes)
-        error = max(off(param.grad, grad) for param, grad in zip(params, cut([p.grad for p in one])))
-        say(f"\n{strategy.__name__}: losses of the ranks, what they send, gradients' errors")
-        say("\n".join(of_all_ranks(f"  rank {rank}   loss {mine or '-'!s:.8}   {sent}   {error:.0e}")))
+        say(f"\n{strategy.__name__}, one process's loss {right:.6f}: ranks' losses, what they send, gradients' errors")
+        say_in_order(f"  rank {dist.get_rank()}   loss {loss or '-'!s:.8}   {sent}   {error:.0e}")

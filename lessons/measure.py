@@ -142,6 +142,12 @@ def say(text):
         print(text, flush=True)
 
 
+def say_in_order(text):
+    """Print one text of each rank, in rank order, on rank 0."""
+    for line in of_all_ranks(text):
+        say(line)
+
+
 def write_json(a, device, *tables, **more):
     """Write the tables' rows, with the hardware, versions and commit that a figure means nothing without."""
     if not a.json or not is_first():

@@ -267,6 +267,7 @@ on_both = parametrize("pool", BOTH, indirect=True)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 on_cpus_both = parametrize("pool", ["cpu", "plain"], indirect=True)
 on_cpus = parametrize("pool", DEVICES[:1], indirect=True)
+on_plain = parametrize("pool", ["plain"], indirect=True)
 on_gpus = parametrize("pool", DEVICES[1:], indirect=True)
 
 

@@ -30,7 +30,7 @@ from tests.collectives import (
     test_bytes_sent_are_the_formulas, test_collective_equals_library, test_point_to_point)
 from tests.kernels import random
 from tests.layouts import arguments_of, case_of, in_layout
-from tests.pool import close, HERE, in_new_process, on_cpus, on_ranks, parametrize, table
+from tests.pool import close, HERE, in_new_process, on_cpus, on_plain, on_ranks, parametrize, table
 from tests.runs import log_of, start, trained
 
 # A later one may import any earlier one at its top.
@@ -307,7 +307,7 @@ def test_every_row_is_entered_by_a_named_layout(triton_kernels):
     assert every - by_layouts - started - rows_entered(kernels_alone) == set()
 
 
-@parametrize("pool", ["plain"], indirect=True)
+@on_plain
 @on_ranks(2)
 def test_on_comes_first():
     """Not once a group exists."""
