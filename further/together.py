@@ -17,8 +17,7 @@ import random
 import runpy
 import sys
 import threading
-from collections import defaultdict, deque
-from concurrent.futures import Future
+from collections import defaultdict
 
 import torch
 import torch.distributed as torch_dist
@@ -36,12 +35,13 @@ class Deadlock(RuntimeError):
 # -------------------------------------------------------------------------------------------------------------- threads
 
 class Task:
-    """A thread that runs when it is its turn: a rank, or the worker of one."""
+    """A thread that runs when it is its turn: a rank, or an operation of one's worker. serves: what the operation is
+    for."""
 
-    def __init__(self, world, name, body, rank=None):
-        self.world, self.name, self.body, self.rank = world, name, body, rank or self
+    def __init__(self, world, name, body, rank=None, serves=""):
+        self.world, self.name, self.body, self.rank, self.serves = world, name, body, rank or self, serves
         self.result = self.error = None  # of body()
-        self.waits_for = self.serves = ""
+        self.waits_for, self.ended = "", False
         self.own = {"traffic_log": defaultdict(dist.Traffic), "links": defaultdict(dict), "registered": {}}
         self.turn, self.thread = threading.Semaphore(0), threading.Thread(target=self.main, daemon=True)
         self.thread.task = self
@@ -52,11 +52,20 @@ class Task:
         self.turn.acquire()
         try:
             self.result = self.body()
-        except BaseException as error:  # noqa: BLE001  `run` raises it
+        except BaseException as error:  # noqa: BLE001  who joins it raises it
             self.error = error
-        for link in [link for made in self.own["links"].values() for link in made.values()]:
-            link.close()
+        self.ended, self.body = True, None  # whose tensors may go
+        self.world.wake(self)
         self.world.pass_on()
+
+    def join(self, waits_for=""):
+        """What body() returns, when it has."""
+        while not self.ended:
+            self.world.sleep(self, waits_for)
+        self.world.follow(self)
+        if self.error:
+            raise self.error
+        return self.result
 
     def frame(self):
         """Where it stands."""
@@ -74,44 +83,28 @@ def current():
 
 
 class Worker:
-    """A rank's collectives.Worker."""
+    """A rank's collectives.Worker. An operation is a thread, which waits for the one before."""
 
     def __init__(self):
-        me, self.jobs, self.is_open, self.groups = current(), deque(), True, ThreadLocalWorld._world.world
-        self.world, self.task = me.world, Task(me.world, f"{me.name}'s worker", self.work, me)
+        self.last, self.groups = None, ThreadLocalWorld._world.world
 
     def start(self, function):
-        done = Future()
-        self.jobs.append((done, function, purpose(sys._getframe())))
-        self.world.wake(self)
-        if self.world.worker == "eager":
-            self.world.sleep()
+        me, before = current(), self.last
 
-        def wait():
-            while not done.done():
-                self.world.sleep(done, "its worker")
-            self.world.follow(self.task)
-            return done.result()
+        def operation():
+            ThreadLocalWorld._world.world = self.groups
+            me.world.follow(me)
+            if before:
+                before.join()
+            return function()
 
-        return dist.Handle(wait, done.done)
-
-    def work(self):
-        ThreadLocalWorld._world.world = self.groups
-        while self.jobs or self.is_open:
-            if not self.jobs:
-                self.world.sleep(self)
-                continue
-            done, function, self.task.serves = self.jobs.popleft()
-            self.world.follow(self.task.rank)
-            try:
-                done.set_result(function())
-            except BaseException as error:  # noqa: BLE001  its rank raises it, in wait()
-                done.set_exception(error)
-            self.world.wake(done)
+        self.last = task = Task(me.world, f"{me.name}'s worker", operation, me, purpose(sys._getframe()))
+        if me.world.worker == "eager":
+            me.world.sleep()
+        return dist.Handle(lambda: task.join("its worker"), lambda: task.ended)
 
     def close(self):
-        self.is_open = False
-        self.world.wake(self)
+        """No thread is left when its operations have ended."""
 
 
 class World:
