@@ -147,7 +147,6 @@ def draw(world, path):
 
 def ring():
     dist.all_reduce(torch.ones(4 * dist.get_world_size()))
-    return dist.traffic()["all_reduce"]
 
 
 def fsdp():
@@ -156,8 +155,6 @@ def fsdp():
     dist.reset_traffic()
     model(torch.ones(1, n)).sum().backward()
     model.finish_grad_sync()
-    gathered, scattered = map(dist.traffic().get, ("all_gather_into_tensor", "reduce_scatter_tensor"))
-    return dist.Traffic(messages=gathered.messages + scattered.messages, bytes=gathered.bytes + scattered.bytes)
 
 
 class Tiny(torch.nn.Linear):
@@ -178,7 +175,6 @@ def one_f_one_b(m=8):
     actions = parallel.lowered_lists(parallel.one_f_one_b, p, m, 1)[rank]
     alone = {rank: SimpleNamespace(no_sync=contextlib.nullcontext)}
     pipeline.run(actions, [torch.ones(1, 1, dtype=torch.int64)] * m, [None] * m, torch.ones(()), alone)
-    return dist.traffic()["isend"]
 
 
 def many(n):
@@ -190,9 +186,10 @@ def many(n):
             ("1F1B, 8 micro-batches", 4 * n, one_f_one_b, free, 16, 4, simulate(parallel.one_f_one_b(4 * n, 8)).length)]
     for name, ranks, body, rates, messages, nbytes, formula in rows:
         world, start = Clock(rates), time.perf_counter()
-        log = together.run_joined(ranks, body, world)[ranks // 2]
+        logs = together.run_joined(ranks, lambda: body() or dist.traffic(), world)[ranks // 2].values()
+        sent, weighs = (sum(getattr(log, what) for log in logs) for what in ("messages", "bytes"))
         clock = f", {max(world.now.values()):.6g} on the clock ({formula:.6g})" if formula else ""
-        print(f"{name}, {ranks} ranks: {log.messages} messages ({messages}), {log.bytes:,} bytes "
+        print(f"{name}, {ranks} ranks: {sent} messages ({messages}), {weighs:,} bytes "
               f"({messages * nbytes:,}){clock}; took {time.perf_counter() - start:.1f} s")
 
 
