@@ -211,6 +211,7 @@ def compared(row, bugs, steps):
 
 def matrix(jobs):
     """{(kind, name): {habit: by how much it is off}} of jobs (kind, row, bugs, steps): each in a new process."""
+    import torch._dynamo  # noqa: F401  or the first optimizer of each process would, which takes two seconds
     with multiprocessing.get_context("fork").Pool(cores(), maxtasksperchild=1) as pool:
         ran = pool.starmap(compared, [job for _, *job in jobs], chunksize=1)
     return {(kind, name): off_by for (kind, *_), found in zip(jobs, ran) for name, off_by in found.items()}
