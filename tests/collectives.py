@@ -237,7 +237,7 @@ def test_blocks_may_be_uneven(way, rank, size):
 
 
 @on_ranks(4)
-def test_from_a_call_to_its_messages_lead_seven_functions():
+def test_from_a_call_to_its_messages_lead_six_functions():
     start, stacks = torch_dist.batch_isend_irecv, []
 
     def look(messages):
@@ -247,7 +247,7 @@ def test_from_a_call_to_its_messages_lead_seven_functions():
     with served_by(dist.Link), patch.object(torch_dist, "batch_isend_irecv", look):
         for name in COLLECTIVES:
             left_by(dist, name, Case((4,)))
-    assert {stack[0] for stack in stacks} == {*COLLECTIVES} and max(map(len, stacks)) == 7
+    assert {stack[0] for stack in stacks} == {*COLLECTIVES} and max(map(len, stacks)) == 6, sorted(stacks, key=len)[-1]
 
 
 @parametrize("size", [2, 4])
