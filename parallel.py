@@ -1605,7 +1605,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
 # -------------------------------------------------------------------------------- whole tensors: the inverse of cutting
 #
 # Checkpoints hold whole tensors, so that any layout can go on from them. A rank's part of one is `cut_like`'s, and of
-# that, with ZeRO, what a bucket's `overlap` says lies in its shard. Back: every rank puts what it has where it belongs,
+# that, with ZeRO, what a bucket's `kept` says lies in its shard. Back: every rank puts what it has where it belongs,
 # and `put_together` merges them. One tensor at a time is whole; large models' trainers write shards, and cut when they
 # load.
 
