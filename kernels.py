@@ -210,18 +210,18 @@ def gelu(x):
 @triton.jit
 def _layer_norm(x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, width, eps, BLOCK: tl.constexpr):
     """A row a program, all of it in registers: the mean, the squares and y come from one read."""
-    row = tl.program_id(0).to(tl.int64)
+    row = this_program()
     column = tl.arange(0, BLOCK)
     mask = column < width
     offsets = row * width + column
-    x = tl.load(x_ptr + offsets, mask, 0).to(tl.float32)
+    x = load_float32(x_ptr + offsets, mask)
     mean = tl.sum(x, 0) / width
     centred = tl.where(mask, x - mean, 0)
     rstd = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
-    weight = tl.load(weight_ptr + column, mask, 0).to(tl.float32)
-    bias = tl.load(bias_ptr + column, mask, 0).to(tl.float32)
+    weight = load_float32(weight_ptr + column, mask)
+    bias = load_float32(bias_ptr + column, mask)
     tl.store(y_ptr + offsets, centred * rstd * weight + bias, mask)
 
 
@@ -236,15 +236,15 @@ def _layer_norm_backward(x_ptr, dy_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, 
     programs = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     mask = column < width
-    weight = tl.load(weight_ptr + column, mask, 0).to(tl.float32)
+    weight = load_float32(weight_ptr + column, mask)
     dw = tl.zeros((BLOCK,), tl.float32)
     db = tl.zeros((BLOCK,), tl.float32)
     for row in range(first, rows, programs):
         offsets = tl.cast(row, tl.int64) * width + column
         mean = tl.load(mean_ptr + row)
         rstd = tl.load(rstd_ptr + row)
-        dy = tl.load(dy_ptr + offsets, mask, 0).to(tl.float32)
-        x = tl.load(x_ptr + offsets, mask, 0).to(tl.float32)
+        dy = load_float32(dy_ptr + offsets, mask)
+        x = load_float32(x_ptr + offsets, mask)
         xhat = tl.where(mask, (x - mean) * rstd, 0)
         g = dy * weight
         dx = rstd * (g - tl.sum(g, 0) / width - xhat * (tl.sum(g * xhat, 0) / width))
@@ -357,7 +357,8 @@ def attention_reference(q, k, v, is_causal):
 def attention_backward_reference(q, k, v, o, lse, do, is_causal):
     """The five formulas above: dQ, dK, dV. k and v may be some of the keys alone; o and lse are then those of all."""
     shared = k.shape[1]
-    k, v = to_each_query(k, q), to_each_query(v, q)
+    k = to_each_query(k, q)
+    v = to_each_query(v, q)
     q, k, v, o, lse, do = map(at_least_float32, (q, k, v, o, lse, do))
     Tq, D = q.shape[2:]
     Tk = k.shape[2]
@@ -670,7 +671,7 @@ def checked_targets(targets, vocab):
 @triton.jit
 def _softmax_sums(z_ptr, target_ptr, top_ptr, total_ptr, picked_ptr, first, vocab, stride, BLOCK: tl.constexpr):
     """One row: a running maximum, and the sum of exponentials relative to it, rescaled when the maximum grows."""
-    row = tl.program_id(0).to(tl.int64)
+    row = this_program()
     target = tl.load(target_ptr + row) - first
     z_ptr += row * stride
     top = -3.4e38  # not -inf: a block of logits that are all -inf would give -inf - -inf
@@ -690,7 +691,7 @@ def _softmax_sums(z_ptr, target_ptr, top_ptr, total_ptr, picked_ptr, first, voca
 @triton.jit
 def _softmax_minus_onehot(z_ptr, target_ptr, top_ptr, total_ptr, scale_ptr, first, vocab, stride,
                           BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    row = this_program()
     target = tl.load(target_ptr + row)
     top = tl.load(top_ptr + row)
     factor = tl.load(scale_ptr, target >= 0, 0)  # 0 in a row that does not count

@@ -30,7 +30,9 @@ try:  # Gluon is a part of Triton whose names still change. Without it kernels.p
         ("async_load", "async_copy_global_to_shared"), ("async_store", "async_copy_shared_to_global")))  # old: 3.6
     HAVE_GLUON = True
 except (ImportError, AttributeError):  # its kernels stay unused, and decorating them does nothing that matters
-    gluon, gl, HAVE_GLUON = triton, tl, False
+    gluon = triton
+    gl = tl
+    HAVE_GLUON = False
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
@@ -86,7 +88,9 @@ def _load_tiles(Q, K, V, tiles, q_slots, q_full, q_free, slots, full, free, Tq, 
     n = 2 * STAGES  # as in `_attend`
     for i in range(gl.load(tiles)):
         bh, block = _tile_at(tiles, i, blocks)
-        b, h, key_blocks = bh // H, bh % H, _key_blocks(block, Tq, Tk, CAUSAL)
+        b = bh // H
+        h = bh % H
+        key_blocks = _key_blocks(block, Tq, Tk, CAUSAL)
         for group in gl.static_range(2):
             slot = i % 2 * 2 + group
             mbarrier.wait(q_free.index(slot), 1 - i // 2 % 2)
@@ -107,7 +111,8 @@ def _start_products(q, p, acc, n, ahead, behind, slots, full, free, turn, GROUP:
                     STAGES: gl.constexpr, S_LAYOUT: gl.constexpr):
     """Start Q K^T of block n and acc + P V of block n - 1, and wait for the first one. ahead, behind: whether block n,
     and block n - 1, exist. If one does not, its barriers are left out, and its product means nothing."""
-    k, v = n % STAGES * 2, (n - 1) % STAGES * 2 + 1
+    k = n % STAGES * 2
+    v = (n - 1) % STAGES * 2 + 1
     mbarrier.wait(full.index(k), n // STAGES % 2, pred=ahead)
     mbarrier.wait(turn.index(GROUP), n % 2, pred=ahead)
     s = gl.zeros([BM // 2, BN], gl.float32, S_LAYOUT)
@@ -130,8 +135,10 @@ def _attend(GROUP: gl.constexpr, O, LSE, tiles, q_slots, o_slots, q_full, q_free
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    rows, columns = gl.arange(0, ROWS, ROW_LAYOUT), gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
-    count, n = gl.load(tiles), 2 * STAGES  # so phases begin with parity 0, and a block n - 1 has a slot
+    rows = gl.arange(0, ROWS, ROW_LAYOUT)
+    columns = gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
+    count = gl.load(tiles)
+    n = 2 * STAGES  # so phases begin with parity 0, and a block n - 1 has a slot
     m = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
     l = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
     p = gl.zeros([ROWS, BN], q_slots.dtype, P_LAYOUT)
@@ -196,8 +203,10 @@ def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H,
     q_slots = gl.allocate_shared_memory(Q.dtype, [4, 1, 1, BM // 2, D], Q.layout)
     slots = gl.allocate_shared_memory(K.dtype, [2 * STAGES, 1, 1, BN, D], K.layout)
     o_slots = gl.allocate_shared_memory(O.dtype, [2, 1, 1, BM // 2, D], O.layout)
-    q_full, q_free = _barriers(4, 1), _barriers(4, 1)
-    full, free = _barriers(2 * STAGES, 1), _barriers(2 * STAGES, 2)  # free: an arrival from each group
+    q_full = _barriers(4, 1)
+    q_free = _barriers(4, 1)
+    full = _barriers(2 * STAGES, 1)
+    free = _barriers(2 * STAGES, 2)  # free: an arrival from each group
     turn = _barriers(2, 1)
     fence_async_shared()
     mbarrier.arrive(turn.index(0))  # group 0 has the first turn
@@ -237,7 +246,8 @@ def specialized_tiles(Tq, Tk, is_causal, heads, together, programs, device):
 
 def specialized_takes(q, k, is_causal):
     """Whether this is a Hopper GPU, with Gluon, 16-bit numbers, whole tiles, and a key that each row sees."""
-    (_, _, Tq, D), Tk = q.shape, k.shape[2]
+    _, _, Tq, D = q.shape
+    Tk = k.shape[2]
     able = HAVE_GLUON and not kernels.INTERPRETED and q.is_cuda and kernels._generation(q.device) == 9
     return (able and q.itemsize == 2 and D in STAGES and (Tk >= Tq or not is_causal) and min(Tq, Tk) > 0
             and Tq % TILE == Tk % TILE == 0)
@@ -245,8 +255,10 @@ def specialized_takes(q, k, is_causal):
 
 def specialized_attention_forward(q, k, v, is_causal):
     """As tuned_attention_forward."""
-    (B, H, Tq, D), Tk = q.shape, k.shape[2]
-    o, lse = q.new_empty(B, Tq, H, D).transpose(1, 2), q.new_empty(B * H, Tq, dtype=torch.float32)
+    B, H, Tq, D = q.shape
+    Tk = k.shape[2]
+    o = q.new_empty(B, Tq, H, D).transpose(1, 2)
+    lse = q.new_empty(B * H, Tq, dtype=torch.float32)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
     def tiles_of(x, rows):
@@ -268,7 +280,9 @@ def tuned_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, T_pad, scale2, scale
                             D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
     bh = tl.program_id(1)
-    b, h, m0 = bh // H, bh % H, (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    b = bh // H
+    h = bh % H
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     rows = m0 + tl.arange(0, BM)
     last = last_key(rows, Tq, Tk, CAUSAL)
     full = tl.maximum(last_key(m0, Tq, Tk, CAUSAL) + 1, 0) // BN * BN            # all of these rows see keys [0, full),
@@ -299,7 +313,9 @@ def tuned_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale2, scale, Tq,
                              D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """dK and dV of BN keys of one head, summed over its G heads of queries. 4 matmuls a block, of S^T and dP^T, as dV
     and dK need them."""
-    b, shared, n0 = tl.program_id(1) // (H // G), tl.program_id(1) % (H // G), tl.program_id(0) * BN
+    b = tl.program_id(1) // (H // G)
+    shared = tl.program_id(1) % (H // G)
+    n0 = tl.program_id(0) * BN
     cols = n0 + tl.arange(0, BN)
     start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # no row before this sees these keys
     full = tl.maximum(n0 + BN - 1 + Tq - Tk, 0) if CAUSAL else 0                  # each row from here on sees them all
@@ -428,7 +444,8 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, is_causal):
-        qkv, ctx.is_causal = aligned(qkv), is_causal
+        qkv = aligned(qkv)
+        ctx.is_causal = is_causal
         o, lse = tuned_attention_forward(*heads(qkv), is_causal)
         ctx.save_for_backward(qkv, o, lse)
         return o

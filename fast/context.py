@@ -13,24 +13,26 @@ from fast import grouped
 from fast.attention import aligned, tuned_attention_forward, tuned_backward_kv, tuned_backward_q
 from fast.nccl import Direct
 from further.context import RingAttention, seen
-from kernels import tl, triton
+from kernels import load_float32, load_rows, store_rows, this_program, tiled, tl, triton
 
 
 @triton.jit
-def _merge_parts(O, LSE, PART, PART_LSE, o_b, o_h, o_t, lse_bh, part_b, part_h, part_t, part_lse_bh, H,
-                 D: tl.constexpr, ROWS: tl.constexpr):
+def _merge_parts(O, LSE, PART, PART_LSE, lse_bh, part_lse_bh, H, ROWS: tl.constexpr):
     """ROWS rows of one head: O <- O 2^(LSE - new) + PART 2^(PART_LSE - new), LSE <- new = log2(2^LSE + 2^PART_LSE)."""
-    bh, rows = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    b, h, column = bh // H, bh % H, tl.arange(0, D)
-    before = tl.load(LSE + bh * lse_bh + rows)
-    part_lse = tl.load(PART_LSE + bh * part_lse_bh + rows)
+    bh = tl.program_id(1)
+    b = bh // H
+    h = bh % H
+    first = tl.program_id(0) * ROWS
+    rows = first + tl.arange(0, ROWS)
+    lse = LSE + bh.to(tl.int64) * lse_bh + rows
+    before = tl.load(lse)
+    part_lse = tl.load(PART_LSE + bh.to(tl.int64) * part_lse_bh + rows)
     top = tl.maximum(before, part_lse)
     total = top + tl.log2(tl.exp2(before - top) + tl.exp2(part_lse - top))
-    at = O + b * o_b + h * o_h + rows[:, None] * o_t + column[None, :]
-    part = tl.load(PART + b * part_b + h * part_h + rows[:, None] * part_t + column[None, :])
-    o = tl.load(at).to(tl.float32)
-    tl.store(at, o * tl.exp2(before - total)[:, None] + part.to(tl.float32) * tl.exp2(part_lse - total)[:, None])
-    tl.store(LSE + bh * lse_bh + rows, total)
+    o = load_rows(O, b, h, first).to(tl.float32) * tl.exp2(before - total)[:, None]
+    o += load_rows(PART, b, h, first).to(tl.float32) * tl.exp2(part_lse - total)[:, None]
+    store_rows(O, b, h, first, o)
+    tl.store(lse, total)
 
 
 def merge_parts(o, lse, part, part_lse):
@@ -39,24 +41,26 @@ def merge_parts(o, lse, part, part_lse):
     o and part (B, H, T, D), lse and part_lse (B*H, T) in base 2, as tuned_attention_forward returns them; T a multiple
     of 64. Every row must see a key in each of the two. Computes in float32.
     """
-    B, H, T, D = o.shape
-    _merge_parts[T // 64, B * H](o, lse, part, part_lse, *o.stride()[:3], lse.stride(0), *part.stride()[:3],
-                                 part_lse.stride(0), H, D, 64)
+    B, H, T, _ = o.shape
+    _merge_parts[T // 64, B * H](tiled(o, 64), lse, tiled(part, 64), part_lse, lse.stride(0), part_lse.stride(0), H, 64)
 
 
 @triton.jit
 def _add_rows(total, part, total_b, total_t, part_b, part_t, T, width, FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    b, t = tl.program_id(0).to(tl.int64) // T, tl.program_id(0).to(tl.int64) % T
+    b = this_program() // T
+    t = this_program() % T
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at, inside = total + b * total_b + t * total_t + column, column < width
-    more = tl.load(part + b * part_b + t * part_t + column, inside, 0).to(tl.float32)
-    tl.store(at, more if FIRST else tl.load(at, inside, 0).to(tl.float32) + more, inside)
+    at = total + b * total_b + t * total_t + column
+    inside = column < width
+    more = load_float32(part + b * part_b + t * part_t + column, inside)
+    tl.store(at, more if FIRST else load_float32(at, inside) + more, inside)
 
 
 def add_rows(total, part, first=False):
     """total += part; with `first`, total = part. Both (B, T, ...), of any two dtypes, contiguous but for gaps between
     rows. With two dtypes or with gaps, PyTorch's own kernel reaches only a third of the bandwidth."""
-    total, part = total.flatten(2), part.flatten(2)  # views, both
+    total = total.flatten(2)  # views, both
+    part = part.flatten(2)
     B, T, width = total.shape
     _add_rows[B * T, triton.cdiv(width, 2048)](total, part, *total.stride()[:2], *part.stride()[:2], T, width, first,
                                                2048)
@@ -66,7 +70,8 @@ def add_rows(total, part, first=False):
 
 def start_shift(tensor, group):
     """Start a `shift` without waiting for it: (handle, the tensor that will be received). Strides may be any."""
-    link, incoming = dist.link_of(group), tensor.new_empty(tensor.shape)
+    link = dist.link_of(group)
+    incoming = tensor.new_empty(tensor.shape)
     if isinstance(link, Direct):  # copies between GPUs of one node
         grouped.SPARED = 2  # multiprocessors for their barriers, which attention would else hold up until it ends
         return link.run("isend", True, Direct.shift, tensor.contiguous().view(-1), incoming.view(-1)), incoming
@@ -78,7 +83,8 @@ def start_shift(tensor, group):
 
 def going_round_ahead(tensor, group):
     """As `going_round`, but a tensor is sent on before it is yielded, so that it travels while the caller computes."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    n = dist.get_world_size(group)
     for s in range(n):
         handle, incoming = start_shift(tensor, group) if s < n - 1 else (dist.Handle(), None)
         yield (rank - s) % n, tensor
@@ -96,7 +102,8 @@ class TunedRing(RingAttention):
 
     @staticmethod
     def forward(ctx, qkv, group):
-        rank, half = dist.get_rank(group), qkv.shape[1] // 2
+        rank = dist.get_rank(group)
+        half = qkv.shape[1] // 2
         ctx.group = group
         # Both chunks must be whole tiles. float32 has no tuned kernels.
         ctx.tuned = kernels.flash_takes(qkv) and qkv.dtype != torch.float32 and half % 128 == 0
@@ -105,10 +112,12 @@ class TunedRing(RingAttention):
         qkv = qkv.contiguous()
         q, _, _ = kernels.heads(qkv)                                                          # (B, H, T/N, D)
         for other, kv in going_round_ahead(qkv[:, :, -2:], group):                            # (B, T/N, 2, H/G, D)
-            (k, v), (rows, keys, causal) = kv.permute(2, 0, 3, 1, 4), seen(rank, other, half)
+            k, v = kv.permute(2, 0, 3, 1, 4)
+            rows, keys, causal = seen(rank, other, half)
             part, part_lse = tuned_attention_forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             if other == rank:
-                o, lse = as_sum(part, group), part_lse
+                o = as_sum(part, group)
+                lse = part_lse
             else:
                 merge_parts(o[:, :, rows], lse[:, rows], part, part_lse)
         o = o.to(q.dtype)
@@ -120,9 +129,15 @@ class TunedRing(RingAttention):
     def backward(ctx, do):
         if not ctx.tuned:
             return RingAttention.backward(ctx, do)
-        (qkv, o, lse), rank, half = ctx.saved_tensors, dist.get_rank(ctx.group), do.shape[1] // 2
-        (q, k, v), do, delta = kernels.heads(qkv), aligned(do.transpose(1, 2)), torch.empty_like(lse)
-        grads, dkv, handle = torch.empty_like(qkv), None, dist.Handle()  # dkv: dK and dV received with the keys
+        qkv, o, lse = ctx.saved_tensors
+        rank = dist.get_rank(ctx.group)
+        half = do.shape[1] // 2
+        q, k, v = kernels.heads(qkv)
+        do = aligned(do.transpose(1, 2))
+        delta = torch.empty_like(lse)
+        grads = torch.empty_like(qkv)
+        dkv = None  # dK and dV received with the keys
+        handle = dist.Handle()
         dq, dk, dv = kernels.heads(grads)                                                     # (B, H, T/N, D)
         for other, kv in going_round_ahead(qkv[:, :, -2:], ctx.group):
             if other == rank:
@@ -155,7 +170,8 @@ def as_sum(part, group):
 
 def gradients_of_part(q, o, do, lse, delta, kv):
     """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H/G, D)) of attention to another rank's keys; each query sees all."""
-    dq, dkv = q.new_empty(q.transpose(1, 2).shape), kv.new_empty(kv.shape)
+    dq = q.new_empty(q.transpose(1, 2).shape)
+    dkv = kv.new_empty(kv.shape)
     k, v, dk, dv = (*kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
     tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))
     tuned_backward_kv(q, k, v, lse, delta, do, False, dk, dv)

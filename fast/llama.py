@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from further.llama import rotary as plain_rotary
 from further.llama import swiglu as plain_swiglu
-from kernels import on_triton, tl, triton
+from kernels import load_float32, on_triton, this_program, tl, triton
 
 
 # --------------------------------------------------------------------------------------------------------------- SwiGLU
@@ -20,16 +20,16 @@ from kernels import on_triton, tl, triton
 @triton.jit
 def _swiglu(ab_ptr, dy_ptr, out_ptr, width, BLOCK: tl.constexpr):
     """A part of a row a program: out = y (rows, width); with a dy, out = da, db (rows, 2 width)."""
-    row = tl.program_id(0).to(tl.int64)
+    row = this_program()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    a = tl.load(ab_ptr + 2 * row * width + column, mask, 0).to(tl.float32)
-    b = tl.load(ab_ptr + 2 * row * width + width + column, mask, 0).to(tl.float32)
+    a = load_float32(ab_ptr + 2 * row * width + column, mask)
+    b = load_float32(ab_ptr + 2 * row * width + width + column, mask)
     s = 1 / (1 + tl.exp(-a))
     if dy_ptr is None:
         tl.store(out_ptr + row * width + column, a * s * b, mask)
     else:
-        dy = tl.load(dy_ptr + row * width + column, mask, 0).to(tl.float32)
+        dy = load_float32(dy_ptr + row * width + column, mask)
         tl.store(out_ptr + 2 * row * width + column, dy * b * (s + a * s * (1 - s)), mask)
         tl.store(out_ptr + 2 * row * width + width + column, dy * a * s, mask)
 
@@ -68,7 +68,7 @@ def swiglu(ab):
 @triton.jit
 def _rotate(x_ptr, y_ptr, cos_ptr, sin_ptr, T, turned, heads, half, sign, HEADS: tl.constexpr, HALF: tl.constexpr):
     """A token a program. Of its heads the first are turned, those of queries and keys; the others, values, copied."""
-    token = tl.program_id(0).to(tl.int64)
+    token = this_program()
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF)[None]
     angle = token % T * half + column
@@ -76,8 +76,8 @@ def _rotate(x_ptr, y_ptr, cos_ptr, sin_ptr, T, turned, heads, half, sign, HEADS:
     sin = tl.load(sin_ptr + angle, column < half, 0) * sign
     offsets = (token * heads + head) * 2 * half + column                                      # (HEADS, HALF)
     mask = (head < heads) & (column < half)
-    a = tl.load(x_ptr + offsets, mask, 0).to(tl.float32)
-    b = tl.load(x_ptr + offsets + half, mask, 0).to(tl.float32)
+    a = load_float32(x_ptr + offsets, mask)
+    b = load_float32(x_ptr + offsets + half, mask)
     tl.store(y_ptr + offsets, tl.where(head < turned, a * cos - b * sin, a), mask)
     tl.store(y_ptr + offsets + half, tl.where(head < turned, b * cos + a * sin, b), mask)
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 import kernels
 from fast.linear import sum_parts
 from further.rms_norm import rms_norm
-from kernels import layer_norm, programs_at_once, tl, triton
+from kernels import layer_norm, load_float32, programs_at_once, this_program, tl, triton
 from model import Block
 
 
@@ -23,12 +23,13 @@ from model import Block
 @triton.jit
 def _add_layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps, BLOCK: tl.constexpr):
     """A row a program. The whole row stays in registers, so the mean, the variance and y need one read of it."""
-    row = tl.program_id(0).to(tl.int64)
+    row = this_program()
     column = tl.arange(0, BLOCK)
-    inside, at = column < width, row * width + column
-    v = tl.load(x + at, inside, 0).to(tl.float32)
+    inside = column < width
+    at = row * width + column
+    v = load_float32(x + at, inside)
     if residual is not None:
-        v = (v + tl.load(residual + at, inside, 0).to(tl.float32)).to(total.dtype.element_ty)
+        v = (v + load_float32(residual + at, inside)).to(total.dtype.element_ty)
         tl.store(total + at, v, inside)
         v = v.to(tl.float32)  # normalise the rounded sum that was stored, because backward reads that
     if bias is not None:
@@ -37,9 +38,9 @@ def _add_layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps,
         tl.store(mean + row, m)
     k = 1 / tl.sqrt(tl.sum(v * v, 0) / width + eps)
     tl.store(rstd + row, k)
-    v *= k * tl.load(weight + column, inside, 0).to(tl.float32)
+    v *= k * load_float32(weight + column, inside)
     if bias is not None:
-        v += tl.load(bias + column, inside, 0).to(tl.float32)
+        v += load_float32(bias + column, inside)
     tl.store(y + at, v, inside)
 
 
@@ -53,32 +54,37 @@ def _add_layer_norm_backward(x, dy, dtotal, weight, mean, rstd, dx, partial, row
     the row. Each needs sums over the whole row and reads all of it, mostly from L2, but computes dx, dw and db of its
     own columns alone.
     """
-    first, own, programs = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES, tl.num_programs(0) // SLICES
+    first = tl.program_id(0) // SLICES
+    own = tl.program_id(0) % SLICES
+    programs = tl.num_programs(0) // SLICES
     column = own * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    w = tl.load(weight + column, inside, 0).to(tl.float32)
-    dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    w = load_float32(weight + column, inside)
+    dw = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
     for row in tl.range(first, rows, programs, num_stages=STAGES):
         start = tl.cast(row, tl.int64) * width
-        m, k = 0.0, tl.load(rstd + row)
+        m = 0.0
+        k = tl.load(rstd + row)
         if mean is not None:
             m = tl.load(mean + row)
-        d = tl.load(dy + start + column, inside, 0).to(tl.float32)
-        xhat = tl.where(inside, (tl.load(x + start + column, inside, 0).to(tl.float32) - m) * k, 0)
+        d = load_float32(dy + start + column, inside)
+        xhat = tl.where(inside, (load_float32(x + start + column, inside) - m) * k, 0)
         g = d * w
-        sum_g, sum_gx = g, g * xhat
+        sum_g = g
+        sum_gx = g * xhat
         for other in tl.static_range(1, SLICES):
             c = (own + other) % SLICES * BLOCK + tl.arange(0, BLOCK)
-            gc = tl.load(dy + start + c, c < width, 0).to(tl.float32) * tl.load(weight + c, c < width, 0).to(tl.float32)
+            gc = load_float32(dy + start + c, c < width) * load_float32(weight + c, c < width)
             sum_g += gc
-            sum_gx += gc * (tl.load(x + start + c, c < width, 0).to(tl.float32) - m) * k
+            sum_gx += gc * (load_float32(x + start + c, c < width) - m) * k
         dv = g - xhat * (tl.sum(sum_gx, 0) / width)
         if mean is not None:
             dv -= tl.sum(sum_g, 0) / width
             db += d
         dv *= k
         if dtotal is not None:  # of x as the residual stream, which another kernel would else add
-            dv += tl.load(dtotal + start + column, inside, 0).to(tl.float32)
+            dv += load_float32(dtotal + start + column, inside)
         tl.store(dx + start + column, dv, inside)
         dw += d * xhat
     at = partial + first.to(tl.int64) * width + column
@@ -92,18 +98,24 @@ class AddLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
-        shape, width, x = x.shape, x.shape[-1], x.contiguous()
+        shape = x.shape
+        width = shape[-1]
+        x = x.contiguous()
         if not 1 <= width <= 65536 or any(p is not None and p.shape != (width,) for p in (weight, bias)):
             raise ValueError(f"layer norm of {tuple(shape)} with weight {tuple(weight.shape)} and bias "
                              f"{tuple(() if bias is None else bias.shape)}: all three must have the same width, 1 to "
                              f"65536, because a row has to fit in a multiprocessor's registers")
-        total, rows, block = x, x.numel() // width, triton.next_power_of_2(width)
+        total = x
+        rows = x.numel() // width
+        block = triton.next_power_of_2(width)
         if residual is not None:
             if residual.shape != shape or residual.dtype != x.dtype:
                 raise ValueError(f"layer norm of {tuple(shape)} {x.dtype} plus {tuple(residual.shape)} "
                                  f"{residual.dtype}: their shapes and dtypes must be equal")
-            total, residual = torch.empty_like(x), residual.contiguous()
-        y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+            total = torch.empty_like(x)
+            residual = residual.contiguous()
+        y = torch.empty_like(x)
+        rstd = x.new_empty(rows, dtype=torch.float32)
         bias, mean = (bias, None) if bias is None else (bias.contiguous(), torch.empty_like(rstd))
         # One warp for 1024 columns, from 8192 columns on for 2048. At widths 768, 1600, 4096, 8192, 16384 this moves
         # 3.93, 3.95, 3.91, 3.94, 3.77 TB/s. Half or twice as many warps lose up to 8 %, 32 warps for 16384 columns
@@ -121,7 +133,8 @@ class AddLayerNorm(torch.autograd.Function):
     def backward(ctx, dtotal, dy):
         """dtotal, dy: gradients from the residual stream and from the norm, or None where there is none."""
         x, weight, mean, rstd = ctx.saved_tensors
-        width, rows = x.shape[-1], len(rstd)
+        width = x.shape[-1]
+        rows = len(rstd)
         dy = torch.zeros_like(x) if dy is None else dy.contiguous()
         dtotal = dtotal if dtotal is None else dtotal.contiguous()
         # A program takes up to 8192 columns, whose dw and db fill a quarter of the registers, with one warp for 1024.
@@ -134,7 +147,8 @@ class AddLayerNorm(torch.autograd.Function):
         room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 2**16
         ahead = min(2, (room - 8192) // row_bytes)
         programs = min(rows, programs_at_once(x.device) * min(8, 8192 // block))
-        dx, partial = torch.empty_like(x), x.new_empty(1 if mean is None else 2, programs, width, dtype=torch.float32)
+        dx = torch.empty_like(x)
+        partial = x.new_empty(1 if mean is None else 2, programs, width, dtype=torch.float32)
         _add_layer_norm_backward[(programs * slices,)](
             x, dy, dtotal, weight.contiguous(), mean, rstd, dx, partial, rows, width, block, slices, 1 + ahead,
             num_warps=max(1, block // 1024))
@@ -173,7 +187,8 @@ class FusedBlock(Block):
     """One kernel adds a sublayer's output to the residual stream and takes the norm: 4 passes over memory, not 5."""
 
     def forward(self, x):
-        one, two = self.ln_1, self.ln_2
+        one = self.ln_1
+        two = self.ln_2
         x, y = add_layer_norm(x, None, one.weight, one.bias, one.eps)  # with x: one backward for both its uses
         x, y = add_layer_norm(x, self.attn(y), two.weight, two.bias, two.eps)
         return x + self.mlp(y)

@@ -20,12 +20,15 @@ def large_buckets(params, megabytes=None, *same):
 
 class TotalBucket(Bucket):
     """DDP's Bucket with a total, as FlatBuckets have, into which few kernels move gradients, or a CUDA graph does."""
-    begin_message, holds_gradients, zeros = FlatBucket.begin_message, FlatBucket.holds_gradients, FlatBucket.zeros
+    begin_message = FlatBucket.begin_message
+    holds_gradients = FlatBucket.holds_gradients
+    zeros = FlatBucket.zeros
 
     def __init__(self, params, group):
         super().__init__(params, group)
         self.dtype = self.total_dtype = params[0].dtype
-        self.total, self.device = None, params[0].device
+        self.total = None
+        self.device = params[0].device
 
 
 @torch.no_grad()

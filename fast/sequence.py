@@ -58,14 +58,18 @@ class RegatheredProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, take, group):
-        ctx.group, ctx.take = group, take
+        ctx.group = group
+        ctx.take = take
         ctx.save_for_backward(x, weight)
         return F.linear(gather_in_place(x, group), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x, weight), added, dx, dy = ctx.saved_tensors, dist.Handle(), None, dy.contiguous()
+        x, weight = ctx.saved_tensors
+        added = dist.Handle()
+        dx = None
+        dy = dy.contiguous()
         gathered, whole = start_gathering(x, ctx.group, async_op=True)
         if ctx.needs_input_grad[0]:
             added, dx = start_scattering(dy @ weight, ctx.group, async_op=True)

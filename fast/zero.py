@@ -27,11 +27,13 @@ class Ahead:
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         # Bucket -> the handle of its all-gather under way; bucket -> the event at its end, for which graphs wait.
-        self.gathering, self.arrived = {}, {}
+        self.gathering = {}
+        self.arrived = {}
         if isinstance(self.inner, AdamW):
             self.inner.copies = {b.shard: b.weights[b.own] for b in self.buckets if b.dtype != b.shard.dtype}
             if self.stage:  # by a weak reference, so that an optimizer that nobody keeps is freed at once
-                bucket_of, gather = {b.shard: b for b in self.buckets}, weakref.WeakMethod(self.gather_weights)
+                bucket_of = {b.shard: b for b in self.buckets}
+                gather = weakref.WeakMethod(self.gather_weights)
                 self.inner.stepped = lambda shard: shard in bucket_of and gather()([bucket_of[shard]], wait=False)
 
     @torch.no_grad()
@@ -62,7 +64,8 @@ class Ahead:
         """Let each unit of the modules wait for its own weights when its forward begins. Then `step` waits for none,
         and they travel under the forward of the layers before. Whoever reads or writes parameters elsewhere calls
         `wait_for_weights(buckets)` first; the modules' state_dict and load_state_dict do."""
-        self.late, self.stream = True, torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        self.late = True
+        self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         for bucket in self.buckets:
             if self.stage and bucket.weights.is_cuda:  # graphs wait for events, the same ones in every step
                 self.arrived[bucket] = torch.cuda.Event(external=True)

@@ -81,7 +81,8 @@ def write_checkpoint(trainer, done, tensors):
     """Write the checkpoint after `done` steps into --out, and remove all but the newest --keep; those of --plain stay.
     OSError if that fails. tensors: of Trainer.whole_tensors, gathered one at a time, in the order of the files."""
     final = pathlib.Path(trainer.s.out, f"step-{done:08}")
-    part, dtype = final.with_name(f".{final.name}.part"), master_dtype(trainer.net.layout.dtype)
+    part = final.with_name(f".{final.name}.part")
+    dtype = master_dtype(trainer.net.layout.dtype)
     moments = {f"{key}.{name}": shape for key in MOMENTS for name, shape in shapes(trainer.config).items()}
     manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
@@ -164,7 +165,8 @@ def open_plain(path):
     the data it is known only whether it is bytes."""
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        s, tensors = Settings(**saved["flags"]), saved["tensors"]
+        s = Settings(**saved["flags"])
+        tensors = saved["tensors"]
         config = config_of(s)
         run = run_of(s, config) | {"data": {"bytes": not s.tokenizer}}
         run["flags"]["tokenizer"] = s.tokenizer
@@ -187,7 +189,8 @@ def start_of(s, config, asked, read_all):
     Checkpoint of --resume; None takes the newest in --out. BadInput if --out holds another run.
 
     Data is not compared, because this comes before a text is encoded into --out."""
-    out, found = pathlib.Path(s.out), checkpoints(s.out)
+    out = pathlib.Path(s.out)
+    found = checkpoints(s.out)
     if asked:
         own = asked.path.resolve().parent
         is_it = [path.samefile(asked.path) for path in checkpoints(own)]  # no one, if it has been renamed

@@ -69,7 +69,8 @@ def check_numbers(s):
     """Reject numbers that are wrong whatever the other flags are."""
     at_least_1 = "batch_size", "micro_batches", "dp", "tp", "pp", "cp", "ep", "virtual_stages", "timeout"
     for f in dataclasses.fields(s):
-        given, least = getattr(s, f.name), int(f.name in at_least_1)
+        given = getattr(s, f.name)
+        least = int(f.name in at_least_1)
         reject(f.type in (int, float) and given is not None and not least <= given <= 1e9,  # nan and inf, too
                f"{dashed(f.name)} {given}: must be between {least} and a billion: give e.g. {dashed(f.name)} "
                f"{f.default or 2}")
@@ -209,7 +210,8 @@ def check_stages(s, config, a_rank):
 def check_device(s, config, world, local_world, processes):
     """Reject kernels, graphs or processes that this machine's devices cannot take. Fills in s.device and
     s.cuda_graphs."""
-    local, gpus = local_world if world > 1 else processes, gpus_here()
+    local = local_world if world > 1 else processes
+    gpus = gpus_here()
     short = f"need as many GPUs and it has {gpus}: give --device cpu"
     reject(world > local_world and s.device == "auto" and 0 < gpus < local,  # not the CPU: other nodes may have GPUs
            f"--device auto: {local} processes on this node {short}")

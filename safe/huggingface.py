@@ -74,7 +74,8 @@ def open_hf(folder):
         config = config_from(hf)
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path}: {error}") from None
-    tensors, where = {}, {}
+    tensors = {}
+    where = {}
     for file in weight_files(folder):
         found = {name.removeprefix("transformer."): tensor for name, tensor in read_safetensors(file).items()}
         tensors |= found
@@ -106,9 +107,11 @@ def open_hf(folder):
 
 def weight_files(folder):
     """The .safetensors files that transformers takes: model.safetensors, or else those that its index names."""
-    folder, name = pathlib.Path(folder), "model.safetensors"
+    folder = pathlib.Path(folder)
+    name = "model.safetensors"
     index = folder / f"{name}.index.json"
-    files, named_by = [folder / name], "which transformers' save_pretrained writes"
+    files = [folder / name]
+    named_by = "which transformers' save_pretrained writes"
     if index.exists() and not files[0].exists():
         try:
             files = [folder / shard for shard in sorted({*json.loads(index.read_text())["weight_map"].values()})]
@@ -154,9 +157,11 @@ def config_from(hf):
            "not the config of a GPT-2 (model_type is not 'gpt2'), nor of one of " + ", ".join(known[2:]))
     if hf.get("model_type") in llamas.ARCHITECTURES:
         return llamas.config_from(hf)
-    kind, experts = hf.get("model_type"), hf.get("num_experts")
+    kind = hf.get("model_type")
+    experts = hf.get("num_experts")
     sizes = {field: hf.get(key_of(hf, field), default) for field, (_, default) in KEYS.items()}
-    name, inner = sizes["activation"], sizes["inner"]
+    name = sizes["activation"]
+    inner = sizes["inner"]
     reject((kind == WITH_EXPERTS) != bool(experts), f"model_type {kind!r} with num_experts {experts!r}: only "
            f"{WITH_EXPERTS!r} has num_experts, and at least 1")
     for key, value in HF_FIXED.items():

@@ -74,7 +74,8 @@ def parts_of(config, name):
     """{what a folder calls a part of our parameter: its shape}."""
     layer, _, leaf = name.rpartition(".")
     shape = shapes(config)[name]
-    heads, keys = config.heads_width, config.kv_heads * config.head_dim
+    heads = config.heads_width
+    keys = config.kv_heads * config.head_dim
     rows = {"c_attn": [heads, keys, keys], "c_fc": 2 * [config.hidden]}.get(layer.rpartition(".")[2], shape[:1])
     prefix = "model."
     if layer == "lm_head":

@@ -31,7 +31,9 @@ def check_sizes(c, called, kind=None):
     call it."""
     kind = kind or type(c)
     for field in fields(kind):
-        name, value, least = called(field.name), getattr(c, field.name), int(field.name not in MAY_BE_0)
+        name = called(field.name)
+        value = getattr(c, field.name)
+        least = int(field.name not in MAY_BE_0)
         # Not isinstance, by which True is an int.
         reject(type(value) is not field.type, f"{name} {value!r} must be of type {field.type.__name__}")
         reject(field.type is int and not least <= value < 2**31,

@@ -42,7 +42,8 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     tables = first * (table + config.seq_len * config.n_embd) + last * table * (not config.tied or s.pp > 1)
     # Of experts ep ranks share out the parameters, and dp x cp / ep keep the same.
     for experts, shared, ranks in (False, 1, shards_of(s)), (True, s.ep, s.dp * s.cp // s.ep):
-        m, v = count[experts, True] / shared, count[experts, False] / shared
+        m = count[experts, True] / shared
+        v = count[experts, False] / shared
         matrices += m
         vectors += v
         mine += {0: m + v, 3: m / ranks + v}.get(s.zero, (m + v) / ranks)
@@ -93,8 +94,12 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32 numbers a token, too.
     Where W comes after I, more than this is kept: the output gradients that W needs.
     """
-    tokens, c, width, tp = tokens_of(config, s), config.n_embd, widths(s)[0], s.tp
-    tokens_cut, twice = tp if s.sp else 1, s.cp > 1 and (s.cp_kind == "ulysses" or config.n_head > tp)
+    tokens = tokens_of(config, s)
+    c = config.n_embd
+    width = widths(s)[0]
+    tp = s.tp
+    tokens_cut = tp if s.sp else 1
+    twice = s.cp > 1 and (s.cp_kind == "ulysses" or config.n_head > tp)
     blocks, routed, first, head = contents(config, pieces)
     positions = config.seq_len / s.cp / tokens  # of a sequence, over the tokens of all sequences
     attention = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / tp
@@ -105,7 +110,8 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     every = {"none": blocks * (rest + attention) + mlps, "attention": blocks * rest + mlps,
              "block": blocks * c * width / tokens_cut}[s.recompute]
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
-    ids, targets = 8 * positions * (not config.rotates) + 9 * (tp > 1), 8 + 12 * (fused or tp > 1)
+    ids = 8 * positions * (not config.rotates) + 9 * (tp > 1)
+    targets = 8 + 12 * (fused or tp > 1)
     last = (c * width + 4 * config.norm_keeps) / tokens_cut + c * width + logits + targets
     return int(tokens * (every + first * ids + head * last))
 
@@ -131,8 +137,13 @@ def routed_bytes(config, s, load, fused):
 
     A rank routes 1 / tokens_cut of the tokens. If tokens_cut > 1, it also keeps the k weights of all tokens.
     """
-    c, k, width, tokens_cut, travel = config.n_embd, config.top_k, widths(s)[0], s.tp if s.sp else 1, s.ep > 1
-    wide, rows = max(width, 4), k * load * (c + mlp_width(config, fused) / s.tp) * width + k * c * width
+    c = config.n_embd
+    k = config.top_k
+    width = widths(s)[0]
+    tokens_cut = s.tp if s.sp else 1
+    travel = s.ep > 1
+    wide = max(width, 4)
+    rows = k * load * (c + mlp_width(config, fused) / s.tp) * width + k * c * width
     router = config.experts * (wide + 8) + (2 * k + (k > 1)) * wide + (wide > width) * (4 - width) * c
     if fused:
         sorting = 4 * (tokens_cut > 1) + 4 + 4 * load * travel

@@ -61,7 +61,8 @@ class Machine:
 
     def attention_with(self, tokens):
         """FLOP/s of attention over so many tokens. Long rows are faster, because each query has a fixed cost, too."""
-        slow, fast = 1 / self.attention, 1 / (self.long_attention or self.attention)
+        slow = 1 / self.attention
+        fast = 1 / (self.long_attention or self.attention)
         return 1 / (fast + (slow - fast) * 1024 / max(1024, tokens))
 
 
@@ -112,8 +113,11 @@ def passes(config, tp=1, sp=False, ep=1, routed=False):
     reads the rows and writes the token, and the router reads it: about 3 of each. With ep > 1 rows are sorted by expert
     and back once more.
     """
-    c, k = config.n_embd, config.top_k if routed else 1
-    own, rows, inner = c / tp if sp else c, k * c, k * config.hidden / tp
+    c = config.n_embd
+    k = config.top_k if routed else 1
+    own = c / tp if sp else c
+    rows = k * c
+    inner = k * config.hidden / tp
     more = routed * (3 * (c + rows) + 4 * rows * (ep > 1)) + config.rotates * 2 * config.qkv_width / tp
     wide = config.up_width // config.hidden  # layers that the activation reads
     biases = config.biased * (2 * own + 3 * c / tp + inner)
@@ -129,7 +133,9 @@ def operations(config, tokens, width=2):
     """{operation of a block, then of the head: (FLOPs, the fewest bytes that it reads and writes)}, forward of so many
     tokens in numbers of `width` bytes. FLOPs of what is no product are counted off kernels.py; of the scores those that
     the mask leaves."""
-    c, hidden, v = config.n_embd, config.hidden, config.vocab_size
+    c = config.n_embd
+    hidden = config.hidden
+    v = config.vocab_size
 
     def product(n_in, n_out):
         return 2 * tokens * n_in * n_out, width * (tokens * (n_in + n_out) + n_in * n_out)
@@ -137,7 +143,8 @@ def operations(config, tokens, width=2):
     def numbers(flops, moved, count):
         return flops * tokens * count, width * moved * tokens * count
 
-    heads, wide = config.heads_width, config.up_width
+    heads = config.heads_width
+    wide = config.up_width
     scores = 2 * config.seq_len * heads * tokens, width * tokens * (config.qkv_width + heads)
     return {"layer norm": numbers(8, 2, c), "q, k, v": product(c, config.qkv_width),
             "attention": scores, "projection": product(heads, c), "x + y": numbers(1, 3, c),
@@ -147,14 +154,17 @@ def operations(config, tokens, width=2):
 
 def block_seconds(config, s, machine, routed):
     """(F, I, W): seconds that the GPU computes in one block for one micro-batch. routed: the block has experts."""
-    (narrow, wide), tokens = widths(s), tokens_of(config, s)
+    narrow, wide = widths(s)
+    tokens = tokens_of(config, s)
     met, here = (config.top_k, config.experts // s.ep) if routed else (1, 1)  # MLPs: a token's, this rank's
     attention, mlp = matrices(config, s.tp)
     product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
     f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp, s.ep, routed))
     into_buckets = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
-    f, i, w = f + scores, i + 2.5 * scores, w + into_buckets
+    f += scores
+    i += 2.5 * scores
+    w += into_buckets
     again = {"none": 0.0, "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
     return f, i + again, w
 
@@ -167,14 +177,18 @@ def stage_seconds(config, s, machine, stages):
     all blocks and the head. The CPU's seconds are proportional to autograd's functions: 9 in a dense block, 3 more with
     experts, or 7 more with ep > 1.
     """
-    tokens, (blocks, routed, _, head) = tokens_of(config, s), contents(config, stages.values())
+    tokens = tokens_of(config, s)
+    blocks, routed, _, head = contents(config, stages.values())
     f, i, w = ((blocks - routed) * seconds for seconds in block_seconds(config, s, machine, False))
     if routed:
         f, i, w = (a + routed * b for a, b in zip((f, i, w), block_seconds(config, s, machine, True)))
     if head:
         logits = tokens * config.vocab_size / s.tp
-        product, loss = 2 * config.n_embd * logits / machine.matmul, logits / machine.loss
-        f, i, w = f + product + loss / 3, i + product + loss * 2 / 3, w + product
+        product = 2 * config.n_embd * logits / machine.matmul
+        loss = logits / machine.loss
+        f += product + loss / 3
+        i += product + loss * 2 / 3
+        w += product
     if not blocks or replayable(s, config) and s.cuda_graphs != "off":
         return f, i, w
     launch = (blocks + routed * (7 if s.ep > 1 else 3) / 9) * machine.launch * (1 if s.recompute == "none" else 4 / 3)
@@ -198,7 +212,8 @@ def ring_hides(flops, link, dtype):
         forward     2 x T/N x C x 2 bytes               2 products:  2 x (T/N)^2 x C FLOPs      T/N >= 4/2 F/W
         backward    as many, with dK and dV in float32  5 products:  5 x (T/N)^2 x C FLOPs      T/N >= (4 + 8)/5 F/W
     """
-    narrow, wide = dtype.itemsize, parallel.master_dtype(dtype).itemsize
+    narrow = dtype.itemsize
+    wide = parallel.master_dtype(dtype).itemsize
     return 2 * narrow / 2 * flops / link, (2 * narrow + 2 * wide) / 5 * flops / link
 
 
@@ -216,8 +231,10 @@ def overlaps(config, tokens, n, narrow=2, wide=4):
 
     K cancels in the first three, tokens in the last two.
     """
-    k, x = int(sum(matrices(config))), tokens * config.n_embd
-    gather, scatter = sent(HALVES[1], k, narrow, n), sent(HALVES[0], k, wide, n)
+    k = int(sum(matrices(config)))
+    x = tokens * config.n_embd
+    gather = sent(HALVES[1], k, narrow, n)
+    scatter = sent(HALVES[0], k, wide, n)
     return {"dp": (2 * scatter, 4 * k * tokens), "ZeRO-3, forward": (gather, 2 * k * tokens),
             "ZeRO-3, backward": (gather + scatter, 4 * k * tokens),
             "tp": (2 * sent("all_reduce", x, narrow, n), 2 * k * tokens / n),
@@ -247,8 +264,10 @@ MOVED = 4
 
 def groups_of(s):
     """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost."""
-    replicas, shards = s.dp * s.cp, shards_of(s)
-    each, every = replicas * s.tp, replicas * s.tp * s.pp
+    replicas = s.dp * s.cp
+    shards = shards_of(s)
+    each = replicas * s.tp
+    every = replicas * s.tp * s.pp
     return {
         "tp": (s.tp, 1),
         "cp": (s.cp, s.tp),
@@ -265,7 +284,9 @@ def groups_of(s):
 
 def seconds_by_axis(s, machine, items):
     """({axis: {purpose: seconds of its Messages}}, {axis: seconds that its traffic costs hidden, by MOVED})."""
-    spent, touched, groups = defaultdict(Counter), Counter(), groups_of(s)
+    spent = defaultdict(Counter)
+    touched = Counter()
+    groups = groups_of(s)
     for item in items:
         n, distance = groups[item.axis]
         if n == 1:
@@ -273,7 +294,8 @@ def seconds_by_axis(s, machine, items):
         local = max(1, machine.node // distance)
         here = n if n <= local else local if n % local == 0 else 1  # how many of the group's ranks a node has
         for elements, calls in Counter(item.elements).items():
-            call, times = (item.op, elements, item.width), calls * item.times
+            call = item.op, elements, item.width
+            times = calls * item.times
             spent[item.axis][item.what] += times * call_seconds(*call, machine, n, here)
             touched[item.axis] += times * MOVED / machine.hbm * sent(*call, n)
     return spent, touched
@@ -299,7 +321,8 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
     m = s.micro_batches
     gather, reduce = (spent["shard"][what] + spent["same_experts"][what] for what in ("weights", "gradients"))
     if s.zero == 3:
-        one, send = gather / m / (2 * count - 1), reduce / m
+        one = gather / m / (2 * count - 1)
+        send = reduce / m
         seen = m * (max(one, count * one - forward) + max(send / count, (count - 1) * one + send - backward))
     else:
         seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
@@ -311,19 +334,22 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
 
 def predict(config, s, machine):
     """Costs of a training step of train.py in layout s."""
-    m, (narrow, wide) = s.micro_batches, widths(s)
+    m = s.micro_batches
+    narrow, wide = widths(s)
     stages = max((stages_in(s, config, rank) for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
     blocks, routed, _, _ = contents(config, stages.values())
     count = local_elements(config, s.tp, tuple(stages.values()))
     experts = count[True, True] + count[True, False] if s.ep > 1 else 0  # those with buckets of their own
-    others, own = count.total() - experts, experts / s.ep
+    others = count.total() - experts
+    own = experts / s.ep
     buckets = buckets_of(s, int(others), blocks + 1)
     of_experts = buckets_of(s, int(own), routed) if own else []
     spent, touched = seconds_by_axis(s, machine, messages(config, s, stages, buckets, of_experts=of_experts))
 
-    tp, ep = spent["tp"].total(), spent["ep"].total()
+    tp = spent["tp"].total()
+    ep = spent["ep"].total()
     cp = context_seconds(config, s, machine, blocks, spent)
     waits = (tp + cp + ep) / m / 2  # a micro-batch's, in forward, and as long in backward
     costs = f + waits, i + waits, w

@@ -88,7 +88,8 @@ def shards_of(s):
 def messages_of_buckets(s, axis, buckets, shards):
     """Messages that average gradients over an axis and gather weights there, as the table above FlatOptimizer says.
     buckets: as for `messages`. shards: the number of ranks over which ZeRO cuts them."""
-    m, (narrow, wide) = s.micro_batches, widths(s)
+    m = s.micro_batches
+    narrow, wide = widths(s)
     whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
     if s.zero == 3:
         yield Message("weights", GATHER, axis, once + 2 * twice, narrow, m)
@@ -111,7 +112,9 @@ def messages_of_experts(config, s, stages, rows):
     again, the way back included, because the gradients of the gates need the rows that came back. Before the rows go E
     counts, which tell each expert's rank how many rows come.
     """
-    c, (narrow, wide), choices = config.n_embd, widths(s), config.top_k * tokens_of(config, s)
+    c = config.n_embd
+    narrow, wide = widths(s)
+    choices = config.top_k * tokens_of(config, s)
     backwards = s.micro_batches * contents(config, stages.values())[1]
     forwards = 1 + (s.recompute == "block")
     if s.ep > 1:
@@ -133,7 +136,10 @@ def messages_of_experts(config, s, stages, rows):
 
 def messages_of_tensors(config, s, stages):
     """Messages of tensor parallelism, f's and g's, and of the norms between them, which see T/N tokens with --sp."""
-    m, c, tokens, (narrow, wide) = s.micro_batches, config.n_embd, tokens_of(config, s), widths(s)
+    m = s.micro_batches
+    c = config.n_embd
+    tokens = tokens_of(config, s)
+    narrow, wide = widths(s)
     blocks, routed, first, last = contents(config, stages.values())
     again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # how many of a block's two sublayers run again
     scatters = m * blocks * (4 + max(0, again - 1))  # the last g does not, because backward does not need its result
@@ -163,7 +169,8 @@ def messages_of_tensors(config, s, stages):
 def messages_of_context(config, s, stages):
     """Messages of context parallelism. Recomputing runs attention's forward again, with both of Ulysses' all-to-alls,
     because c_proj's weight gradient needs the second one's result."""
-    (narrow, wide), tokens = widths(s), tokens_of(config, s)
+    narrow, wide = widths(s)
+    tokens = tokens_of(config, s)
     heads, keys = (tokens * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
     backwards = s.micro_batches * contents(config, stages.values())[0]
     both = backwards * (2 + (s.recompute != "none"))  # forwards and backwards: keys and values go round in each
@@ -178,7 +185,8 @@ def messages_of_context(config, s, stages):
 
 def messages_of_pipeline(config, s, stages, tp_rank):
     """Messages of a pipeline. F sends to the next stage, B to the one before, if they live elsewhere."""
-    (narrow, wide), stage_to_rank = widths(s), stage_to_rank_in(s)
+    narrow, wide = widths(s)
+    stage_to_rank = stage_to_rank_in(s)
     *_, first, last = contents(config, stages.values())
     rank = stage_to_rank[min(stages)]
     neighbours = sum(stage_to_rank.get(i + side, rank) != rank for i in stages for side in (1, -1))
