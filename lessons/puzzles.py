@@ -193,7 +193,7 @@ class Puzzle(NamedTuple):
 PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(ring, 3, "collectives.py", "ring_reduce_scatter", "mine"),
     Puzzle(hook, 2, "parallel.py", "Reducer.mark_ready", "discard"),
-    Puzzle(zero1, 3, "parallel.py", "FlatBucket.__init__", "width"),
+    Puzzle(zero1, 3, "parallel.py", "FlatBucket.share_out", "width"),
     Puzzle(zero3, 2, "parallel.py", "Prefetcher.after_forward", "flats_of", 1),
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),

@@ -68,13 +68,18 @@ def by_nohup():
     os.environ.update(PET_NNODES="2", PET_NPROC_PER_NODE="3", OMP_NUM_THREADS="0", WORLD_SIZE="1", LOCAL_RANK="1")
 
 
+def by_a_terminal():
+    """As a terminal starts a program, also where the tests themselves run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @on_linux
 @parametrize("victim, how, code, launcher", ENDS)
 def test_processes_end_together(text, tmp_path, victim, how, code, launcher):
     """SIGTERM and a closed terminal leave a checkpoint, Ctrl-C no traceback, and a rank's death is told. Under nohup no
     terminal ends them."""
     run = Ranks([*FLAGS, text, "--out", str(tmp_path), "--steps", "1000000"], 1, tmp_path / "log", launcher=launcher,
-                before=by_nohup if how == signal.SIGTERM else None)
+                before=by_nohup if how == signal.SIGTERM else by_a_terminal)
     run.wait_for("\nstep ")
     pid = run.processes[0].pid
     ranks = processes(pid)
