@@ -450,7 +450,7 @@ class ParallelGPT:
                                           self.device, layout.tp if layout.sp else 1, step)
         if layout.shards_optimizer and optimizer:
             self.optimizer = parallel.FlatOptimizer(self.param_groups(), optimizer, groups.shard, layout.zero,
-                                                       compute_dtype=layout.dtype)
+                                                    compute_dtype=layout.dtype)
             self.params = self.optimizer.shards
             self.averagers = dict.fromkeys(stages, self.optimizer)
             self.bucket_of = self.optimizer.bucket_of

@@ -309,13 +309,8 @@ def build_peer(name, compiled, config, s, device, batches):
     if compiled:
         torch._dynamo.reset()
         torch._functorch.config.donated_buffer = not splits_backward(s)  # else I frees what W needs
-    with pytorchs_kernels():
-        step, title = peers.PEERS[name](config, s, device, *batches, compiled)
-
-    @pytorchs_kernels()
-    def in_pytorch():
-        step()
-
+    step, title = peers.PEERS[name](config, s, device, *batches, compiled)
+    in_pytorch = pytorchs_kernels()(step)
     in_pytorch()
     in_pytorch()
     return in_pytorch, f"torch {title}" + ", compiled" * compiled
