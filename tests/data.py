@@ -117,7 +117,7 @@ def laid_out(net, way, optimizer=torch.optim.SGD, group=None, compute_dtype=None
             wrapped = parallel.FSDP(net, group, compute_dtype=compute_dtype, grad_scaler=grad_scaler)
         return wrapped, wrapped, optimizer(wrapped.parameters(), **options)
     sharded = parallel.ShardedOptimizer(net.parameters(), optimizer, group, way, 0.009,
-                                                   compute_dtype=compute_dtype, grad_scaler=grad_scaler, **options)
+                                        compute_dtype=compute_dtype, grad_scaler=grad_scaler, **options)
     return net, sharded, sharded
 
 

@@ -37,6 +37,34 @@ def bytes_alive():
     return sum(sizes.values())
 
 
+def wait_for(reducers):
+    """Until what is under way has come: before, the reference's ring has room for chunks, too."""
+    for reducer in reducers:
+        for sent in reducer.under_way:
+            sent[1].wait()
+
+
+@on_cpus_both
+@parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_at_most_two_buckets_are_under_way(stage):
+    """Of somebody's own four layers: each leaves in every backward, so whole gradients never add up."""
+    layer = 4 * 48 ** 2  # bytes
+    x = torch.ones(2, 48)
+    net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)])
+    model, sync, opt = laid_out(net, stage, lr=0.1, grad_scaler=False)
+    before = bytes_alive()
+    for _ in range(2):
+        model(x).sum().backward()
+        wait_for(sync.reducers)
+        # A shard of the gradients lives on, and two buckets with room for their averages.
+        assert bytes_alive() - before <= 4 * layer / 2 + 2 * (layer + layer / 2)
+    sync.finish_grad_sync()
+    opt.step()
+    opt.zero_grad()
+    assert bytes_alive() <= before  # the next forward needs the room
+
+
 @on_cpus_both
 @parametrize("zero, within", [(0, 4), (1, 4), (2, 4), (3, 4), (2, 2), (3, 2)])
 @on_ranks(4)
