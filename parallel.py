@@ -267,7 +267,7 @@ class Reducer:
             self.under_way.append((bucket, *self.send(bucket)))
 
     @torch.no_grad()
-    def receive(self):
+    def finish_oldest(self):
         bucket, handle, _, output = self.under_way.popleft()
         handle.wait()
         self.store(bucket, output)
@@ -281,7 +281,7 @@ class Reducer:
         for bucket in self.unsent():
             self.start(bucket)
         while self.under_way:
-            self.receive()
+            self.finish_oldest()
         self.begin_step()
 
     def reset(self):
@@ -679,12 +679,12 @@ class EveryBackward(FlatReducer):
             self.start(bucket)
 
     def start(self, bucket):
+        # Full gradients cost the memory of two messages under way, and of the next one's gradients. (On GPUs more may
+        # be in memory: Python runs ahead, and freed memory is used again only when its stream is done with it.)
+        while len(self.under_way) > 1:
+            self.finish_oldest()
         super().start(bucket)
         self.missing[bucket] = set(bucket.params)  # for the next backward
-        # Full gradients cost the memory of these two, and of the next one. (On GPUs more may be in memory: Python runs
-        # ahead, and freed memory is used again only when its stream is done with it.)
-        while len(self.under_way) > 2:
-            self.receive()
 
     def unsent(self):
         """Those of which a backward has computed some gradients, not all."""
@@ -760,7 +760,8 @@ class Prefetcher:
         when                                     who hears of it      what it does
         a unit's forward begins                  before_forward       end its gather (or make it), begin the next one's
         it has ended                             after_forward        free it
-        backward needs one of its weights        need                 end its gather, begin the previous one's
+        backward needs one of its weights        need                 end its gather, begin the previous one's, free
+                                                                      the next one's (a frozen one got no gradient)
         its last weight gradient is there        EveryBackward.start  free_and_scatter
 
     Three units a, b, c; a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
@@ -772,7 +773,7 @@ class Prefetcher:
         freed             a            b                       c               b               a
 
     The last unit's memory is kept in between, because backward begins with it; so is a tied parameter's, from its first
-    use on. A frozen one stays whole from its backward to the end of the step. Next is next in the list of units with
+    use on. A frozen one stays whole until backward reaches the unit before it. Next is next in the list of units with
     matrices; a model that uses units in another order gathers some too early, and some only when they are needed.
 
     Backward needs a weight when autograd asks for what forward has saved of it (`unpack`), or when a `checkpoint`
@@ -821,8 +822,12 @@ class Prefetcher:
         flat.make_whole()
         if self.in_forward:
             self.whole_at[flat.weights.data_ptr()] = flat
-        else:
-            self.prefetch(self.previous.get(self.unit_of[flat]))
+            return
+        unit = self.unit_of[flat]
+        self.prefetch(self.previous.get(unit))
+        for done in self.flats_of.get(self.next.get(unit), ()):
+            if done not in self.kept:
+                done.free()
 
     def prefetch(self, unit):
         """Begin to gather a unit; `need` will wait for it."""
@@ -872,9 +877,8 @@ class FlatFSDP(nn.Module):
     A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each child outside of those.
     Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too.
     Vectors (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must use
-    the same parameters in each backward. A unit with one that gets no gradient, because it is frozen or unused, stays
-    whole to the end of the step. (PyTorch's FSDP shards vectors, too, and under no_sync keeps whole gradients and sends
-    none.)
+    the same parameters in each backward. (PyTorch's FSDP shards vectors, too, and under no_sync keeps whole gradients
+    and sends none.)
 
     A parameter may be used in its unit's forward alone, and written never: elsewhere it is NaN. FSDP of further/fsdp.py
     has no such rules, and its parameters keep their names.

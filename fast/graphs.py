@@ -117,7 +117,7 @@ class ShardTotals(Totals):
         """End what a graph must not leave open: messages under way and, after backward, units that are whole."""
         for reducer in self.reducers:
             while reducer.under_way:
-                reducer.receive()
+                reducer.finish_oldest()
         for flat in self.units:
             flat.end_gather() if kind == "F" else flat.free()
 

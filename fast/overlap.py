@@ -118,7 +118,7 @@ class FastEveryBackward(FastReducer, EveryBackward):
         self.promised[bucket] = bucket.shard.grad
 
     @torch.no_grad()
-    def receive(self):
+    def finish_oldest(self):
         bucket, handle, _, average = self.under_way.popleft()
         handle.wait()
         self.keeps_promise(bucket)

@@ -175,6 +175,9 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
         model(torch.ones(2, 4), order=[0, 1, 3, 4]).sum().backward()
         model.finish_grad_sync()
     assert seen == [[0, 1], [1, 2], [2, 3], [3], [2, 3], [1, 2], [0, 1], [0]], seen
+    x = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(model(x, order=[0, 1, 3, 4]).sum(), x)  # a backward for x alone, as in zero bubble
+    assert whole() == [0, 3]  # the first, with which it ends, and the last, which is kept for a backward
     with torch.no_grad():
         model(torch.ones(2, 4), order=[0, 3, 4])  # 1, expected after 0, comes for nothing
     assert not whole() and not any(flat.handle for flat in model.flats)
