@@ -479,7 +479,8 @@ class Link:
         """Call algorithm(self, *arguments), logged under `name`. All ranks call in the same order.
 
         With `async_op` return a handle at once. The operation then runs beside the caller, after those before it. A
-        blocking call waits behind those, too, or its messages would overtake theirs.
+        blocking call waits behind those, too, or its messages would overtake theirs. (NCCL keeps that order itself: a
+        group has one stream for all of its messages.)
         """
         traffic_log[name].calls += 1
 
@@ -516,7 +517,8 @@ class Link:
 
 
 class Worker:
-    """A thread that calls functions one after the other, in the order in which they come."""
+    """A thread that calls functions one after the other, in the order in which they come. When one has failed, those
+    after it end with the same error: peers could take their messages for those of the one that failed."""
 
     def __init__(self):
         self.jobs = queue.SimpleQueue()
@@ -531,11 +533,15 @@ class Worker:
         return Handle(done.result, done.done)
 
     def work(self):
+        failed = None
         while (job := self.jobs.get()) is not None:
             done, function = job
             try:
+                if failed:
+                    raise failed
                 done.set_result(function())
             except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
+                failed = error
                 done.set_exception(error)
             job = done = function = None  # else they would keep this operation's tensors until the next one
 

@@ -25,6 +25,7 @@ import os
 import pathlib
 import sys
 import sysconfig
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -521,11 +522,19 @@ class ParallelGPT:
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over each parameter's `partial_over`, in a message each: they are few, and by now small shards. (A tied
-        embedding has a place, and so a bucket, of its own, so the shards of its ends match.)"""
+        """Over each parameter's `partial_over`. Those of the same groups travel side by side, because most are small:
+        with sequence parallelism six vectors a block. (The shards of a tied embedding's ends match: it has a bucket of
+        its own, because it has a placement of its own.)"""
+        together = defaultdict(list)
         for param in self.params:
-            for group in parallel.placement_of(param).partial_over:
-                dist.all_reduce(param.grad, group=group)
+            if over := parallel.placement_of(param).partial_over:
+                together[over, param.grad.dtype].append(param.grad)
+        for (over, _), grads in together.items():
+            flat = torch.cat([grad.flatten() for grad in grads]) if len(grads) > 1 else grads[0].flatten()
+            for group in over:
+                dist.all_reduce(flat, group=group)
+            for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads])):
+                grad.copy_(summed.view_as(grad))
 
     @torch.no_grad()
     def forward(self, x, y):

@@ -380,6 +380,17 @@ def test_calls_that_come_again_see_new_values(name, elements, rank, size):
     assert len(counted) == len(dict(counted))
 
 
+def test_after_an_operation_that_failed_its_worker_sends_nothing():
+    """A peer would add the next operation's chunk to the one that failed."""
+    worker, sent = dist.Worker(), []
+    handles = [worker.start(lambda: sent.append(1 / 0)), worker.start(lambda: sent.append(1))]
+    for handle in handles:
+        with pytest.raises(ZeroDivisionError):
+            handle.wait()
+    worker.close()
+    assert not sent
+
+
 @parametrize("size", [3, 4, 5])
 @on_ranks()
 def test_all_reduce_leaves_the_same_bits_on_every_rank(rank):
