@@ -117,10 +117,10 @@ def test_reading_path_names_what_is_there():
 
 
 def test_call_path_and_map_name_what_is_there():
-    listed = re.findall(r"(?m)^    (\w+)(\.py|/) ", section("How a step runs").split("```")[0])
+    listed = re.findall(r"(?m)^    (\w+)(\.py|/) ", section("What is where"))
     assert {name for name, _ in listed} == {*ROOMS} - {"tests"}
     where, called = None, []
-    for line in section("How a step runs").split("```")[1].splitlines()[1:]:
+    for line in section("Stepping through", "docs/reading.md").split("```")[1].splitlines()[1:]:
         where = line.split(".py")[0] if re.match(r"\w+\.py", line) else where
         called += [(where, name) for name in re.findall(r"[A-Z]\w+\.\w+", line)]
     assert len(called) > 20 and all(named(name, where) for where, name in called)
