@@ -1404,12 +1404,39 @@ class MicroBatch:
         return self.x.grad
 
 
-class Step:
-    """A run of a Pipeline through one list of actions: what is under way, and what has been made."""
+class Pipeline:
+    """This rank's stages of a pipeline, which run any lowered list. One stage and no transfers is ordinary training.
 
-    def __init__(self, pipeline, actions, x, y, dloss, averagers):
-        self.pipeline = pipeline
-        self.actions = actions
+    stages: {stage: module} of this rank. stage_to_rank: {stage: rank} of all. loss(output, target): the last stage's.
+    Activations and their gradients are sent as (B, T / cut, width), in dtype.
+    """
+
+    def __init__(self, stages, stage_to_rank, mesh, loss, dtype, width, device, cut=1):
+        self.stages = stages
+        self.stage_to_rank = stage_to_rank
+        self.last_stage = len(stage_to_rank) - 1
+        self.group = mesh["pp"].get_group()
+        self.loss = loss
+        self.dtype = dtype
+        self.width = width
+        self.device = device
+        self.cut = cut
+
+    def run(self, actions, x, y, dloss=None, averagers=None):
+        """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
+
+        dloss: the gradient of each loss, from which its backward starts, a tensor of one number. averagers: {stage:
+        what averages its gradients}, for no_sync(); None for forwards alone. After an exception the process group is of
+        no more use, because messages may still be under way.
+        """
+        self.begin(actions, x, y, dloss, averagers)
+        for action in actions:
+            self.do(action)
+        self.wait_for_sent(0)
+        return self.losses
+
+    def begin(self, actions, x, y, dloss, averagers):
+        """Of the last step nothing is left."""
         self.x = x
         self.y = y
         self.dloss = dloss
@@ -1419,12 +1446,6 @@ class Step:
         self.results = {}        # an F or a B -> (handle, what it made), until a stage or a send takes it
         self.sending = deque()   # (handle, tensor) of each message that is on its way
         self.losses = []
-
-    def run(self):
-        for action in self.actions:
-            self.do(action)
-        self.wait_for_sent(0)
-        return self.losses
 
     def do(self, action):
         match action.kind[0]:
@@ -1444,13 +1465,16 @@ class Step:
         out = micro_batch.forward(x, self.y[i])
         if torch.is_grad_enabled():
             self.micro_batches[s, i] = micro_batch
-        if s == self.pipeline.last_stage:
+        if s == self.last_stage:
             self.losses.append(out)
         else:
             self.results[action] = dist.Handle(), out
 
     def new_micro_batch(self, stage):
-        return MicroBatch(self.pipeline.stages[stage], self.pipeline.loss_of(stage))
+        return MicroBatch(self.stages[stage], self.loss_of(stage))
+
+    def loss_of(self, stage):
+        return self.loss if stage == self.last_stage else None
 
     def backward(self, action):
         _, s, i = action
@@ -1463,7 +1487,7 @@ class Step:
 
     def gradient_for(self, s, i):
         """Where a stage's backward starts: the gradient of the loss, or that of its output, from the next stage."""
-        return self.dloss if s == self.pipeline.last_stage else self.wait_for(Action("B", s + 1, i))
+        return self.dloss if s == self.last_stage else self.wait_for(Action("B", s + 1, i))
 
     def averaging(self, action):
         """A stage's gradients are averaged in its last backward; until then they only add up."""
@@ -1480,20 +1504,17 @@ class Step:
         """Post a receive into a new buffer, for which `wait_for` waits. All transfers go through one group. NCCL runs
         those of a group one after the other; that cannot hang, because `lower` gives both ends the same order."""
         buffer = self.room_for(action.micro_batch)
-        source = self.pipeline.stage_to_rank[action.stage]
-        handle = dist.irecv(buffer, group=self.pipeline.group, group_src=source)
+        handle = dist.irecv(buffer, group=self.group, group_src=self.stage_to_rank[action.stage])
         self.results[carried(action)] = handle, buffer
 
     def room_for(self, micro_batch):
         """A tensor that takes a micro-batch's activation between two stages, or its gradient."""
-        pipeline = self.pipeline
         batch, tokens = self.x[micro_batch].shape
-        return torch.empty(batch, tokens // pipeline.cut, pipeline.width, dtype=pipeline.dtype, device=pipeline.device)
+        return torch.empty(batch, tokens // self.cut, self.width, dtype=self.dtype, device=self.device)
 
     def send(self, action):
         _, tensor = self.results.pop(carried(action))
-        to = self.pipeline.stage_to_rank[goes_to(action)]
-        handle = dist.isend(tensor, group=self.pipeline.group, group_dst=to)
+        handle = dist.isend(tensor, group=self.group, group_dst=self.stage_to_rank[goes_to(action)])
         self.sending.append((handle, tensor))
         self.wait_for_sent(2)
 
@@ -1503,36 +1524,6 @@ class Step:
         while len(self.sending) > most:
             handle, _ = self.sending.popleft()
             handle.wait()
-
-
-@dataclass(eq=False)
-class Pipeline:
-    """This rank's stages of a pipeline, which run any lowered list. One stage and no transfers is ordinary training."""
-    stages: dict          # {stage: module} of this rank
-    stage_to_rank: dict   # {stage: rank} of all
-    mesh: object
-    loss: object          # loss(output, target) of the last stage
-    dtype: torch.dtype    # of what is sent between stages, activations and their gradients (B, T / cut, width)
-    width: int
-    device: torch.device
-    cut: int = 1
-    step: type = Step     # what runs a list
-
-    def __post_init__(self):
-        self.group = self.mesh["pp"].get_group()
-        self.last_stage = len(self.stage_to_rank) - 1
-
-    def run(self, actions, x, y, dloss=None, averagers=None):
-        """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
-
-        dloss: the gradient of each loss, from which its backward starts, a tensor of one number. averagers: {stage:
-        what averages its gradients}, for no_sync(); None for forwards alone. After an exception the process group is of
-        no more use, because messages may still be under way.
-        """
-        return self.step(self, actions, x, y, dloss, averagers).run()
-
-    def loss_of(self, stage):
-        return self.loss if stage == self.last_stage else None
 
 
 # ----------------------------------------------------------------------------------------------------------------- norm

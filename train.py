@@ -440,15 +440,15 @@ class ParallelGPT:
         if config.experts:
             from further.experts import routers
             self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        step = parallel.Step
+        pipeline = parallel.Pipeline
         self.lowered_lists = parallel.lowered_lists
         if layout.schedule not in parallel.SCHEDULES:
             from further.lists import checked
-            from further.schedules import HalvedStep
-            step = HalvedStep
+            from further.schedules import HalvedPipeline
+            pipeline = HalvedPipeline
             self.lowered_lists = checked
-        self.pipeline = parallel.Pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd,
-                                          self.device, layout.tp if layout.sp else 1, step)
+        self.pipeline = pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd, self.device,
+                                 layout.tp if layout.sp else 1)
         if layout.shards_optimizer and optimizer:
             self.optimizer = parallel.FlatOptimizer(self.param_groups(), optimizer, groups.shard, layout.zero,
                                                     compute_dtype=layout.dtype)

@@ -20,6 +20,7 @@ from further import fsdp as further_fsdp
 from further import llama as further_llama
 from further import nodes as further_nodes
 from further import rms_norm as further_rms_norm
+from further import schedules as further_schedules
 from further import sequence as further_sequence
 from further import zero as further_zero
 from theory.clock import split_pieces
@@ -46,6 +47,7 @@ SWAPS = [  # (module, name there, what takes its place)
     (parallel, "ColumnParallelLinear", sequence.RegatheringColumns),
     (parallel, "even_pieces", split_pieces),
     (parallel, "Pipeline", pipeline.PatientPipeline),
+    (further_schedules, "HalvedPipeline", pipeline.PatientPipeline),
     (further_zero, "ShardedOptimizer", zero.GuardedZeroOptimizer),
     (further_fsdp, "FSDP", zero.GuardedFSDP),
     (further_nodes, "TwoLevels", links.fast_levels),

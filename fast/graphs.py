@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 import collectives as dist
-from fast.pipeline import CollectingMicroBatch, PatientPipeline, PatientStep
+from fast.pipeline import CollectingMicroBatch, PatientPipeline
 from fast import recorded
 from fast.zero import GuardedOptimizer
 from parallel import EveryBackward, FlatBucket, FlatFSDP
@@ -208,43 +208,63 @@ class Recording(CollectingMicroBatch):
         self.replay("W")
 
 
-class GraphStep(PatientStep):
-    """What a GraphPipeline runs: one with averagers, a training step, replays."""
+class GraphPipeline(PatientPipeline):
+    """Replays micro-batches from CUDA graphs, so that the CPU launches one graph instead of some 45 kernels a block.
 
-    def __init__(self, pipeline, actions, x, y, dloss, averagers):
-        super().__init__(pipeline, actions, x, y, dloss, averagers)
+    The first step with new shapes or actions warms up. The second one records, and from then on graphs are replayed.
+    A step whose micro-batches differ in shape runs eagerly. All ranks must get the same shapes in a step.
+    With one stage and one micro-batch in flight, the graph of the last micro-batch sends the gradients. Otherwise, if
+    there are several replicas, the last micro-batch runs eagerly, because its hooks send the gradients.
+
+    graphs, once there is a step with these shapes and actions: recordings {stage: [Recording that no micro-batch is
+    using]}; closing {stage: Recording of the last micro-batch, if it sends the gradients, too}; recorded_for (shape of
+    its micro-batches, actions). Whoever sets it to None has them recorded anew.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.graphs = None
+        self.totals = {}
+
+    def add_up(self, averagers):
+        """Let weight gradients be added to the totals, in eager runs, too, so that both add in the same order."""
+        self.separate_weight_gradients()
+        for stage, sync in averagers.items():
+            if sync not in self.totals:
+                self.totals[sync] = Totals(sync)
+            self.weight_gradients[stage].add = self.totals[sync].add
+
+    def begin(self, actions, x, y, dloss, averagers):
+        super().begin(actions, x, y, dloss, averagers)
         self.replaying = averagers is not None
         if self.replaying:
+            self.actions = actions
             self.replicated = dist.get_world_size(next(iter(averagers.values())).group) > 1
-            self.prepare()
+            self.prepare(actions, averagers)
 
-    def prepare(self):
+    def prepare(self, actions, averagers):
         """Record, if the step before has warmed up for it; point all gradients at the totals."""
-        pipeline = self.pipeline
-        actions = self.actions
-        averagers = self.averagers
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
         # alone: whether a graph can send gradients
-        alone = pipeline.last_stage == 0 and kinds == "FB" and most_held(actions) == 1
+        alone = self.last_stage == 0 and kinds == "FB" and most_held(actions) == 1
         shapes = {part.shape for part in self.x}
         asked = shapes, tuple(actions)
-        known = pipeline.graphs is not None and pipeline.graphs.recorded_for == asked
+        known = self.graphs is not None and self.graphs.recorded_for == asked
         overwrite = known and alone and len(self.x) == 1
         if not known:
-            pipeline.graphs = SimpleNamespace(recordings={}, closing={}, recorded_for=asked)
-        elif not pipeline.graphs.recordings and len(shapes) == 1:
-            for stage in pipeline.stages:
-                self.record(stage, kinds, alone, overwrite, pipeline.totals[averagers[stage]])
-        pipeline.add_up(averagers)
-        for totals in pipeline.totals.values():
+            self.graphs = SimpleNamespace(recordings={}, closing={}, recorded_for=asked)
+        elif not self.graphs.recordings and len(shapes) == 1:
+            for stage in self.stages:
+                self.record(stage, kinds, alone, overwrite, self.totals[averagers[stage]])
+        self.add_up(averagers)
+        for totals in self.totals.values():
             totals.begin(overwrite)
 
     def record(self, stage, kinds, alone, overwrite, totals):
-        pipeline = self.pipeline
-        graphs = pipeline.graphs
+        graphs = self.graphs
         example = self.x[0] if stage == 0 else self.room_for(0).zero_()
-        recording = partial(Recording, pipeline.stages[stage], pipeline.loss_of(stage),
-                            pipeline.weight_gradients.get(stage), totals, kinds, example, self.y[0])
+        recording = partial(Recording, self.stages[stage], self.loss_of(stage),
+                            self.weight_gradients.get(stage), totals, kinds, example, self.y[0])
         if alone:
             graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
@@ -261,7 +281,7 @@ class GraphStep(PatientStep):
         super().forward(action)
 
     def new_micro_batch(self, stage):
-        graphs = self.pipeline.graphs
+        graphs = self.graphs
         if self.closes and stage in graphs.closing:
             return graphs.closing[stage]
         if self.replaying and graphs.recordings.get(stage) and not (self.closes and self.replicated):
@@ -282,35 +302,7 @@ class GraphStep(PatientStep):
         micro_batch = self.micro_batches[action.stage, action.micro_batch]
         yield
         if isinstance(micro_batch, Recording) and not micro_batch.closes:
-            self.pipeline.graphs.recordings[action.stage].append(micro_batch)
-
-
-class GraphPipeline(PatientPipeline):
-    """Replays micro-batches from CUDA graphs, so that the CPU launches one graph instead of some 45 kernels a block.
-
-    The first step with new shapes or actions warms up. The second one records, and from then on graphs are replayed.
-    A step whose micro-batches differ in shape runs eagerly. All ranks must get the same shapes in a step.
-    With one stage and one micro-batch in flight, the graph of the last micro-batch sends the gradients. Otherwise, if
-    there are several replicas, the last micro-batch runs eagerly, because its hooks send the gradients.
-
-    graphs, once there is a step with these shapes and actions: recordings {stage: [Recording that no micro-batch is
-    using]}; closing {stage: Recording of the last micro-batch, if it sends the gradients, too}; recorded_for (shape of
-    its micro-batches, actions). Whoever sets it to None has them recorded anew.
-    """
-    patient_step = GraphStep
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.graphs = None
-        self.totals = {}
-
-    def add_up(self, averagers):
-        """Let weight gradients be added to the totals, in eager runs, too, so that both add in the same order."""
-        self.separate_weight_gradients()
-        for stage, sync in averagers.items():
-            if sync not in self.totals:
-                self.totals[sync] = Totals(sync)
-            self.weight_gradients[stage].add = self.totals[sync].add
+            self.graphs.recordings[action.stage].append(micro_batch)
 
 
 class HookedGraphPipeline(GraphPipeline):

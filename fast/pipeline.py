@@ -11,8 +11,8 @@ import torch
 
 import collectives as dist
 from fast.linear import WeightGradients
-from further.schedules import HalvedStep
-from parallel import carried, goes_to, MicroBatch, Pipeline
+from further.schedules import HalvedPipeline
+from parallel import carried, goes_to, MicroBatch
 from safe.messages import lost_peer_named, progress
 
 
@@ -70,74 +70,7 @@ class CollectingMicroBatch(MicroBatch):
             self.weight_gradients.compute(*computed_from)
 
 
-class PatientStep(HalvedStep):
-    """What a PatientPipeline runs."""
-
-    def __init__(self, pipeline, actions, *args):
-        super().__init__(pipeline, actions, *args)
-        self.expected = defaultdict(deque)  # pipeline rank -> receives that are not posted yet
-        # Later actions overwrite earlier ones, so that the last ones stay.
-        self.last_with = {(half, action.stage): action for action in actions for half in HALVES.get(action.kind, "")}
-        if any(action.kind == "I" for action in actions):
-            pipeline.separate_weight_gradients()
-
-    def new_micro_batch(self, stage):
-        pipeline = self.pipeline
-        return CollectingMicroBatch(pipeline.stages[stage], pipeline.loss_of(stage),
-                                    pipeline.weight_gradients.get(stage))
-
-    def averaging(self, action):
-        """Gradients are averaged once no later action of the stage adds to those of the same parameters: I computes
-        those of norms, W those of matrices, B both."""
-        last = all(self.last_with[half, action.stage] == action for half in HALVES[action.kind])
-        return nullcontext() if last else self.averagers[action.stage].no_sync()
-
-    def receive(self, action):
-        if self.pipeline.device.type == "cuda":
-            self.expected[self.pipeline.stage_to_rank[action.stage]].append(action)
-        else:
-            self.post(action)
-
-    def post(self, receive):
-        pipeline = self.pipeline
-        source = pipeline.stage_to_rank[receive.stage]
-        result = carried(receive)
-        whose = f"{MADE_BY[result.kind]} of micro-batch {result.micro_batch}"
-        what = f"{whose} from rank {pipeline.ranks[source]} (pipeline rank {source})"
-        buffer = self.room_for(receive.micro_batch)
-        with lost_peer_named(f"posted the {what}"):
-            handle = dist.irecv(buffer, pipeline.ranks[source], pipeline.channels[source, pipeline.rank])
-        self.results[result] = named(handle, what), buffer
-
-    def wait_for(self, result):
-        source = self.pipeline.stage_to_rank[result.stage]
-        while result not in self.results:  # post all earlier ones first, because the other rank sends in this order
-            self.post(self.expected[source].popleft())
-        return super().wait_for(result)
-
-    def send(self, action):
-        what = f"send {action} of the pipeline"
-        pipeline = self.pipeline
-        to = pipeline.stage_to_rank[goes_to(action)]
-        _, tensor = self.results.pop(carried(action))
-        progress(what)
-        with lost_peer_named(what):
-            handle = dist.isend(tensor, pipeline.ranks[to], pipeline.channels[pipeline.rank, to])
-        self.sending.append((named(handle, what), tensor))
-
-    def wait_for_sent(self, most):
-        """On CUDA a send that is waited for would hold up the stream, so until the end only those that are over are."""
-        if most == 0 or self.pipeline.device.type != "cuda":
-            super().wait_for_sent(most)
-        while self.sending and self.sending[0][0].is_completed():
-            self.sending.popleft()[0].wait()
-
-    def do(self, action):
-        super().do(action)
-        self.wait_for_sent(2)
-
-
-class PatientPipeline(Pipeline):
+class PatientPipeline(HalvedPipeline):
     """A Pipeline that posts receives late on CUDA, frees an output once it is sent, names a failed transfer, and
     computes nothing twice in W.
 
@@ -147,18 +80,75 @@ class PatientPipeline(Pipeline):
     of both directions would wait for each other in one group, so each direction between two neighbours has its own.
     channels: of another pipeline with these arguments. If left out, groups are made, so all ranks must make a pipeline.
     """
-    patient_step = PatientStep
 
     def __init__(self, stages, stage_to_rank, mesh, *args, channels=None):
         super().__init__(stages, stage_to_rank, mesh, *args)
-        self.step = self.patient_step  # whatever the schedule is
         self.arguments = stages, stage_to_rank, mesh, *args
         self.rank = dist.get_rank(self.group)
         self.ranks = torch.distributed.get_process_group_ranks(self.group)
         self.channels = channels or pipeline_channels(mesh, stage_to_rank)
         self.weight_gradients = {}  # {stage: its WeightGradients}, once a schedule has halves of backwards
 
+    def begin(self, actions, *args):
+        super().begin(actions, *args)
+        self.expected = defaultdict(deque)  # pipeline rank -> receives that are not posted yet
+        # Later actions overwrite earlier ones, so that the last ones stay.
+        self.last_with = {(half, action.stage): action for action in actions for half in HALVES.get(action.kind, "")}
+        if any(action.kind == "I" for action in actions):
+            self.separate_weight_gradients()
+
     def separate_weight_gradients(self):
         """From now on, W can run apart from I."""
         if not self.weight_gradients:
             self.weight_gradients = {stage: WeightGradients(module) for stage, module in self.stages.items()}
+
+    def new_micro_batch(self, stage):
+        return CollectingMicroBatch(self.stages[stage], self.loss_of(stage), self.weight_gradients.get(stage))
+
+    def averaging(self, action):
+        """Gradients are averaged once no later action of the stage adds to those of the same parameters: I computes
+        those of norms, W those of matrices, B both."""
+        last = all(self.last_with[half, action.stage] == action for half in HALVES[action.kind])
+        return nullcontext() if last else self.averagers[action.stage].no_sync()
+
+    def receive(self, action):
+        if self.device.type == "cuda":
+            self.expected[self.stage_to_rank[action.stage]].append(action)
+        else:
+            self.post(action)
+
+    def post(self, receive):
+        source = self.stage_to_rank[receive.stage]
+        result = carried(receive)
+        whose = f"{MADE_BY[result.kind]} of micro-batch {result.micro_batch}"
+        what = f"{whose} from rank {self.ranks[source]} (pipeline rank {source})"
+        buffer = self.room_for(receive.micro_batch)
+        with lost_peer_named(f"posted the {what}"):
+            handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
+        self.results[result] = named(handle, what), buffer
+
+    def wait_for(self, result):
+        source = self.stage_to_rank[result.stage]
+        while result not in self.results:  # post all earlier ones first, because the other rank sends in this order
+            self.post(self.expected[source].popleft())
+        return super().wait_for(result)
+
+    def send(self, action):
+        what = f"send {action} of the pipeline"
+        to = self.stage_to_rank[goes_to(action)]
+        _, tensor = self.results.pop(carried(action))
+        progress(what)
+        with lost_peer_named(what):
+            handle = dist.isend(tensor, self.ranks[to], self.channels[self.rank, to])
+        self.sending.append((named(handle, what), tensor))
+
+    def wait_for_sent(self, most):
+        """On CUDA a send that is waited for would hold up the stream, so until the end only those that are over are."""
+        if most == 0 or self.device.type != "cuda":
+            super().wait_for_sent(most)
+        while self.sending and self.sending[0][0].is_completed():
+            self.sending.popleft()[0].wait()
+
+    def do(self, action):
+        super().do(action)
+        self.wait_for_sent(2)

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import collectives as dist
 import parallel
-from parallel import Action, alternate, MicroBatch, one_f_one_b, ranks_of_stages, Step, whole_batch
+from parallel import Action, alternate, MicroBatch, one_f_one_b, ranks_of_stages, whole_batch
 
 
 def interleaved(p, m, v):
@@ -249,15 +249,15 @@ class HalvedMicroBatch(MicroBatch):
             torch.autograd.backward(self.output, self.dy, inputs=weights)
 
 
-class HalvedStep(Step):
-    """A Step whose list may have I and W."""
+class HalvedPipeline(parallel.Pipeline):
+    """A Pipeline whose lists may have I and W."""
 
-    def __init__(self, pipeline, actions, *args):
-        super().__init__(pipeline, actions, *args)
+    def begin(self, actions, *args):
+        super().begin(actions, *args)
         self.last_backward = {action.stage: action for action in actions if action.kind in ("B", "W")}
 
     def new_micro_batch(self, stage):
-        return HalvedMicroBatch(self.pipeline.stages[stage], self.pipeline.loss_of(stage))
+        return HalvedMicroBatch(self.stages[stage], self.loss_of(stage))
 
     def do(self, action):
         match action.kind:

@@ -20,7 +20,7 @@ import parallel
 from fast import attention, gloo, linear, nccl, norm, recorded, run
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
-from fast.pipeline import PatientStep
+from fast.pipeline import PatientPipeline
 from further import context, expert_parallel, experts, rms_norm
 from further.experts import resized
 from further.schedules import SCHEDULES
@@ -228,7 +228,7 @@ def pieces():
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
         "fetching": [(parallel.Prefetcher, "prefetch", lambda self, unit: None)],        # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
-        "patience": [(PatientStep, "receive", PatientStep.post)],
+        "patience": [(PatientPipeline, "receive", PatientPipeline.post)],
         "ring": plain_rows(context),                                                # the reference's
         "grouped": plain_rows(experts, "grouped_linear"),                           # a product for each group
         "hiding": plain_rows(expert_parallel, "visit"),                             # all rows travel, then all compute

@@ -31,8 +31,8 @@ def timed(pipeline):
     the stream, so the CPU need not wait for the GPU.
     """
     cuda = pipeline.device.type == "cuda"
-    do = pipeline.step.do
-    wait_for = pipeline.step.wait_for
+    do = pipeline.do
+    wait_for = pipeline.wait_for
     spans = []
 
     def now():
@@ -42,13 +42,13 @@ def timed(pipeline):
         event.record()
         return event
 
-    def timed_do(step, action):
+    def timed_do(action):
         spans.append([action, now(), None])
-        do(step, action)
+        do(action)
         spans[-1][2] = now()
 
-    def timed_wait(step, result):
-        value = wait_for(step, result)
+    def timed_wait(result):
+        value = wait_for(result)
         spans[-1][1] = now()  # until now the rank was idle
         return value
 
@@ -56,7 +56,7 @@ def timed(pipeline):
         torch.cuda.synchronize()
     origin = time.time()
     zero = now()
-    with patch.multiple(pipeline.step, do=timed_do, wait_for=timed_wait):
+    with patch.multiple(pipeline, do=timed_do, wait_for=timed_wait):
         yield spans
     if cuda:
         torch.cuda.synchronize()
@@ -94,19 +94,20 @@ def measured(trainer):
     experts got."""
     births = BirthLog()
     net = trainer.net
-    forward = net.pipeline.step.forward
+    pipeline = net.pipeline
+    forward = pipeline.forward
 
-    def note(step, action):
-        forward(step, action)
+    def note(action):
+        forward(action)
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
         gathered = [bucket.weights for reducer in reducers_of(net) for bucket in reducer.buckets
                     if isinstance(bucket, FlatParameter) and bucket.weights is not None]
-        sent = [tensor for _, tensor in step.sending]  # on a GPU the host does not wait until they have arrived
-        others = storages([*step.x, *step.y, step.dloss, *kept_tensors(net)["gradients"], *gathered, *sent,
+        sent = [tensor for _, tensor in pipeline.sending]  # on a GPU the host does not wait until they have arrived
+        others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *gathered, *sent,
                            *trainer.buffers_of_collectives()])
         trainer.activations = max(trainer.activations, births.alive(others))
 
-    with births, patch.object(net.pipeline.step, "forward", note):
+    with births, patch.object(pipeline, "forward", note):
         yield
     loads = trainer.loads
     ranks = trainer.s.ep
@@ -226,7 +227,7 @@ def profiled(trainer):
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
     averagers = dict.fromkeys(trainer.net.averagers.values())
     ranges = [*trainer.profiled_collectives(),
-              (trainer.net.pipeline.step, "do", lambda step, action: f"{action} stage {action.stage}"),
+              (trainer.net.pipeline, "do", lambda action: f"{action} stage {action.stage}"),
               *[(sync, "finish_grad_sync", lambda: "finish_grad_sync") for sync in averagers]]
     with contextlib.ExitStack() as stack, torch.profiler.profile(  # of the CPU, and of CUDA where it is available
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
