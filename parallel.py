@@ -774,7 +774,8 @@ class Prefetcher:
 
     The last unit's memory is kept in between, because backward begins with it; so is a tied parameter's, from its first
     use on. A frozen one stays whole until backward reaches the unit before it. Next is next in the list of units with
-    matrices; a model that uses units in another order gathers some too early, and some only when they are needed.
+    matrices, previous among those whose backward needs them: no embedding. A model that uses units in another order
+    gathers some too early, and some only when they are needed.
 
     Backward needs a weight when autograd asks for what forward has saved of it (`unpack`), or when a `checkpoint`
     inside of the unit runs its layers again (`before_layer`).
@@ -788,7 +789,8 @@ class Prefetcher:
         self.flats = [*uses]
         sharded = [unit for unit, flats in flats_of.items() if flats]
         self.next = dict(zip(sharded, sharded[1:]))
-        self.previous = dict(zip(sharded[1:], sharded))
+        used = [unit for unit in sharded if not isinstance(unit, EMBEDDINGS)]  # in backward, too
+        self.previous = dict(zip(used[1:], used))
         self.unit_of = {flat: unit for unit in sharded for flat in flats_of[unit]}  # of several the last
         last = flats_of[sharded[-1]] if sharded else []
         self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # until backward
@@ -1093,6 +1095,9 @@ class VocabParallelEmbedding(nn.Module):
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)                         # (..., C)
         instead = x.new_zeros(tokens.shape).masked_fill(nowhere, math.nan)  # 0 where another rank has the row
         return self.g(torch.where(elsewhere.unsqueeze(-1), instead.unsqueeze(-1), x), self.cut.group)
+
+
+EMBEDDINGS = nn.Embedding, VocabParallelEmbedding  # their backward needs rows' numbers, no weights
 
 
 def local_parameter(param, cut):

@@ -107,7 +107,7 @@ def demo_memory(model, dp):
     """The ZeRO table: bytes that a GPU keeps, and sends, at each stage."""
     config = PRESETS[model]
     K = config.parameters()
-    last = config.vocab_size * config.n_embd  # elements of ZeRO-3's last unit, which is gathered once
+    once = (config.vocab_size + config.seq_len) * config.n_embd  # elements that ZeRO-3 gathers once: the embeddings
     print(f"{model}, {K:,} parameters, dp {dp}, bf16, AdamW: GiB a GPU, without activations\n\n"
           f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}{'sent':>10}   sharded over dp")
     for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
@@ -115,7 +115,7 @@ def demo_memory(model, dp):
         *sizes, _ = memory_bytes(config, s).values()
         sizes = [size / 2**30 for size in sizes]
         # ZeRO-3's vectors are counted with the matrices, because here their all-reduce sends as many bytes.
-        buckets = [(K - last, 2), (last, 1)] if zero == 3 else [(K, 0)]
+        buckets = [(K - once, 2), (once, 1)] if zero == 3 else [(K, 0)]
         traffic = sum(sent(message.op, elements, message.width, dp)
                       for message in messages_of_buckets(s, "shard", buckets, dp) for elements in message.elements)
         print(f"ZeRO-{zero}  {''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):10.2f}{traffic / 2**30:10.2f}   {what}")
@@ -240,7 +240,7 @@ def demo_fsdp():
     """ZeRO-3 at work: which unit rank 0 gathers, waits for, frees and scatters while which unit computes."""
     say("wte and lm_head are two matrices here (tied=False). In `plain` they are one, which stays whole from its\n"
         "first use to the end of backward. What is computed from \"gather\" to \"wait for\" hides the gather.\n"
-        "A scatter stands where it starts.\n")
+        "A scatter stands where it starts. An embedding's backward needs no weights, so none are gathered for it.\n")
     fsdp_step(lambda what, unit: say(f"{'' if what.endswith(' of') else '    '}{what} {unit}"))
 
 

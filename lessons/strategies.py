@@ -95,11 +95,11 @@ def predicted_traffic(trainer, routes):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
     stages = stages_in(s, trainer.config, pp_rank)
-    # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights. (That next to the
-    # first block is gathered ahead all the same: that of positions, where there are any.)
+    # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights.
     wrapped = [model for model in net.stages.values() if isinstance(model, parallel.FlatFSDP)]
     once = {flat for model in wrapped for flat in model.prefetcher.kept}
-    once |= {model.bucket_of[model.module.wte.weight] for model in wrapped if getattr(model.module, "wpe", None)}
+    once |= {model.bucket_of[unit.weight] for model in wrapped for unit in model.modules()
+             if isinstance(unit, parallel.EMBEDDINGS)}
     total, buckets, of_experts = Counter(), [], []
     for reducer in reducers_of(net):
         for bucket in reducer.buckets:

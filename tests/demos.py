@@ -37,7 +37,7 @@ SHOWN = [
         "zero_1                     ~0       318   1,344,000       656",
         "sharded_optimizer          ~0         6   1,344,000       656",
         "zero_3                     ~0       477   2,016,000       438",
-        "fsdp                       ~0        63   1,946,112       451",
+        "fsdp                       ~0        60   1,933,824       451",
         "gpipe                      ~0         8      65,536       410",
         "one_f_one_b                ~0         9      65,544       102",
         "all_columns                ~0         2      81,920        32",
@@ -49,7 +49,7 @@ SHOWN = [
     ("measuring", 2, """
           zero 0                parameters 3.2 MiB (3.2 MiB)  gradients 3.2 MiB (3.2 MiB)  optimizer 6.4 MiB (6.4"""),
     # The next unit is gathered under this one, and waited for when it computes; the last one stays whole, because
-    # backward begins with it.
+    # backward begins with it. Embeddings' backward needs no weights.
     ("fsdp", 2, """
         forward of h.1
             wait for h.1
@@ -67,7 +67,15 @@ SHOWN = [
             wait for h.1
             gather h.0
             free h.1
-            scatter h.1"""),
+            scatter h.1
+        backward of h.0
+            wait for h.0
+            free h.0
+            scatter h.0
+        backward of wpe
+            scatter wpe
+        backward of wte
+            scatter wte"""),
     # Of the lecture's 34 bytes model.py lacks dropout's masks, 2; statistics of norms and heads are small.
     ("memory", 1, """
           one GPU                             114.00 | 32.03
