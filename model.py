@@ -86,45 +86,24 @@ class GPTConfig:
     def mlp_matrices(self):
         return self.n_embd * (self.up_width + self.hidden)
 
-    def attention_parameters(self):
-        return self.attention_matrices() + self.qkv_width + self.n_embd   # with biases
-
-    def mlp_parameters(self):
-        return self.mlp_matrices() + self.up_width + self.n_embd
-
-    def norm_parameters(self):
-        return 2 * self.n_embd
-
-    def position_parameters(self):
-        return self.seq_len * self.n_embd
-
     def parameters(self):
         """K, how many parameters; a tied head counts once."""
-        vocabulary = self.vocab_size * self.n_embd
-        norms = (2 * self.n_layer + 1) * self.norm_parameters()
-        blocks = self.n_layer * (self.attention_parameters() + self.mlp_parameters())
-        return vocabulary * (1 if self.tied else 2) + self.position_parameters() + blocks + norms
+        return sum(map(math.prod, shapes(self).values()))
 
     def active_parameters(self):
         """How many parameters one token meets."""
         return self.parameters()
-
-    @property
-    def long_sequences(self):
-        """Whether T > 4C."""
-        return self.seq_len > 4 * self.n_embd
 
     def flops_per_token(self):
         """FLOPs to train on one token: 6 (K - T C) + 12 L C T. Backward takes twice what forward takes.
 
         6 a parameter that is multiplied: position embeddings (T C) are only added, an embedding that is no head as
         well is only read. 12 L C T is Q K^T and P V, in full though a causal kernel skips half, as others count, too.
-        PaLM (2022), appendix B. Up to T = 4C that is a quarter too much at most. Longer sequences count the causal
-        half, 6 L C T: with all of it a fast kernel's MFU would pass 100 %.
+        PaLM (2022), appendix B.
         """
-        read = self.position_parameters() + (0 if self.tied else self.vocab_size * self.n_embd)
-        scores = (6 if self.long_sequences else 12) * self.n_layer * self.heads_width * self.seq_len
-        return 6 * (self.active_parameters() - read) + scores
+        read = ["wpe.weight"] if self.tied else ["wpe.weight", "wte.weight"]
+        only_read = sum(math.prod(shape) for name, shape in shapes(self).items() if name in read)
+        return 6 * (self.active_parameters() - only_read) + 12 * self.n_layer * self.heads_width * self.seq_len
 
     # The layers. They have no values yet: `initial_weight` gives them, by name.
 

@@ -6,6 +6,7 @@ further/expert_parallel.py lets ranks share them out.
     python train.py --plain --experts 4
 """
 
+import math
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 import collectives as dist
 import kernels
-from model import GPTConfig
+from model import GPTConfig, shapes
 from parallel import set_placement
 
 
@@ -104,15 +105,9 @@ class ExpertsConfig(GPTConfig):
     def mlp(self, block):
         return MixtureOfExperts(self) if self.has_experts(block) else super().mlp(block)
 
-    def parameters(self, experts=None):
-        """experts: how many of a block's to count; left out, all."""
-        mlps = (self.experts if experts is None else experts) * self.mlp_parameters()
-        router = self.experts * self.n_embd
-        routed = sum(map(self.has_experts, range(self.n_layer)))
-        return super().parameters() + routed * (mlps + router - self.mlp_parameters())
-
     def active_parameters(self):
-        return self.parameters(self.top_k)
+        stacked = sum(math.prod(shape) for name, shape in shapes(self).items() if self.stacked(name))
+        return self.parameters() - stacked // self.experts * (self.experts - self.top_k)
 
     def stacked(self, name):
         """["h.0.mlp.experts.0.c_fc.weight", ...] of "h.0.mlp.experts.c_fc.weight"."""

@@ -128,18 +128,6 @@ class LlamaConfig(GPTConfig):
     def up_width(self):
         return 2 * self.hidden
 
-    def attention_parameters(self):
-        return self.attention_matrices() + 2 * self.head_dim * self.qk_norm + self.qkv_width * self.qkv_bias
-
-    def mlp_parameters(self):
-        return self.mlp_matrices()
-
-    def norm_parameters(self):
-        return self.n_embd
-
-    def position_parameters(self):
-        return 0
-
     def positions(self):
         return None
 

@@ -145,7 +145,7 @@ def describe(trainer):
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
-    if c.long_sequences and speed.peak_flops(trainer.device):
+    if speed.half_counted(c) and speed.peak_flops(trainer.device):
         trainer.say(f"speed    {speed.HALF_COUNTED}")
 
 

@@ -156,7 +156,7 @@ class WatchedTrainer(Trainer):
         if "load_max" in entry:
             more += f"load {entry['load_max']:.2f} x mean  "
         if peak := speed.peak_flops(self.device):
-            entry["mfu"] = rate * self.config.flops_per_token() / peak / self.net.mesh.size()
+            entry["mfu"] = rate * speed.counted_flops(self.config) / peak / self.net.mesh.size()
             more += f"MFU {100 * entry['mfu']:.1f} %  "
         if s.log_every:
             left = int((s.steps - done) * tokens / rate)

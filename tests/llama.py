@@ -202,8 +202,6 @@ def test_rotary_positions_are_relative():
 
 
 def test_sizes_of_presets():
-    for config in PRESETS.values():
-        assert sum(map(math.prod, model.shapes(config).values())) == config.parameters()
     assert 1.1e9 < PRESETS["1b"].parameters() < 1.3e9
 
 

@@ -28,8 +28,11 @@ def small(seed=3, pieces=None, **change):
 
 
 def test_sizes_are_the_model_s():
-    for config in model.PRESETS.values():
-        assert sum(math.prod(shape) for shape in model.shapes(config).values()) == config.parameters()
+    for c in model.PRESETS.values():
+        in_blocks = c.n_layer * (12 * c.n_embd**2 + 13 * c.n_embd)
+        assert c.parameters() == in_blocks + (c.vocab_size + c.seq_len + 2) * c.n_embd
+        assert c.flops_per_token() == (6 * (c.parameters() - c.seq_len * c.n_embd)
+                                       + 12 * c.n_layer * c.n_embd * c.seq_len)
     assert model.PRESETS["gpt2"].parameters() == 124_439_808  # as published
     assert 0.5e6 < model.PRESETS["tiny"].parameters() < 2e6
     assert model.GPTConfig(n_embd=12).hidden == 48

@@ -377,10 +377,22 @@ def describe_machine(machine):
                    if machine.link else "")
 
 
+def half_counted(config):
+    """Whether attention's FLOPs count half, those that the mask leaves. To count all of them, as others do, is a
+    quarter too much at most up to T = 4C. Beyond that a fast kernel's MFU would pass 100 %."""
+    return config.seq_len > 4 * config.n_embd
+
+
+def counted_flops(config):
+    """FLOPs a token that an MFU counts: 6 (K - T C) + 12 L C T, of longer sequences 6 L C T."""
+    scores = config.n_layer * config.heads_width * config.seq_len
+    return config.flops_per_token() - 6 * scores * half_counted(config)
+
+
 def mfu(config, tokens, machine):
     """Percent of the machine's peak FLOP/s that so many tokens/s a GPU use; None if the peak is not known."""
-    return 100 * tokens * config.flops_per_token() / machine.peak if machine.peak else None
+    return 100 * tokens * counted_flops(config) / machine.peak if machine.peak else None
 
 
 def mfu_note(config):
-    return f"\n{HALF_COUNTED}" if config.long_sequences else ""
+    return f"\n{HALF_COUNTED}" if half_counted(config) else ""

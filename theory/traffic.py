@@ -4,9 +4,11 @@ Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as
 p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters on each axis.
 """
 
+import math
 from typing import NamedTuple
 
 import parallel
+from model import shapes
 from theory.clock import stage_to_rank_in
 
 
@@ -158,10 +160,13 @@ def messages_of_tensors(config, s, stages):
     gathers = m * (blocks * (6 + again) - routed)
     yield Message("activations: 6 of 10 halves", GATHER, "tp", [tokens * c], narrow, gathers)
     yield Message("activations: 4 of 10 halves", SCATTER, "tp", [tokens * c], narrow, scatters)
+    def elements(layer):
+        return sum(math.prod(shape) for name, shape in shapes(config).items() if name.startswith(layer))
+
     # tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of row-parallel layers.
-    matrices = routed * config.experts * c + first * config.position_parameters()
-    a_block = 2 * config.norm_parameters() + 2 * c * config.biased + norms_of_heads
-    vectors = blocks * a_block - routed * c + last * config.norm_parameters()
+    matrices = routed * config.experts * c + first * elements("wpe.")
+    a_block = 2 * elements("ln_f.") + 2 * c * config.biased + norms_of_heads
+    vectors = blocks * a_block - routed * c + last * elements("ln_f.")
     seen = matrices // (shards_of(s) if s.zero else 1) + vectors // (shards_of(s) if s.zero in (1, 2) else 1)
     yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
 
