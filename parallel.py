@@ -294,7 +294,24 @@ class Reducer:
         self.begin_step()
 
 
-class BucketDDP(nn.Module):
+class Averager:
+    """What averages gradients by `reducers`: BucketDDP and FlatOptimizer have one, FlatFSDP has two."""
+
+    def no_sync(self):
+        return self.reducers[-1].no_sync()
+
+    def finish_grad_sync(self):
+        """Send the gradients that have not left, and wait for all averages."""
+        for reducer in self.reducers:
+            reducer.finish()
+
+    def zero_grad(self, set_to_none=True):
+        """Drop all gradients, and an unfinished step. Call it on all ranks."""
+        for reducer in self.reducers:
+            reducer.reset()
+
+
+class BucketDDP(Averager, nn.Module):
     """Data parallel over any module: gradients are averaged bucket by bucket, while backward still computes.
 
         model = BucketDDP(module, group)            the first rank broadcasts its parameters
@@ -314,22 +331,10 @@ class BucketDDP(nn.Module):
         for bucket in self.buckets:
             for param in bucket.params:
                 dist.broadcast(param.detach(), group=bucket.group, group_src=0)
-        self.reducer = Reducer(self.buckets, all_reduce_bucket, split_into_grads)
-        self.reducers = [self.reducer]  # FlatFSDP has two
-
-    def no_sync(self):
-        return self.reducer.no_sync()
-
-    def finish_grad_sync(self):
-        self.reducer.finish()
+        self.reducers = [Reducer(self.buckets, all_reduce_bucket, split_into_grads)]
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
-
-    def zero_grad(self, set_to_none=True):
-        """As any module's; it also drops an unfinished step. Then call it on all ranks."""
-        self.reducer.reset()
-        super().zero_grad(set_to_none)
 
 
 def call_when_computed(params, method):
@@ -570,7 +575,7 @@ def add_to_shard(bucket, average):
         bucket.shard.grad += average
 
 
-class FlatOptimizer:
+class FlatOptimizer(Averager):
     """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its Nth of the parameters, and steps it.
 
         optimizer = FlatOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
@@ -605,15 +610,9 @@ class FlatOptimizer:
             g["params"] = [bucket.shard for bucket in self.buckets if group_of[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
-        self.reducer = (EveryBackward if stage == 2 else FlatReducer)(self.buckets, send[stage], add_to_shard)
-        self.reducers = [self.reducer]
-        self.bucket_of = self.reducer.bucket_of
-
-    def no_sync(self):
-        return self.reducer.no_sync()
-
-    def finish_grad_sync(self):
-        self.reducer.finish()
+        reducer = (EveryBackward if stage == 2 else FlatReducer)(self.buckets, send[stage], add_to_shard)
+        self.reducers = [reducer]
+        self.bucket_of = reducer.bucket_of
 
     @property
     def param_groups(self):
@@ -624,8 +623,7 @@ class FlatOptimizer:
         return self.inner.state
 
     def zero_grad(self, set_to_none=True):
-        """Drop the shards' gradients, and an unfinished step. Call it on all ranks."""
-        self.reducer.reset()
+        super().zero_grad()
         self.inner.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -868,7 +866,7 @@ class Prefetcher:
             flat.free()
 
 
-class FlatFSDP(nn.Module):
+class FlatFSDP(Averager, nn.Module):
     """ZeRO-3: parameters exist whole only while their layer computes.
 
         model = FlatFSDP(module, group)                           not inside of another module
@@ -908,33 +906,25 @@ class FlatFSDP(nn.Module):
                         for some in make_buckets(vectors, math.inf)]
         self.buckets = self.flats + self.vectors
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        of_matrices = EveryBackward(self.flats, free_and_scatter, add_to_shard)
-        of_vectors = FlatReducer(self.vectors, all_reduce_bucket, add_to_shard)
-        self.reducers = [of_matrices, of_vectors]
+        self.reducers = [EveryBackward(self.flats, free_and_scatter, add_to_shard),
+                         FlatReducer(self.vectors, all_reduce_bucket, add_to_shard)]
         flats_of = {unit: list(dict.fromkeys(self.bucket_of[p] for p in params if is_matrix(p)))
                     for unit, params in units}
         self.prefetcher = self.prefetcher_class(flats_of)
-
-    def no_sync(self):
-        _, of_vectors = self.reducers  # matrices' gradients leave in every backward, vectors' add up
-        return of_vectors.no_sync()
 
     def forward(self, *args, **kwargs):
         cast_masters(self.vectors)
         with self.prefetcher.forward():
             return self.module(*args, **kwargs)
 
-    def zero_grad(self, set_to_none=True):
-        """Drop the gradients, and an unfinished step. Call it on all ranks."""
-        for reducer in self.reducers:
-            reducer.reset()
-        super().zero_grad(set_to_none)
-
     def finish_grad_sync(self):
-        """Send the gradients that have not left, such as vectors'; free what backward did not."""
-        for reducer in self.reducers:
-            reducer.finish()
+        super().finish_grad_sync()
         self.prefetcher.free()
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad()
+        for bucket in self.buckets:
+            bucket.shard.grad = None
 
     def named_parameters(self, *args, **kwargs):
         """What an optimizer steps: this rank's shards, of vectors all. (parameters() asks here.)"""

@@ -60,7 +60,7 @@ class Totals:
         else:
             torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
         if computed:  # what autograd's hook would do
-            self.sync.reducer.computed(param)
+            self.sync.reducers[0].computed(param)
 
     def settle(self, kind):
         """Nothing is under way between the actions that are recorded."""

@@ -39,7 +39,7 @@ class Ahead:
     @torch.no_grad()
     def step(self):
         self.wait_for_weights(self.buckets)
-        if not self.reducer.finished:
+        if not self.reducers[0].finished:
             self.finish_grad_sync()
         super().step()
 
@@ -77,7 +77,7 @@ class Ahead:
 
         for module in modules:
             for unit, params in fsdp_units(module):  # frozen parameters have no bucket
-                mine = {self.reducer.bucket_of[p] for p in params if p in self.reducer.bucket_of}
+                mine = {self.bucket_of[p] for p in params if p in self.bucket_of}
                 unit.register_forward_pre_hook(hook(mine))
             module.register_state_dict_pre_hook(hook(self.buckets))
             module.register_load_state_dict_pre_hook(hook(self.buckets))

@@ -27,7 +27,7 @@ class DDP(BucketDDP):
         self.changing = [*module.buffers()] if broadcast_buffers else []
 
     def finish_grad_sync(self):
-        refuse_new(self.module, self.reducer.bucket_of)
+        refuse_new(self.module, self.reducers[0].bucket_of)
         super().finish_grad_sync()
         broadcast_in_one(self.changing, self.group)
 

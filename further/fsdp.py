@@ -112,9 +112,9 @@ class FSDP(parallel.FlatFSDP):
         self.show_parts()
 
     def zero_grad(self, set_to_none=True):
-        for bucket in self.buckets:
-            bucket.shard.grad = None
-        super().zero_grad(set_to_none)
+        super().zero_grad()
+        for part in self.parts.values():
+            part.grad = None
 
     def named_parameters(self, *args, **kwargs):
         """This rank's parts, at any time."""

@@ -208,7 +208,7 @@ def demo_data():
 
     def look(param):  # called when backward has computed this parameter's gradient
         came.add(param)
-        bucket = model.reducer.bucket_of[param]
+        bucket = model.reducers[0].bucket_of[param]
         if came.issuperset(bucket.params):
             missing = [p for p in reversed([*net.parameters()]) if p not in came]
             say(f"  {len(came):9} of {len(piece)}   {pieces(bucket.params):22}{pieces(missing) or 'nothing'}")

@@ -60,7 +60,7 @@ def hook(rank):
     factors = nn.ParameterList(map(torch.tensor, (2.0, 3.0, 5.0)))
     net, under_way = DDP(factors, bucket_mb=1e-9), []  # a bucket each, the last parameter's first
     for p in factors:
-        p.register_post_accumulate_grad_hook(lambda p: under_way.append(len(net.reducer.under_way)))
+        p.register_post_accumulate_grad_hook(lambda p: under_way.append(len(net.reducers[0].under_way)))
     product = math.prod(reversed(factors) if rank else factors)  # so on rank 1 gradients come in another order
     ((rank + 1) * product).backward()
     yield "buckets on their way after each gradient", str(under_way)

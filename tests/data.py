@@ -166,7 +166,7 @@ def test_backward_returns_before_its_buckets_have_arrived(rank):
         dist.recv(come_back, 0)
     wrapped(x * (rank + 1)).sum().backward()
     if rank == 0:
-        (_, handle, *_), = wrapped.reducer.under_way
+        (_, handle, *_), = wrapped.reducers[0].under_way
         assert not handle.is_completed()
         dist.send(come_back, 1)
     wrapped.finish_grad_sync()
@@ -491,7 +491,7 @@ def test_a_unit_waits_for_its_own_weights_alone(stage):
             x = torch.ones(2, 64)
             for layer in net:
                 x = layer(x)
-                on_their_way.append([opt.reducer.bucket_of[other.weight] in opt.gathering for other in net])
+                on_their_way.append([opt.bucket_of[other.weight] in opt.gathering for other in net])
             x.square().mean().backward()
             if late:  # else step() does it
                 opt.finish_grad_sync()

@@ -262,7 +262,7 @@ def library_code():
     """README's, which wants a process without groups: the module of its model's class, the gradient's norm."""
     code, = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.DOTALL)
     exec(code, names := {})
-    return type(names["model"].reducer).__module__, names["norm"].item()
+    return type(names["model"].reducers[0]).__module__, names["norm"].item()
 
 
 def test_readme_library_code_is_fast():

@@ -90,7 +90,7 @@ def turned():
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
     net = parallel.BucketDDP(net, bucket_mb=1e-5)
     if dist.get_rank():
-        net.reducer.buckets.reverse()
+        net.reducers[0].buckets.reverse()
     net(torch.ones(2, 4)).sum().backward()
     net.finish_grad_sync()
 
