@@ -8,7 +8,7 @@ import torch
 
 import parallel
 from lessons.measure import say, Table, write_json
-from safe.flags import BadInput, check_parts, dashed, Settings
+from safe.flags import BadInput, check_parts, dashed, Settings, SIZES
 from theory.clock import stage_to_rank_in
 from theory.memory import ROOM, needed_bytes
 from theory.speed import describe_machine, mfu, mfu_note, predict, ring_hides
@@ -75,11 +75,14 @@ def describe_layout(s):
     return " ".join(f"{dashed(name)} {value}" for name, value in given.items()).replace(" True", "")
 
 
-def describe_parameters(config):
+def describe_model(a):
+    """The preset, the flags that change it, and its parameters."""
+    config = a.config
+    flags = "".join(f" {dashed(name)} {getattr(a, name)}" for name in SIZES if getattr(a, name) is not None)
+    said = f"{a.model}{flags}, {config.parameters():,} parameters"
     if not config.experts:
-        return f"{config.parameters():,} parameters"
-    return (f"{config.parameters():,} parameters ({config.active_parameters():,} a token: {config.top_k} of "
-            f"{config.experts} experts)")
+        return said
+    return f"{said} ({config.active_parameters():,} a token: {config.top_k} of {config.experts} experts)"
 
 
 def rows_of(a):
@@ -107,7 +110,7 @@ def rows_of(a):
 def plan(a):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
     config, machine = a.config, a.machine
-    say(f"{a.model}, {describe_parameters(config)}, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
+    say(f"{describe_model(a)}, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
         f"{config.seq_len} a step\n{describe_machine(machine)}{mfu_note(config)}")
     table = Table("layouts that fit, fastest first; GiB of the fullest rank; bubble, and traffic that nothing hides, "
                   "in % of the step", {

@@ -313,7 +313,7 @@ def puzzles(name, into, check_in, shows_solution):
     if not name:
         reject(into or check_in or shows_solution, "which puzzle? Name one, e.g. ring; without flags they are listed")
         for name, puzzle in PUZZLES.items():
-            print(f"{name:12}{puzzle.file:20}{puzzle.function:35}{puzzle.example.__doc__.split(':')[0]}")
+            print(f"{name:12}{puzzle.file:28}{puzzle.function:36}{puzzle.example.__doc__.split(':')[0]}")
         return
     puzzle = PUZZLES[name]
     if shows_solution:

@@ -28,7 +28,7 @@ from lessons import peers
 from lessons.machine import measure_machine, sent_in
 from lessons.measure import (
     interleaved, of_all_ranks, patched, plain_rows, say, Table, without_collectives, write_json)
-from lessons.plan import describe_parameters
+from lessons.plan import describe_model
 from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.messages import watched_link
 from safe.run import WatchedTrainer
@@ -165,7 +165,7 @@ def strategies(a):
         without(a, device)
         return
     machine = measure_machine(device, parallel.PRECISIONS[a.dtype], a.config, a.comm)
-    say(f"{a.gpus} processes, {torch_dist.get_backend()}; {a.model}, {describe_parameters(a.config)}, {a.dtype}; "
+    say(f"{a.gpus} processes, {torch_dist.get_backend()}; {describe_model(a)}, {a.dtype}; "
         f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}{mfu_note(a.config)}")
     for reason in a.reasons:
         say(f"left out: {reason}")

@@ -92,7 +92,7 @@ def slug(heading):
 @parametrize("page", PAGES)
 def test_links_and_pictures_are_there(page):
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
-    for link in re.findall(r"\]\((?!https:)([^)]+)\)", text):
+    for link in re.findall(r"\]\((?!https:)([^)]+)\)", text) + re.findall(r"(?m)^\[[^]]+\]: (\S+)", text):
         file, _, anchor = link.partition("#")
         there = os.path.normpath(os.path.join(os.path.dirname(page), file)) if file else page
         assert (TOP / there).exists(), link
@@ -114,6 +114,23 @@ def test_reading_path_names_what_is_there():
             assert where, row
     lecture, further, others = map(len, levels())
     assert lecture == 12 and further > 15 and others > 20
+
+
+def test_passages_name_what_their_stop_opens():
+    """A name of docs/lecture.md stands in a file of its row, or of its stop's section of docs/reading.md."""
+    page = PAGES["docs/lecture.md"]
+    stops = dict(re.findall(r"(?m)^\[([^]]+)\]: reading\.md#(\S+)$", page))
+    sections = re.split(r"(?m)^##+ ", PAGES["docs/reading.md"])
+    opened = {slug(text.split("\n")[0]): SOURCES.keys() & re.findall(r"[\w/]+\.py", text) for text in sections}
+    tables = re.findall(r"(?m)^\| passage \| stop \|.*\n((?:\|.*\n)+)", page)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for text in tables for line in text.splitlines()[1:]]
+    for _, where, looks, _ in rows:
+        files = set(re.findall(r"`([\w/]+\.py)`", looks)).union(
+            *(opened[stops[stop]] for stop in re.findall(r"[^],[ ][^],[]*", where)))
+        for name in re.findall(r"`([A-Za-z_][\w.]*)`", looks):
+            last = name.split(".")[-1]
+            assert any(name == file or re.search(rf"\b{last}\b", SOURCES[file]) for file in files), (name, files)
+    assert len(tables) == 5 and len(rows) > 100
 
 
 def test_call_path_and_map_name_what_is_there():
