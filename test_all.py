@@ -10,8 +10,11 @@ program and in the reference alone. Processes come from a pool, started once for
 tests run again on NCCL. The proofs are modules of tests/, by subject:
 """
 
+import gc
+
 import pytest
 
+gc.disable()  # what is imported stays: to look for garbage in it would take a third of the imports' time
 pytest.register_assert_rewrite("tests")
 pytest_plugins = ["tests.pool"]  # pytest calls that module's hooks
 
@@ -49,3 +52,6 @@ from tests.together import *  # noqa: E402, F403
 from tests.text import *  # noqa: E402, F403
 from tests.bugs import *  # noqa: E402, F403
 from tests.readme import *  # noqa: E402, F403
+
+gc.freeze()
+gc.enable()

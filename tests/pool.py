@@ -1,5 +1,6 @@
 """Processes for the tests: pools that serve one test after the other, and a second pytest process beside the first."""
 
+import atexit
 import concurrent.futures
 import contextlib
 import functools
@@ -8,6 +9,7 @@ import importlib
 import inspect
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import re
@@ -67,6 +69,8 @@ class Beside:
         capture.start_global_capturing()
         capture.suspend_global_capture()
         self.config.pluginmanager.register(self)
+        # The first process's forkserver serves both, and this one would ask whether its own child still runs.
+        multiprocessing.forkserver._forkserver.ensure_running = int
         try:
             self.run(1)
             self.session._setupstate.teardown_exact(None)  # the session's fixtures
@@ -165,8 +169,15 @@ def forkserver():
     """Starts processes at once: from one that has imported what is slow, and has left CUDA alone, which cannot be
     forked."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["numpy", "pytest", "bench", "torch._dynamo"] + ["test_all"] * (not GPUS))
+    context.set_forkserver_preload(["test_all"] * (not GPUS) + ["numpy", "pytest", "bench", "torch._dynamo"])
     return context
+
+
+def pytest_configure(config):
+    """The forkserver imports PyTorch while pytest collects."""
+    if not config.option.collectonly:
+        forkserver()
+        multiprocessing.forkserver.ensure_running()
 
 
 def in_new_process(function, *args):
@@ -189,6 +200,14 @@ class Pool:
             self.processes.append(context.Process(target=_worker, daemon=True,
                                                   args=(rank, size, device_type, self.store.port, theirs, plain)))
             self.processes[-1].start()
+        atexit.register(self.stop)  # before multiprocessing asks them to end, which a stopped process never hears
+
+    def signal(self, number):
+        """Stop or wake the processes. gloo's threads wake a hundred times a second, and those of all pools together
+        take a tenth of two cores. (NCCL takes a stopped process for a lost one.)"""
+        for process in self.processes if self.device_type == "cpu" else ():
+            if process.is_alive():
+                os.kill(process.pid, number)
 
     def run(self, function, *args, timeout=300 if GPUS else 200, again=True, **options):  # there, kernels compile first
         """Results in rank order. The first rank's exception fails the test; silence breaks the pool, which starts anew.
@@ -197,6 +216,7 @@ class Pool:
         groups before any code of ours runs, new processes try once more."""
         if not self.processes:
             self.__init__(len(self.pipes), self.device_type, self.plain)
+        self.signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send((function, args, options))
         results, left, deadline = {}, [*self.pipes], time.time() + timeout
@@ -213,6 +233,7 @@ class Pool:
                     return self.run(function, *args, timeout=timeout, again=False, **options)
                 pytest.fail(f"rank {rank}:\n{value}")
             results[rank] = value
+        self.signal(signal.SIGSTOP)
         if ok is None:  # all ranks skip alike
             pytest.skip(value)
         return [results[rank] for rank in range(len(self.pipes))]
