@@ -397,8 +397,7 @@ data
     dp=2 without=all_reduce_bucket
 # Micro-batches and replicas have few targets that count, or none: the loss is no mean of means.
 holes  holes=1
-    dp=2 micro_batches=4 zero=0,1,2,3
-    tp=3 n_head=6 n_embd=24
+    dp=2 micro_batches=4 zero=0,3
     tp=2 pp=2 micro_batches=8 schedule=gpipe,zb-h1
     dp=2 tp=2 pp=2 micro_batches=2 sp=1 recompute=block
     dp=2 cp=2 tokens=8 micro_batches=2 cp_kind=ring,ulysses
@@ -414,11 +413,13 @@ tensor
     tp=3 n_head=3 n_embd=24 inner=40
     tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward,VocabParallelCrossEntropy.forward,clip_grad_norm_
     dp=2 tp=2 without=clip_grad_norm_,all_reduce_bucket
-zero  tied=0 recompute=block micro_batches=2  optimizer=adamw recompute=attention micro_batches=2
-    dp=1 zero=1,2,3
-    dp=2 zero=2
+zero  tied=0 recompute=block micro_batches=2
+    dp=1,2 zero=2
+    dp=2 tp=2 zero=2
+zero  optimizer=adamw recompute=attention micro_batches=2
+    dp=1 zero=1,3
     dp=4 zero=3
-    dp=2 tp=2 zero=1,2,3
+    dp=2 tp=2 zero=3
 zero
     dp=2 zero=1 without=FlatBucket.reduce_scatter,FlatBucket.all_gather
     dp=2 zero=2 without=FlatBucket.reduce_scatter,clip_grad_norm_
@@ -430,9 +431,9 @@ zero  dp=3 micro_batches=3 batch=9 n_head=3 n_embd=27 inner=40
     zero=1,2,3 without=FlatBucket.reduce_scatter
 # In two levels, of nodes of half the ranks; or ZeRO within two neighbours, replicas between.
 nodes  optimizer=adamw two_levels=1
-    dp=4 node=2 micro_batches=2 zero=0,1,3
+    dp=4 node=2 micro_batches=2 zero=0,3
     dp=4 node=2 micro_batches=2 zero=1 zero_within=1
-    dp=4 node=2 micro_batches=2 zero=1,2,3 zero_within=2
+    dp=4 node=2 micro_batches=2 zero=2 zero_within=2
     dp=4 tp=2 node=4 zero=1,3 zero_within=2
 nodes  optimizer=adamw dp=4 pp=2 node=4 schedule=zb-h1 micro_batches=2 two_levels=0
     zero=1
@@ -448,7 +449,7 @@ pipeline  n_layer=5
 pipeline
     pp=2 without=ParallelGPT.add_up_gradients,clip_grad_norm_
     pp=2,3 micro_batches=4 schedule=in-turns
-    dp=2 pp=2 micro_batches=4 schedule=in-turns zero=0,1,2,3
+    dp=2 pp=2 micro_batches=4 schedule=in-turns zero=1,2,3
 pipeline  schedule=interleaved n_layer=7
     pp=2 virtual_stages=3 micro_batches=8
     pp=3 virtual_stages=2 micro_batches=3 batch=24
@@ -456,10 +457,11 @@ pipeline  schedule=interleaved n_layer=7
 # Stages in a V: two on each rank, the first and the last on one.
 pipeline  n_layer=6
     pp=4 schedule=zb-v,v-half,v-min,dualpipe-v micro_batches=4
-    dp=1 schedule=zb-v micro_batches=2
-    pp=2 schedule=dualpipe-v micro_batches=1 tied=0
     pp=3 schedule=zb-v,v-min micro_batches=8 tied=0
     pp=3 schedule=dualpipe-v virtual_stages=2 micro_batches=8
+pipeline  n_layer=3
+    dp=1 schedule=zb-v micro_batches=2
+    pp=2 schedule=dualpipe-v micro_batches=1 tied=0
     dp=2 pp=2 schedule=zb-v micro_batches=2 zero=0,2,3
     dp=2 pp=2 schedule=zb-v micro_batches=2 zero=1 without=ends_apart
     dp=2 pp=2 schedule=dualpipe-v micro_batches=4 zero=1 without=FlatBucket.reduce_scatter,clip_grad_norm_
@@ -470,8 +472,8 @@ pipeline  n_layer=4 micro_batches=4
     dp=2 tp=2 pp=2
     dp=2 tp=2 pp=2 schedule=zb-h1 zero=3
     dp=2 pp=4 schedule=zb-h1
-    dp=2 pp=2 schedule=1f1b zero=1,3
-    dp=2 pp=2 schedule=zb-h1 zero=1,2
+    dp=2 pp=2 schedule=1f1b zero=3
+    dp=2 pp=2 schedule=zb-h1 zero=2
     dp=2 pp=2 schedule=1f1b zero=2 without=FlatBucket.reduce_scatter
     dp=2 pp=2 schedule=zb-h1 zero=3 without=FlatBucket.reduce_scatter
 pipeline  optimizer=adamw tied=0 n_layer=4 micro_batches=4
@@ -479,52 +481,54 @@ pipeline  optimizer=adamw tied=0 n_layer=4 micro_batches=4
     dp=2 pp=2 schedule=gpipe zero=3 recompute=attention
 # Tokens are cut between the layers that tp cuts.
 sequence  sp=1 n_layer=3
-    tp=2 micro_batches=2 schedule=zb-h1
     tp=5 n_head=5 n_embd=30 recompute=block
+    tp=2 tokens=8 without=gather_tokens,scatter_tokens,clip_grad_norm_,ParallelGPT.add_up_gradients
+sequence  sp=1
+    tp=2 micro_batches=2 schedule=zb-h1
     tp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4
     tp=2 pp=4 schedule=zb-h1 micro_batches=2 recompute=attention
-    tp=2 tokens=8 without=gather_tokens,scatter_tokens,clip_grad_norm_,ParallelGPT.add_up_gradients
     tp=2 micro_batches=2 forced=rows_in_place
-sequence  optimizer=adamw tied=0 sp=1 n_layer=3
-    dp=2 tp=2 zero=1 micro_batches=2
+sequence  optimizer=adamw tied=0 sp=1
     dp=2 tp=2 zero=2 micro_batches=2 recompute=attention
     dp=2 tp=2 zero=3 micro_batches=2 recompute=block
     dp=2 tp=2 pp=2 zero=3 micro_batches=2
     tp=2 pp=2 schedule=zb-h1 zero=1 micro_batches=4 without=scatter_tokens
 # All tokens are cut, over cp.
-context  optimizer=adamw tied=0 tokens=8 n_layer=3 cp_kind=ring  tokens=8 n_layer=3 cp_kind=ulysses
+context  optimizer=adamw tied=0 tokens=8 cp_kind=ring
     cp=2 tp=2 sp=1 recompute=attention micro_batches=2
     cp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4
-context  tokens=8 n_layer=3 cp_kind=ring  optimizer=adamw tied=0 tokens=8 n_layer=3 cp_kind=ulysses
+context  tokens=8 cp_kind=ring
     cp=4 zero=3
+    dp=2 cp=2 zero=2 zero_within=2 micro_batches=2 recompute=block
+    cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=4 without=FlatBucket.reduce_scatter
+    cp=2 tp=2 pp=2 schedule=zb-h1 zero=1 sp=1 micro_batches=2
+context  tokens=8 cp_kind=ulysses
+    cp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4
+context  optimizer=adamw tied=0 tokens=8 cp_kind=ulysses
     dp=2 cp=2 zero=1 micro_batches=2
     dp=2 cp=2 zero=2 zero_within=2 micro_batches=2 recompute=block
     cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=4 without=FlatBucket.reduce_scatter
     dp=2 cp=2 tp=2 zero=2 sp=1
-    cp=2 tp=2 pp=2 schedule=zb-h1 zero=1 sp=1 micro_batches=2
 context  cp=2 tokens=8
     cp_kind=ring without=shift,all_reduce_bucket,sums_of_all_keys
     cp_kind=ulysses without=heads_for_tokens,tokens_for_heads
 # Balanced after each step.
-experts  experts=4 tokens=8 n_layer=3
+experts  experts=4 tokens=8
     dp=2 ep=2 micro_batches=2 experts=2 top_k=2
     dp=2 cp=2 ep=2 micro_batches=2
     dp=2 tp=2 ep=2 micro_batches=2 bias=few
-    dp=2 tp=2 ep=2 micro_batches=2 sp=1
     dp=2 pp=2 ep=2 schedule=zb-h1 micro_batches=4
-experts  optimizer=adamw tied=0 experts=4 tokens=8 n_layer=3
-    dp=2 zero=1
+experts  optimizer=adamw tied=0 experts=4 tokens=8
     dp=2 ep=2 zero=3 micro_batches=2 bias=few without=exchange
     dp=2 ep=2 zero=2 bias=all top_k=1
     dp=4 ep=2 zero=1 micro_batches=2 recompute=block bias=few
     dp=4 ep=4 zero=1 micro_batches=2 bias=all
-    dp=4 ep=2 zero=3 micro_batches=2 recompute=block
     dp=4 ep=2 zero=2 zero_within=2 micro_batches=2 expert_every=2
     dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3
     dp=2 pp=2 ep=2 zero=1 micro_batches=4 expert_every=2
     dp=2 pp=2 ep=2 schedule=interleaved virtual_stages=2 zero=2 micro_batches=4
     dp=4 tp=2 ep=4 zero=3 sp=1
-    dp=4 cp=2 ep=2 zero=2 expert_every=3
+    dp=4 cp=2 ep=2 zero=2 expert_every=3 n_layer=3
     dp=2 tp=2 pp=2 ep=2 schedule=zb-h1 zero=1 sp=1 micro_batches=2
 experts  experts=4 tokens=8 n_layer=1
     dp=2 ep=2 without=exchange,average_over_copies
@@ -541,14 +545,13 @@ muon  optimizer=muon
     dp=2 tp=2 pp=2 sp=1 zero=1 micro_batches=2
     dp=2 cp=2 zero=1 zero_within=2 tokens=8
     dp=4 ep=2 experts=4 tokens=8 zero=1
-    dp=2 tp=2 ep=2 experts=4 tokens=8
 # A Llama, or Qwen: rotary positions follow the zigzag, tp cuts the heads of keys, norms of heads stay whole.
-llama  arch=llama n_kv_head=4 tokens=8 n_layer=3
-    dp=2 micro_batches=2 zero=1,3 tied=0 optimizer=adamw
+llama  arch=llama n_kv_head=4 tokens=8
+    dp=2 micro_batches=2 zero=1 tied=0 optimizer=adamw
     tp=4 micro_batches=2 n_kv_head=0
     tp=2 qk_norm=1 qkv_bias=1 head_size=6
     cp=4 tied=0 qk_norm=1
-    cp=2 tp=2 cp_kind=ring,ulysses sp=1 recompute=attention micro_batches=2
+    cp=2 tp=2 cp_kind=ulysses sp=1 recompute=attention micro_batches=2
     pp=2 schedule=zb-h1,dualpipe-v micro_batches=4
     dp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=4 zero=2 recompute=block tied=0
     dp=2 tp=2 pp=2 sp=1 zero=3 qk_norm=1 micro_batches=2 optimizer=adamw
@@ -560,7 +563,7 @@ llama  arch=llama n_kv_head=2 tokens=8
     cp=2 without=shift,positions_from_zero
     cp=2 cp_kind=ulysses without=heads_for_tokens,positions_from_zero
     pp=2 without=ParallelGPT.add_up_gradients
-experts  experts=4 tokens=8 n_layer=3 forced=under_own_rows
+experts  experts=4 tokens=8 forced=under_own_rows
     dp=2 ep=2 zero=3 recompute=block micro_batches=2 bias=few optimizer=adamw tied=0
     dp=2 ep=2 bias=all top_k=1
     dp=4 ep=4 zero=1 micro_batches=2 optimizer=adamw tied=0
