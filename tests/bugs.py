@@ -13,7 +13,7 @@ from lessons.blind import bugs, copy_with
 from lessons.puzzles import loaded_from
 from tests import layouts
 from tests.pool import close, in_new_process, parametrize
-from tests.puzzles import ranks
+from tests.puzzles import code_is_kept, ranks
 
 
 BUGS = bugs()
@@ -67,8 +67,8 @@ def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
     inside = [re.findall(pattern, bug.halves()[0])[-1] for pattern in (r"(?m)^(?:class|def) (\w+)", r"\bdef (\w+)")]
     assert inside == [bug.function.split(".")[0], bug.function.split(".")[-1]]
     (layout, optimizer, micro_batches, change), options = layouts.arguments_of(blind.case_of(bug.layout))
-    results = ranks(math.prod(layout.values())).run(in_layout_by, tmp_path, layout, optimizer, micro_batches, change,
-                                                    **options)
+    results = ranks(math.prod(layout.values())).run(code_is_kept, in_layout_by, tmp_path, layout, optimizer,
+                                                    micro_batches, change, **options)
     want = layouts.one_process(optimizer, *(options[name] for name in layouts.SIZED), **change)
     assert symptom(results, want, 2**-5 if "dtype" in options else 1e-10) == bug.symptom
 

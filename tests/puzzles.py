@@ -1,6 +1,8 @@
 """`python -m lessons puzzles`: an empty hole and a wrong body are red, the body put back is green."""
 
 import functools
+import importlib.machinery
+from unittest.mock import patch
 
 import pytest
 
@@ -32,6 +34,19 @@ MISTAKES = {
 }
 
 
+KEPT = {}  # {a file's text: its code}
+
+
+def code_is_kept(function, *args, **options):
+    """function(*args), in a process of a pool that imports copies of the reference again and again: what has not
+    changed is compiled once."""
+    def code_of(loader, text, path):
+        return KEPT.get(text) or KEPT.setdefault(text, compile(text, path, "exec", dont_inherit=True))
+
+    with patch.object(importlib.machinery.SourceFileLoader, "source_to_code", code_of):
+        return function(*args, **options)
+
+
 @pytest.fixture(scope="module")
 def ranks():
     """Processes of their own, because wrong code may leave messages behind that nobody has received."""
@@ -50,7 +65,7 @@ def test_a_puzzle_is_red_until_it_is_solved(ranks, triton_kernels, tmp_path, nam
     found = {}
     for kind, body in bodies.items():
         write(tmp_path / kind, puzzle.file, filled(puzzle, body))
-        found[kind] = ranks(puzzle.ranks).run(problems, puzzle, str(tmp_path / kind))
+        found[kind] = ranks(puzzle.ranks).run(code_is_kept, problems, puzzle, str(tmp_path / kind))
     assert found["solved"] == [[]] * puzzle.ranks
     for lines in found["empty"]:
         assert len(lines) == 1 and lines[0].startswith("NotImplementedError: puzzle: nothing is written here yet (")
