@@ -10,6 +10,7 @@ program and in the reference alone. Processes come from a pool, started once for
 tests run again on NCCL. The proofs are modules of tests/, by subject:
 """
 
+import atexit
 import gc
 
 import pytest
@@ -54,4 +55,5 @@ from tests.bugs import *  # noqa: E402, F403
 from tests.readme import *  # noqa: E402, F403
 
 gc.freeze()
+atexit.register(gc.unfreeze)  # else libraries report at the end what they find left
 gc.enable()

@@ -59,7 +59,7 @@ MEMORY = """
     12    2  --tp 2 --dtype fp32 --sp --n-embd 128
     0.02  2  --tp 2 --dtype bf16 --recompute attention --sp --n-embd 128
     0.02  2  --tp 2 --dtype bf16 --recompute block --sp --n-embd 128
-    0.01  2  --cp 2 --cp-kind ring --n-embd 256 --n-head 4 --recompute block    which tokens are this rank's is on no list
+    0.01  2  --cp 2 --cp-kind ring --n-embd 256 --n-head 4 --recompute block   which tokens are its own, no list says
     0.01  4  --cp 2 --cp-kind ring --n-embd 256 --n-head 4 --tp 2 --sp
     0.01  2  --cp 2 --cp-kind ulysses --n-embd 256 --n-head 4 --recompute block
     0.01  4  --cp 2 --cp-kind ulysses --n-embd 256 --n-head 4 --tp 2 --sp
@@ -72,7 +72,7 @@ MEMORY = """
     0.03  2  --pp 2 --micro-batches 8 --batch-size 8 --n-layer 6 --n-embd 64 --schedule dualpipe-v
     0.02  1  --experts 4 --n-embd 64 --batch-size 4                     a router's counts are on no list
     0.02  1  --experts 4 --n-embd 64 --batch-size 4 --dtype bf16 --top-k 1
-    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2 --recompute attention     by the tokens that this rank's experts got
+    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2 --recompute attention   by tokens that come
     0.02  2  --experts 4 --batch-size 4 --dp 2 --ep 2 --seq-len 16 --kernels triton --n-layer 1
     0.02  4  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --tp 2 --sp --ep 2 --expert-every 2
 """
