@@ -18,6 +18,7 @@ of some of its parts: they check the input, start the processes that a layout ne
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
@@ -50,34 +51,17 @@ def flag(default, help, **more):
 MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter: running means of its gradient and of its square
 
 
-def schedules():
-    """{name: schedule(p, m, v)} of --schedule: parallel.py's, and those of further/schedules.py if it is there."""
-    try:
-        from further.schedules import SCHEDULES
-    except ModuleNotFoundError as error:
-        if error.name not in ("further", "further.schedules"):
-            raise
-        return parallel.SCHEDULES
-    return SCHEDULES
+SCHEDULES = parallel.SCHEDULES     # {name: schedule(p, m, v)} of --schedule
+if importlib.util.find_spec("further"):
+    from further.schedules import SCHEDULES
 
 
 def schedule_of(name):
     """The schedule(p, m, v) of this name, or of the text of lists that --schedule-file has put in its place."""
-    if name in parallel.SCHEDULES:
-        return parallel.SCHEDULES[name]
-    from further import lists
-    return lists.schedule_of(name)
-
-
-def read_schedule(s):
-    """Put the text of --schedule-file in the place of --schedule's name. ValueError if its lists cannot run."""
-    if not s.schedule_file:
-        return
-    from further.lists import read
-    text = read(s.schedule_file, s.pp, s.micro_batches)
-    if s.schedule not in (Flags.schedule, text):
-        raise ValueError(f"--schedule {s.schedule} beside --schedule-file: leave one of them out")
-    s.schedule = text
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    from further.lists import schedule_in
+    return schedule_in(name)
 
 
 @dataclass
@@ -115,7 +99,7 @@ class Flags:
     cp_kind: str = flag("ring", "keys and values go round, or tokens are traded for heads", choices=["ring", "ulysses"])
     ep: int = flag(1, "ranks of dp that share out the experts")
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
-    schedule: str = flag("1f1b", "of the pipeline", choices=list(schedules()))
+    schedule: str = flag("1f1b", "of the pipeline", choices=list(SCHEDULES))
     schedule_file: str = flag("", "a text with a list of actions for each rank, in place of --schedule")
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
@@ -854,7 +838,9 @@ class Run:
         self.data = *split(tokens), vocabulary
         if len(self.data[1]) <= self.config.seq_len:
             raise ValueError(f"the held-out tenth is of {len(self.data[1])} tokens: give more text")
-        read_schedule(s)
+        if s.schedule_file:
+            from further.lists import read_schedule
+            s.schedule = read_schedule(s)
         stage_to_rank_of(self.config, layout_of(s))
         if s.resume:
             from further.resume import read

@@ -12,7 +12,7 @@ import pathlib
 import re
 from collections import deque
 
-from further.schedules import needs, result_of, SCHEDULES
+from further.schedules import needs, result_of
 from parallel import Action, add_transfer, carried, goes_to, ranks_of_stages
 
 
@@ -159,8 +159,10 @@ def parse(text):
     return lists
 
 
-def read(file, p, m):
-    """The text of --schedule-file. ValueError, in one line, unless it is a schedule of p ranks and m micro-batches."""
+def read_schedule(s):
+    """The text of --schedule-file. ValueError, in one line, unless it is a schedule for --pp and --micro-batches. s:
+    train.py's Flags."""
+    file = s.schedule_file
     try:
         text = pathlib.Path(file).read_text()
         lists = parse(text)
@@ -176,16 +178,16 @@ def read(file, p, m):
     if 0 in stages or len(stages) > 1:
         raise ValueError(f"--schedule-file {file}: ranks have {sorted(stages)} stages: give each equally many")
     count = 1 + max(action.micro_batch for actions in lists for action in actions)
-    if (p, m) != (len(lists), count):
+    if (s.pp, s.micro_batches) != (len(lists), count):
         raise ValueError(f"--schedule-file {file} is of {len(lists)} ranks and {count} micro-batches: give --pp "
                          f"{len(lists)} --micro-batches {count}")
+    if s.schedule not in ("1f1b", text):
+        raise ValueError(f"--schedule {s.schedule} beside --schedule-file: leave one of them out")
     return text
 
 
 @functools.cache  # each text is one schedule, because `checked` proves a schedule once
-def schedule_of(name):
-    """The schedule(p, m, v) of a name in SCHEDULES, or of a text, which is for its own p and m alone."""
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    lists = parse(name)
+def schedule_in(text):
+    """The schedule(p, m, v) of a text, which is for its own p and m alone."""
+    lists = parse(text)
     return lambda p, m, v: lists

@@ -12,12 +12,12 @@ import torch
 
 import kernels
 import parallel
-from further.lists import check, lower
+from further.lists import check, lower, read_schedule
 from safe.files import tell
 from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, multiple, reject
 from theory.speed import replayable
-from train import config_of, device_for, flag, Flags, processes_of, read_schedule, schedule_of
+from train import config_of, device_for, flag, Flags, processes_of, schedule_of
 
 
 # -------------------------------------------------------------------------------------------------- settings, bad input
@@ -185,7 +185,8 @@ def check_schedule(s, config):
     """Reject a schedule that makes no lists for these ranks, micro-batches and stages, or lists that cannot finish."""
     check_stages(s, config, s.virtual_stages)  # before there are lists of so many
     try:
-        read_schedule(s)
+        if s.schedule_file:
+            s.schedule = read_schedule(s)
     except ValueError as problem:
         raise BadInput(problem) from None
     try:

@@ -5,8 +5,8 @@ import itertools
 from typing import NamedTuple
 
 import parallel
-from further.lists import in_order, names_of, schedule_of
-from further.schedules import needs, result_of
+from further.lists import in_order, names_of, schedule_in
+from further.schedules import needs, result_of, SCHEDULES
 from parallel import ranks_of_stages
 
 
@@ -43,7 +43,8 @@ def split_pieces(config, stages):
 @functools.cache
 def lists_of(schedule, p, m, v):
     """A schedule's lists, cached, so callers must not change them."""
-    return schedule_of(schedule)(p, m, v)
+    schedule = SCHEDULES.get(schedule) or schedule_in(schedule)
+    return schedule(p, m, v)
 
 
 @functools.cache
