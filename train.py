@@ -65,8 +65,32 @@ def schedule_of(name):
 
 
 @dataclass
-class Flags:
-    """Flags of the command line, --with-dashes."""
+class Layout:
+    """How a GPT is spread over ranks, and what it computes in."""
+    dp: int = flag(1, "data-parallel replicas")
+    tp: int = flag(1, "ranks each layer is cut over")
+    sp: bool = flag(False, "sequence parallelism: tp cuts the tokens too, between the layers that it cuts")
+    cp: int = flag(1, "context parallelism: ranks each sequence is cut over")
+    cp_kind: str = flag("ring", "keys and values go round, or tokens are traded for heads", choices=["ring", "ulysses"])
+    ep: int = flag(1, "ranks of dp that share out the experts")
+    pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
+    schedule: str = flag("1f1b", "of the pipeline", choices=list(SCHEDULES))  # or the text of --schedule-file
+    virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
+    zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
+    zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
+    recompute: str = flag("none", "layers that backward runs again", choices=["none", "block", "attention"])
+    dtype: torch.dtype = torch.float32  # of the layers
+
+    @property
+    def shards_optimizer(self):
+        """Whether a FlatOptimizer averages gradients: at ZeRO 1 and 2, and at 0 if weights have 16 bits, because it
+        keeps their float32 masters."""
+        return self.zero in (1, 2) or self.zero == 0 and self.dtype != parallel.master_dtype(self.dtype)
+
+
+@dataclass
+class Flags(Layout):
+    """Flags of the command line, --with-dashes: a Layout's, and these."""
     data: str = flag("", "a text file; left out, the source of Python's standard library")
     tokenizer: str = flag("", "folder with a GPT-2's vocab.json and merges.txt; left out, tokens are bytes")
     arch: str = flag(None, "architecture (gpt2)", choices=["gpt2", "llama"])
@@ -93,19 +117,8 @@ class Flags:
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip")
     seed: int = flag(0, "of weights, batches and sampling")
     dp: int = flag(None, "data-parallel replicas; left out, what --tp, --cp and --pp leave")
-    tp: int = flag(1, "ranks each layer is cut over")
-    sp: bool = flag(False, "sequence parallelism: tp cuts the tokens too, between the layers that it cuts")
-    cp: int = flag(1, "context parallelism: ranks each sequence is cut over")
-    cp_kind: str = flag("ring", "keys and values go round, or tokens are traded for heads", choices=["ring", "ulysses"])
-    ep: int = flag(1, "ranks of dp that share out the experts")
-    pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
-    schedule: str = flag("1f1b", "of the pipeline", choices=list(SCHEDULES))
     schedule_file: str = flag("", "a text with a list of actions for each rank, in place of --schedule")
-    virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
-    zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
-    zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
     dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters", choices=list(parallel.PRECISIONS))
-    recompute: str = flag("none", "layers that backward runs again", choices=["none", "block", "attention"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "auto: Triton from Hopper on, in 16 bits or fp32", choices=["auto", "torch", "triton"])
     comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=["ours", "ring", "torch"])
@@ -220,30 +233,6 @@ def batch(tokens, seed, step, batch_size, seq_len, samples):
 
 
 # --------------------------------------------------------------------------------------------------------------- recipe
-
-@dataclass
-class Layout:
-    """How a GPT is spread over ranks, and what it computes in. `Flags` has a flag for each field."""
-    dp: int = 1                     # replicas
-    tp: int = 1                     # ranks that each layer is cut over
-    sp: bool = False                # whether tp cuts the tokens, too, between those layers
-    cp: int = 1                     # ranks that each sequence is cut over
-    cp_kind: str = "ring"           # or "ulysses"
-    ep: int = 1                     # ranks of dp that share out the experts
-    pp: int = 1                     # ranks that the layers are spread over
-    schedule: str = "1f1b"          # the pipeline's, or the text of its lists, which say on which rank a stage lives
-    virtual_stages: int = 1         # stages a rank, for a schedule that leaves it open
-    zero: int = 0                   # the stage of ZeRO, over dp x cp
-    zero_within: int = None         # or over each so many neighbours of dp x cp
-    recompute: str = "none"         # "block" or "attention": layers that backward runs again
-    dtype: torch.dtype = torch.float32  # of the layers; bf16 and fp16 keep float32 masters
-
-    @property
-    def shards_optimizer(self):
-        """Whether a FlatOptimizer averages gradients: at ZeRO 1 and 2, and at 0 if weights have 16 bits, because it
-        keeps their float32 masters."""
-        return self.zero in (1, 2) or self.zero == 0 and self.dtype != parallel.master_dtype(self.dtype)
-
 
 def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
     """Build the GPT of `config` on this rank; returns a ParallelGPT. Call it on all ranks: it makes groups.
