@@ -494,7 +494,7 @@ class Link:
             algorithm(self, *arguments)
 
         if self.device == "cuda":
-            return self.on_a_stream(operation, tensors_in(arguments))
+            return self.on_a_stream(operation, tensors_among(arguments))
         self.worker = self.worker or Worker()
         self.last = self.worker.start(operation)
         return self.last if async_op else self.last.wait()
@@ -551,14 +551,14 @@ class Worker:
         self.thread.join(2)  # a thread that is inside C++ when Python exits would abort the process
 
 
-def tensors_in(values):
+def tensors_among(values):
     """The tensors among some values, and in lists among them."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
+            found += tensors_among(value)
     return found
 
 

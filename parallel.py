@@ -1006,14 +1006,14 @@ class ReduceFromGroup(torch.autograd.Function):
 class Cut:
     """How a parameter is cut over a group, along `dim`. A rank gets its Nth; uneven sizes differ by one.
 
-    parts=(1, 1, 1): each third of the fused q, k, v matrix is cut by itself, so that a rank gets its heads of q, of k
-    and of v. (The numbers say how large the parts are, relative to each other.)
+    fused=(1, 1, 1): three matrices of these relative sizes, such as q, k, v, lie in one. Each is cut by itself, so that
+    a rank gets its heads of q, of k and of v.
 
         q0 q1 | k0 k1 | v0 v1    ->    rank 0: q0 k0 v0    rank 1: q1 k1 v1
     """
 
-    def __init__(self, group, dim, parts=(1,)):
-        self.group, self.dim, self.parts = group_or_world(group), dim, parts
+    def __init__(self, group, dim, fused=(1,)):
+        self.group, self.dim, self.fused = group_or_world(group), dim, fused
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def __deepcopy__(self, memo):
@@ -1021,9 +1021,9 @@ class Cut:
 
     def part(self, full):
         """What this rank has of the whole tensor."""
-        unit = full.shape[self.dim] // sum(self.parts)
-        parts = full.split([n * unit for n in self.parts], self.dim)
-        mine = [part.tensor_split(self.size, self.dim)[self.rank] for part in parts]
+        unit = full.shape[self.dim] // sum(self.fused)
+        matrices = full.split([n * unit for n in self.fused], self.dim)
+        mine = [matrix.tensor_split(self.size, self.dim)[self.rank] for matrix in matrices]
         return torch.cat(mine, self.dim)
 
     def first(self, rows):
@@ -1034,11 +1034,11 @@ class Cut:
 class ColumnParallelLinear(nn.Module):
     """X (..., in) -> this rank's columns of X A + b, (..., out/N). Weight (out/N, in), bias (out/N)."""
 
-    def __init__(self, layer, group, f, parts=(1,)):  # f: CopyToGroup.apply, or sequence parallelism's
+    def __init__(self, layer, group, f, fused=(1,)):  # f: CopyToGroup.apply, or sequence parallelism's
         super().__init__()
         check_replaceable(layer, nn.Linear)
         self.f = f
-        self.cut = Cut(group, 0, parts)  # A's columns are the weight's rows
+        self.cut = Cut(group, 0, fused)  # A's columns are the weight's rows
         self.weight, self.bias = local_parameter(layer.weight, self.cut), local_parameter(layer.bias, self.cut)
 
     def forward(self, x):                                                                     # (..., in)
@@ -1152,7 +1152,7 @@ def gpt2_plan(f, g):
     column, row = partial(ColumnParallelLinear, f=f), partial(RowParallelLinear, g=g)
     return {
         "wte": partial(VocabParallelEmbedding, g=g),
-        "attn.c_attn": partial(column, parts=(1, 1, 1)),
+        "attn.c_attn": partial(column, fused=(1, 1, 1)),
         "attn.c_proj": row,
         "mlp.c_fc": column,
         "mlp.c_proj": row,
@@ -1610,8 +1610,7 @@ def cut_like(param, whole):
     return whole
 
 
-# kept: of a parameter, what is stepped for it, where in that it lies, where it lies in the flat parameter, as
-# `FlatBucket.kept` says. Where an optimizer's state is meant, it stands in place of what is stepped.
+# kept: as `FlatBucket.kept` gives it, or with an optimizer's state in place of what is stepped.
 
 def take_part(kept, param, whole):
     """Copy this rank's part of a whole tensor to where it keeps that. RuntimeError for one of another shape."""

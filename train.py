@@ -551,8 +551,7 @@ class ParallelGPT:
         return getattr(self.stages[stage], "module", self.stages[stage])
 
     def kept(self, param):
-        """Where this rank keeps a parameter: (what the optimizer steps for it, which of these elements are the
-        parameter's, which elements of the parameter they are)."""
+        """As a bucket's: a parameter that is in none lies in itself."""
         if bucket := self.bucket_of.get(param):
             return bucket.kept(param)
         return param, slice(None), slice(None)
@@ -832,8 +831,9 @@ class Run:
             s.schedule = read_schedule(s)
         stage_to_rank_of(self.config, layout_of(s))
         if s.resume:
-            from further.resume import read
-            self.saved, self.source = read(s.out if s.resume == "newest" else s.resume, self.config, config_of)
+            from further.resume import read_checkpoint
+            path = s.out if s.resume == "newest" else s.resume
+            self.saved, self.source = read_checkpoint(path, self.config, config_of)
         if s.out:
             os.makedirs(s.out, exist_ok=True)
 

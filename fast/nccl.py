@@ -9,7 +9,7 @@ import functools
 import torch
 
 import kernels
-from collectives import blocks, link_of, tensors_in
+from collectives import blocks, link_of, tensors_among
 from fast import recorded, windows
 from fast.exchange import OPS, SUMMED, window_bytes
 from fast.recorded import Replays
@@ -40,7 +40,7 @@ class NcclLink(DoublingLink):
     def perform(self, algorithm, *arguments):
         if self.name not in REPLAYED or self.size == 1:
             return super().perform(algorithm, *arguments)
-        tensors = tensors_in(arguments)
+        tensors = tensors_among(arguments)
         if not 0 < max(t.nbytes for t in tensors) <= recorded.REPLAY_BYTES:
             return super().perform(algorithm, *arguments)
         memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]

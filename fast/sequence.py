@@ -81,13 +81,13 @@ class RegatheredProduct(torch.autograd.Function):
 
 class RegatheringColumns(ColumnParallelLinear):
     """In sequence parallelism f is `gathered`. Then f and the product are one RegatheredProduct. A layer without a
-    bias and without parts, which in a GPT or a Llama is the head alone, keeps the gathered X for backward.
+    bias and not fused, which in a GPT or a Llama is the head alone, keeps the gathered X for backward.
     """
 
-    def __init__(self, layer, group, f, parts=(1,)):
-        super().__init__(layer, group, f, parts)
+    def __init__(self, layer, group, f, fused=(1,)):
+        super().__init__(layer, group, f, fused)
         self.product = None
-        if f is gathered and (self.bias is not None or len(parts) > 1):
+        if f is gathered and (self.bias is not None or len(fused) > 1):
             self.product = lambda x, weight, bias: RegatheredProduct.apply(x, *collected(x, weight, bias), group)
 
     def forward(self, x):

@@ -71,7 +71,7 @@ class GroupedAttention(Attention):
     def __init__(self, config):
         super().__init__(config)
         self.config = config
-        self.parts = config.packed_heads()[0]
+        self.packed = config.packed_heads()[0]
         if config.qkv_bias:
             self.c_attn = Linear(config.n_embd, config.qkv_width)
         if config.qk_norm:
@@ -87,7 +87,7 @@ class GroupedAttention(Attention):
     def forward(self, x):                                                                     # (B, T, C)
         qkv = self.c_attn(x)
         B, T, _ = qkv.shape
-        qkv = qkv.view(B, T, self.parts, -1, self.head_dim)                                   # (B, T, G + 2, H/G, D)
+        qkv = qkv.view(B, T, self.packed, -1, self.head_dim)                                  # (B, T, G + 2, H/G, D)
         if self.config.qk_norm:
             qkv = torch.cat([self.q_norm(qkv[:, :, :-2]), self.k_norm(qkv[:, :, -2:-1]), qkv[:, :, -1:]], 2)
         own = self.positions(torch.arange(T, device=x.device))
@@ -168,9 +168,9 @@ def llama_plan(config, f):
     they read, and both halves of its hidden layer. N must divide H/G."""
     column = functools.partial(parallel.ColumnParallelLinear, f=f)
     return {
-        "attn.c_attn": functools.partial(column, parts=(config.n_head // config.kv_heads, 1, 1)),
+        "attn.c_attn": functools.partial(column, fused=(config.n_head // config.kv_heads, 1, 1)),
         "attn.q_norm": of_some_heads,
         "attn.k_norm": of_some_heads,
-        "mlp.c_fc": functools.partial(column, parts=(1, 1)),
+        "mlp.c_fc": functools.partial(column, fused=(1, 1)),
         "experts.c_fc": lambda layer, group: cut_in_place(layer, parallel.Cut(group, 1, (1, 1))),
     }

@@ -25,7 +25,7 @@ def newest(path):
     return found[-1]
 
 
-def read(path, config, config_of):
+def read_checkpoint(path, config, config_of):
     """(the newest checkpoint at `path`, source(name) of its weights). ValueError if its model has other sizes than
     `config`. config_of(flags): the config that a run with these flags has."""
     file = newest(path)

@@ -6,7 +6,7 @@ import re
 import time
 
 import collectives as dist
-from collectives import blocks, Link, tensors_in
+from collectives import blocks, Link, tensors_among
 from further.library import arguments_of
 from further.nodes import TwoLevels
 
@@ -69,7 +69,7 @@ class Watched(Link):
         named = dict(zip(arguments_of(name), arguments))
         dtypes = set()
         for key, value in named.items():
-            for t in tensors_in(value if isinstance(value, list) else (value,)):
+            for t in tensors_among(value if isinstance(value, list) else (value,)):
                 dtypes.add(t.dtype)
                 if t.device.type != self.device:
                     raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "

@@ -217,7 +217,7 @@ def named(owner, method, name):
 
 def collective_name(link, algorithm, *arguments):
     """From Watched.perform's arguments, e.g. "all_reduce 4,096 bytes": the size of the largest tensor."""
-    return f"{link.name} {max((t.nbytes for t in dist.tensors_in(arguments)), default=0):,} bytes"
+    return f"{link.name} {max((t.nbytes for t in dist.tensors_among(arguments)), default=0):,} bytes"
 
 
 @contextlib.contextmanager
