@@ -282,6 +282,7 @@ ENTERED = {  # a layout, and the rows that it enters
     "dp=4 node=2": "further.nodes.TwoLevels",
     "tp=2": "parallel.ColumnParallelLinear",
     "tp=2 sp=1": "further.sequence.gather_tokens further.sequence.scatter_tokens",
+    "pp=2 micro_batches=2 schedule=zb-h1": "further.schedules.HalvedPipeline",
     "cp=2 tokens=8 seq_len=8": "further.context.RingAttention further.context.going_round further.context.attend "
                                "further.context.attend_backward",
     "dp=2 ep=2 experts=4": "further.experts.Experts further.expert_parallel.visit "
