@@ -207,7 +207,8 @@ FLAGS = [
            choices=[*PRESETS, "1b"]),
     *(number(SIZED, dashed(name), "instead of the preset's") for name in SIZES),
     number(OF_A_MODEL, "--batch-size", "sequences a step of all GPUs, in scaling of each; left out, 8 for each GPU"),
-    option(SIZED, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32", choices=["bf16", "fp32"]),
+    option(SIZED, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32",
+           choices=["bf16", "fp32", "fp8"]),
     option("collectives strategies scaling", "--comm", "whose collectives are ours; ring: the textbook's",
            choices=[*dist.LINKS], default="ours"),
     number("strategies", "--micro-batches", "how many a step has; left out, 8 in a pipeline, else 1"),
@@ -282,6 +283,8 @@ def check_names(a):
 
 def check_model(a, preset):
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
+    reject(a.dtype == "fp8" and a.what not in ("strategies", "scaling"), "--dtype fp8 is for strategies and scaling: "
+           "give --dtype bf16")
     a.model = a.model or (preset if a.arch == "gpt2" or preset == "tiny" else "1b")
     a.config = model_config(Settings(arch=a.arch, model=a.model, **{name: getattr(a, name) for name in SIZES}))[0]
     a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)

@@ -450,7 +450,8 @@ class ZeRO3:
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
 # the shards. Gradients add up in float32, too.
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
+              "fp8": torch.bfloat16}  # all but the products of blocks, in fast/fp8.py
 
 
 def master_dtype(dtype):

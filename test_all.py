@@ -47,6 +47,7 @@ from tests.explore import *  # noqa: E402, F403
 from tests.pictures import *  # noqa: E402, F403
 from tests.checkpoints import *  # noqa: E402, F403
 from tests.kernels import *  # noqa: E402, F403
+from tests.fp8 import *  # noqa: E402, F403
 from tests.attention import *  # noqa: E402, F403
 from tests.walls import *  # noqa: E402, F403
 from tests.together import *  # noqa: E402, F403

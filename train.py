@@ -118,7 +118,8 @@ class Flags(Layout):
     seed: int = flag(0, "of weights, batches and sampling")
     dp: int = flag(None, "data-parallel replicas; left out, what --tp, --cp and --pp leave")
     schedule_file: str = flag("", "a text with a list of actions for each rank, in place of --schedule")
-    dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters", choices=list(parallel.PRECISIONS))
+    dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters",
+                      choices=["fp32", "bf16", "fp16", "fp64"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "auto: Triton from Hopper on, in 16 bits or fp32", choices=["auto", "torch", "triton"])
     comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=["ours", "ring", "torch"])

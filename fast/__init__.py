@@ -12,7 +12,7 @@ import kernels
 import model
 import parallel
 import safe
-from fast import attention, context, experts, grouped, linear, links, llama, norm, overlap, pipeline, sequence, zero
+from fast import attention, context, experts, fp8, grouped, links, llama, norm, overlap, pipeline, sequence, zero
 from further import context as further_context
 from further import expert_parallel as further_expert_parallel
 from further import experts as further_experts
@@ -27,7 +27,7 @@ from theory.clock import split_pieces
 
 SWAPS = [  # (module, name there, what takes its place)
     (collectives, "make_link", links.fast_link),
-    (kernels, "linear", linear.fast_linear),
+    (kernels, "linear", fp8.linear),
     (kernels, "LayerNorm", norm.TunedLayerNorm),
     (kernels, "tileable", attention.aligned),
     (kernels, "attention_forward", attention.tuned_attention_forward),

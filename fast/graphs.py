@@ -13,6 +13,7 @@ import torch
 import collectives as dist
 from fast.pipeline import CollectingMicroBatch, PatientPipeline
 from fast import recorded
+from fast.fp8 import TwoCopies
 from fast.zero import GuardedOptimizer
 from parallel import EveryBackward, FlatBucket, FlatFSDP
 from theory.clock import most_held
@@ -55,6 +56,8 @@ class Totals:
         beta = 0 if overwrite else 1
         if b is None:
             (total.copy_ if overwrite else total.add_)(a)
+        elif isinstance(a, TwoCopies):
+            a.add_product(b, total, beta)
         elif total.dtype == a.dtype:
             total.addmm_(a, b, beta=beta)
         else:

@@ -9,6 +9,7 @@ import torch
 import kernels
 import parallel
 from fast.adamw import AdamW
+from fast.fp8 import use_fp8
 from fast.gloo import mailbox_memory
 from fast.graphs import replay_micro_batches
 from fast.windows import Window
@@ -38,6 +39,9 @@ class FastTrainer(WatchedTrainer):
 
     def __init__(self, *args):
         super().__init__(*args)
+        if self.s.dtype == "fp8":
+            for stage in self.net.stages:
+                use_fp8(self.net.module(stage))
         if self.s.cuda_graphs == "on":
             replay_micro_batches(self.net)
 

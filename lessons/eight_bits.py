@@ -7,11 +7,19 @@ A weight is off by at most s / 2, an element of y by at most s / 2 times the sum
 
     python bench.py lessons --only eight-bits    times, bytes, errors
 
+In training it is the products themselves that become faster, in FP8 (fast/fp8.py), and what costs is to make its
+copies: by PyTorch's operations, or by a kernel that reads a tensor once for both.
+
+    python bench.py lessons --only casts
+
 CS336 lecture 5: low precision.
 """
 
+import functools
+
 import torch
 
+from fast.fp8 import LARGEST, two_copies
 from kernels import dot, exact, tl, triton
 from lessons.measure import off, say
 
@@ -56,3 +64,18 @@ def sixteen_and_eight_bits(device, n, side):
     errors = ", ".join(f"{way} {off(f(*given), exact):.2%}" for way, (f, given) in ways.items())
     say(f"eight-bits, relative errors: {errors}")
     return {way: (f, given, sum(t.nbytes for t in given) + 2 * exact.numel()) for way, (f, given) in ways.items()}
+
+
+def casts_to_fp8(device, n, side):
+    """A tensor in bf16 becomes FP8 with a scale, as it is and transposed. (The bytes of PyTorch's: |x|, its largest, a
+    quotient, the cast, the copy.)"""
+    x = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    dtype = torch.float8_e4m3fn
+
+    def one_by_one(x):
+        q = (x / (x.abs().amax() / LARGEST[dtype])).to(dtype)
+        return q, q.T.contiguous()
+    one_copy = functools.partial(two_copies, dtype=dtype, transposed=False)
+    both = functools.partial(two_copies, dtype=dtype)
+    return {"PyTorch, both": (one_by_one, [x], 15 * x.numel()), "one copy": (one_copy, [x], 5 * x.numel()),
+            "both": (both, [x], 6 * x.numel())}

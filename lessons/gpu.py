@@ -9,7 +9,7 @@ import torch
 import kernels
 from further import by_hand
 from kernels import triton
-from lessons.eight_bits import sixteen_and_eight_bits
+from lessons.eight_bits import casts_to_fp8, sixteen_and_eight_bits
 from lessons.kernels import tiles_read
 
 
@@ -99,4 +99,5 @@ LESSONS = {
     "precision": Lesson("fewer bits, and tensor cores", "parallel.py FlatBucket", float32_and_bf16),
     "eight-bits": Lesson("few rows wait for weights: halve their bytes", "lessons/eight_bits.py _few_rows",
                          sixteen_and_eight_bits, True),
+    "casts": Lesson("FP8: a second copy costs no second read", "fast/fp8.py _two_copies", casts_to_fp8, True),
 }

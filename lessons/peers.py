@@ -59,7 +59,7 @@ def torch_step(model, s, device, x, y, loss=None, optimizer=None, precision=None
         kinds.setdefault(type(param), []).append(param)
     optimizer = optimizer or torch.optim.AdamW([{"params": kind} for kind in kinds.values()], **ADAMW)
     loss = loss or (lambda tokens, targets: token_loss(model(tokens).float(), targets))
-    precision = precision or partial(torch.autocast, device.type, parallel.PRECISIONS[s.dtype], s.dtype == "bf16")
+    precision = precision or partial(torch.autocast, device.type, parallel.PRECISIONS[s.dtype], s.dtype != "fp32")
 
     def step():
         optimizer.zero_grad()

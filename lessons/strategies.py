@@ -225,6 +225,7 @@ def pieces():
         "sums": [(NodeLink, "kernel_for", lambda *args: None)],                     # all-reduces by copies, messages
         "replay": [(recorded, "REPLAY_BYTES", 0)],                                  # collectives launched one by one
         "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
+        "fp8": [(run, "use_fp8", lambda stage: None)],                              # of --dtype fp8: bf16
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
         "fetching": [(parallel.Prefetcher, "prefetch", lambda self, unit: None)],        # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message

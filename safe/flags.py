@@ -35,6 +35,8 @@ class Settings(Flags):
                            "that decide the losses (data, sizes, --lr ...) keep its values if they are left out",
                        nargs="?", const="newest", metavar="PATH")
     init_from: str = flag("", "start from the weights, and with the sizes, of this Hugging Face GPT-2 folder")
+    dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters; fp8: bf16, and blocks' products in 8 "
+                              "bits", choices=list(parallel.PRECISIONS))
     trace: str = flag("", "folder for trace.json: what every rank ran in the third step, for Perfetto")
     profile: str = flag("", "folder for rank-0.json and so on: PyTorch's profile of the third step on each rank, for "
                             "Perfetto; kernels that CUDA graphs replay show as graph launches")
@@ -230,8 +232,23 @@ def check_device(s, config, world, local_world, processes):
            f"takes {', '.join(map(str, kernels.HEAD_DIMS))}: give --kernels auto")
     reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
            + f", or a layout of {gpus}" * (gpus > 0))
+    check_fp8(s, config)
     kernels.use(s.kernels)
     s.cuda_graphs = "on" if able and s.cuda_graphs != "off" else "off"
+
+
+def check_fp8(s, c):
+    """Reject --dtype fp8 where a product cannot have 8 bits."""
+    if s.dtype != "fp8":
+        return
+    able = s.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9) and kernels.HAVE_TRITON
+    reject(not able or s.kernels == "torch", "--dtype fp8 is for our kernels on GPUs of compute capability 8.9 or more "
+           "(Ada, Hopper): give --dtype bf16")
+    reject(s.tp > 1 or s.zero == 3 or c.experts or c.arch != "gpt2", "--dtype fp8 is for a GPT-2 whose blocks are "
+           "whole: leave --tp, --zero 3, --experts and --arch out, or give --dtype bf16")
+    tokens = s.batch_size // (s.dp * s.micro_batches) * c.seq_len // s.cp
+    for what, width in ("--n-embd", c.n_embd), ("tokens of a micro-batch on a rank:", tokens):
+        reject(width % 16, f"--dtype fp8: {what} {width} is no multiple of 16: give --dtype bf16")
 
 
 def gpus_here():

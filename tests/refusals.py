@@ -86,6 +86,7 @@ REFUSED = {
         --schedule-file LISTS --pp 2 --micro-batches 1 --virtual-stages 2 | --virtual-stages 2 is for
         --plain --schedule-file STUCK       | deadlock: no rank can go on, rank 0 at B0
         --cuda-graphs on --device cpu       | --cuda-graphs on
+        --dtype fp8 --device cpu            | on GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16
         --dp 8 --zero 2 --zero-within 6     | --zero-within 6 does not divide --dp 8: give --zero-
         --dp 2 --zero-within 2              | give --zero 1, 2 or 3
         --optimizer muon --dp 2 --zero 3    | muon steps whole matrices, and --zero 3 keeps parts of them: give --zero 2
@@ -224,6 +225,7 @@ REFUSED = {
         plan --gpus 0                       | --gpus
         plan --machine nope                 | --machine nope
         plan --dtype fp32                   | --machine
+        plan --dtype fp8                    | --dtype fp8 is for strategies and scaling: give --dtype bf16
         plan --gpus 16 --machine MACHINE    | network
         plan --gpus 4 --n-head 7            | --n-embd 1603
         plan --model gpt5                   | --model

@@ -1,0 +1,69 @@
+"""Products in FP8 are what they would be in float32, for numbers that eight bits hold."""
+
+from types import SimpleNamespace
+
+import torch
+
+from fast import fp8
+from fast.linear import WeightGradients
+from model import GPT, GPTConfig, Linear
+from tests.kernels import KERNEL_DEVICE
+
+
+def whole(*shape):
+    """Whole numbers from -7 to 7 in bf16, of which E4M3 and E5M2 hold all, and 7 becomes their largest."""
+    numbers = torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(sum(shape)))
+    numbers.view(-1)[-1] = 7
+    return numbers.to(KERNEL_DEVICE, torch.bfloat16)
+
+
+def test_two_copies(triton_kernels):
+    """Also of sizes that no tile divides, and of zeros."""
+    x = whole(144, 208)
+    for dtype in fp8.LARGEST:
+        both = fp8.two_copies(x, dtype, sums=True)
+        for copy, right in (both.q, x), (both.t, x.T):
+            assert torch.equal(copy.float() * both.unit, right.float())
+        assert torch.equal(both.sum(0), x.float().sum(0).to(torch.bfloat16))
+    zeros = fp8.two_copies(torch.zeros_like(x), dtype)
+    assert not zeros.q.float().any() and not zeros.t.float().any() and zeros.unit.isfinite()
+
+
+def test_products_in_fp8(triton_kernels):
+    x, w, b, dy = whole(48, 32), whole(80, 32), whole(80), whole(48, 80)
+    leaves = [t.detach().requires_grad_() for t in (x, w, b)]
+    leaves[1].in_fp8 = True
+    y = fp8.linear(*leaves)
+    y.backward(dy)
+    x, w, b, dy = (t.float() for t in (x, w, b, dy))
+    for got, right in zip([y, *(leaf.grad for leaf in leaves)], [x @ w.T + b, dy @ w, dy.T @ x, dy.sum(0)]):
+        assert torch.equal(got, right.to(torch.bfloat16))
+
+
+def test_the_matrices_of_blocks_are_in_fp8():
+    net = GPT(GPTConfig(n_layer=1), seed=None)
+    fp8.use_fp8(net)
+    assert [name for name, param in net.named_parameters() if hasattr(param, "in_fp8")] == [
+        f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+
+
+def test_weight_gradients_in_fp8(triton_kernels):
+    """They are the same where a WeightGradients collects them; a product is added to float32."""
+    x = whole(1, 16, 32).requires_grad_()
+    grads = []
+    for collects in False, True:
+        block = torch.nn.Sequential(Linear(32, 48), Linear(48, 32)).to(KERNEL_DEVICE, torch.bfloat16)
+        for param in block.parameters():
+            param.data = whole(*param.shape) / 16
+        fp8.use_fp8(SimpleNamespace(h=block))
+        if collects:
+            WeightGradients(block)
+        block(x).backward(x.detach())
+        grads.append([param.grad for param in block.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*grads))
+
+    one, other = (fp8.two_copies(whole(16, n), torch.float8_e4m3fn) for n in (32, 48))
+    total = torch.ones(32, 48, device=KERNEL_DEVICE)
+    for beta, extra in (1, 1), (0, 0):
+        one.T.add_product(other, total, beta)
+        assert torch.equal(total, whole(16, 32).float().T @ whole(16, 48).float() + extra)
