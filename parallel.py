@@ -13,11 +13,9 @@ train.py puts them together, in an order that works: `parallelize`.
 further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, and groups on several
 nodes. `parallel.DDP`, `ShardedOptimizer` and `FSDP`, for any nn.Module, are there, too: the last function finds them.
 
-`python -m lessons data`, `memory`, `fsdp`, `tensor`, `pipeline`, and for further/ `context` and `experts`, run on a
-laptop.
+`python -m lessons data`, `memory`, `fsdp`, `tensor`, `pipeline`, and for further/ `context`, `experts`: on a laptop.
 
-`group=None` is all ranks, as in torch.distributed. What sections, and files of further/, must tell each other of a
-parameter stands in its `Placement`.
+`group=None` is all ranks, as in torch.distributed. What sections tell each other of a parameter is its `Placement`.
 
 Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
 as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the chapters of the same names.
@@ -77,10 +75,9 @@ def group_or_world(group):
 
 @dataclass(frozen=True)
 class Placement:
-    """How a parameter and its gradient are spread over ranks: `param.placement`. The default is a whole parameter, the
-    same on all ranks that average its gradient. Whoever cuts a parameter writes it; buckets and the norm read it.
-
-    Parameters of a bucket have equal placements. (How each was cut does not count.)
+    """How a parameter and its gradient are spread over ranks: `param.placement`. Data parallelism needs the default
+    alone: a whole parameter, the same on all ranks that average its gradient. Whoever cuts one sets fields, and the
+    norm reads them. Parameters of a bucket have equal placements. (How each was cut does not count.)
     """
     sharded_over: tuple = ()  # groups whose ranks hold other parts of the model: other columns, shards, or layers
     partial_over: tuple = ()  # groups whose ranks have terms of its gradient, which is their sum: the two stages of a
@@ -128,8 +125,7 @@ def is_matrix(param):
 
 def average_gradients(module, group=None):
     """The lecture's data parallelism: after backward, one all-reduce a parameter. Each tensor, however small, pays the
-    latency of a collective, and nothing computes meanwhile. All ranks take part for each parameter, so where one has no
-    gradient, zeros are sent."""
+    latency of a collective, and nothing computes meanwhile. A rank that has no gradient of a parameter sends zeros."""
     for param in module.parameters():
         if param.requires_grad:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
@@ -137,8 +133,7 @@ def average_gradients(module, group=None):
 
 
 class Bucket:
-    """Parameters whose gradients travel together: one collective serves all of them. group: the N ranks that average
-    them.
+    """Parameters whose gradients travel together, in one collective. group: the N ranks that average them.
 
         params     W (2, 3)             b (2)   V (2, 2)
         message    0  1  2  3  4  5     6  7    8  9 10 11       `view(message, W)` is the first six, as (2, 3)
@@ -161,8 +156,7 @@ class Bucket:
 
     @torch.no_grad()
     def take_message(self):
-        """The gradients side by side, as they are sent; every .grad is dropped. A parameter without one counts as
-        zero."""
+        """The gradients side by side, to be sent; every .grad is dropped. A parameter without one counts as zero."""
         message = self.begin_message()
         for param in self.params:
             if param.grad is not None and param.requires_grad:
@@ -177,8 +171,7 @@ class Bucket:
 
 
 def all_reduce_bucket(bucket):
-    """Start to average a bucket: every rank gets all of it. 2(N-1)/N x K elements sent. Returns what `Reducer.send`
-    must: (handle, its input, its output)."""
+    """Start to average a bucket: 2(N-1)/N x K elements sent. Returns (handle, input, output), as each `send`."""
     message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
         return dist.Handle(), message, message
@@ -208,8 +201,7 @@ def make_buckets(params, megabytes=None, same=lambda param: None):
 
 
 class Reducer:
-    """Sends buckets while backward still computes: each leaves when its last gradient is there, and all before it have
-    left.
+    """Sends buckets while backward still computes: each leaves when its last gradient is there and all before it left.
 
     All ranks must start the same collectives in the same order, or one bucket would be added to another. So buckets
     leave in the order of the list. A parameter that gets no gradient therefore holds up its bucket, and those after it
@@ -365,8 +357,7 @@ def call_when_computed(params, method):
 #
 # Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters, and those of tied weights. (A
 # unit is what it gathers at a time. The last unit and tied weights are gathered only once, because they stay, and so is
-# an embedding, whose backward needs no weights.)
-# Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# an embedding, whose backward needs no weights.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 # The lecture's own forms of stages 1 and 3 come first. They take a tensor at a time, and wait for each collective.
 
@@ -404,14 +395,21 @@ class ZeRO1:
 
 
 class ZeRO3:
-    """The lecture's ZeRO-3: gather a layer's weights, compute, free them; gather them again for its backward, and
-    reduce-scatter each gradient.
+    """The lecture's ZeRO-3: gather a layer's weights, compute, free; in backward gather again, and scatter gradients.
 
         ZeRO3(module, group)                                       each parameter becomes this rank's Nth of it, 1-D
         optimizer = torch.optim.AdamW(module.parameters(), ...)
         loss.backward(); optimizer.step(); optimizer.zero_grad()   one backward a step
 
-    Autograd saves views of `whole`, so memory comes and goes under them: the storage shrinks to 0 bytes and grows back.
+        a parameter     storage of `whole`    .data         .grad
+        gather          all bytes             whole         None; then, in backward, the whole gradient
+        free            0 bytes               this Nth      None
+        gather again    all bytes             whole         None; then, in backward, the whole gradient
+        scatter         0 bytes               this Nth      the average's Nth
+
+    .data changes because the optimizer steps the Nth. That alone frees nothing: autograd has saved views of `whole`. So
+    the storage under them shrinks and grows back. Every parameter must be trained, and be used in its own layer's
+    forward alone. (nn.MultiheadAttention uses its out_proj's.)
     """
 
     def __init__(self, module, group=None):
@@ -592,8 +590,8 @@ class FlatOptimizer(Averager):
     the same parameters in each backward then. stage=0 shards nothing. compute_dtype: see mixed precision, above.
 
     `inner`, of that class, steps the shards: PyTorch's schedulers take it, and its state_dict is this rank's. It must
-    be made when it is settled which parameters are trained, and who writes into 16-bit weights later is not heard:
-    ShardedOptimizer of further/zero.py lets you change both between steps.
+    be made after parameters were frozen, and overwrites what is written into 16-bit weights later: ShardedOptimizer of
+    further/zero.py lets you freeze and write between steps.
     """
     bucket_class = FlatBucket
 
@@ -693,9 +691,13 @@ class EveryBackward(FlatReducer):
 class FlatParameter(FlatBucket):
     """The FlatBucket of one unit of FSDP, of which this rank keeps the shard alone. (The name is PyTorch's.)
 
-    A gather fills `weights`, memory of its own. Only when it has ended do the parameters become views of that, so
-    no parameter ever shows half-gathered values. `free` makes the parameters NaN and drops the memory, which lives on
-    while anybody has a view of it.
+        after                  weights    handle    is_whole    parameters
+        free                   None       None      False       NaN
+        begin_gather           memory     handle    False       NaN, so none shows half-gathered values
+        make_whole             memory     None      True        views of `weights`
+        free(keep=True)        memory     None      False       NaN
+
+    Memory lives on while anybody has a view of it.
     """
 
     def __init__(self, *options):
@@ -792,7 +794,7 @@ class Prefetcher:
         self.previous = dict(zip(used[1:], used))
         self.unit_of = {flat: unit for unit in sharded for flat in flats_of[unit]}  # of several the last
         last = flats_of[sharded[-1]] if sharded else []
-        self.kept = {flat for flat in uses if uses[flat] > 1 or flat in last}  # until backward
+        self.until_backward = {flat for flat in uses if uses[flat] > 1 or flat in last}  # their memory is kept
         self.in_forward = False
         self.whole_at = {}  # address of the memory -> the flat that forward has found whole there
         for unit, flats in flats_of.items():
@@ -814,7 +816,7 @@ class Prefetcher:
     def after_forward(self, unit, inputs, output):
         if self.in_forward:  # else a `checkpoint` around the unit runs it again, in backward, which will free it
             for flat in self.flats_of[unit]:
-                flat.free(keep=flat in self.kept)
+                flat.free(keep=flat in self.until_backward)
 
     def need(self, flat):
         """Make a flat whole. If forward is over, the flat's backward has begun."""
@@ -827,7 +829,7 @@ class Prefetcher:
         unit = self.unit_of[flat]
         self.prefetch(self.previous.get(unit))
         for done in self.flats_of.get(self.next.get(unit), ()):
-            if done not in self.kept:
+            if done not in self.until_backward:
                 done.free()
 
     def prefetch(self, unit):
@@ -856,11 +858,11 @@ class Prefetcher:
         return None, tensor.detach()
 
     def unpack(self, saved):
-        flat, kept = saved
+        flat, what = saved  # a tensor, or where in the flat it is
         if flat is None:
-            return kept
+            return what
         self.need(flat)
-        return flat.weights.as_strided(*kept)
+        return flat.weights.as_strided(*what)
 
     def free(self):
         for flat in self.flats:
@@ -878,17 +880,14 @@ class FlatFSDP(Averager, nn.Module):
     A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each child outside of those.
     Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too.
     Vectors (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must use
-    the same parameters in each backward. (PyTorch's FSDP shards vectors, too, and under no_sync keeps whole gradients
-    and sends none.)
+    the same parameters in each backward. (PyTorch's shards vectors, too, and under no_sync keeps whole gradients.)
 
     A parameter may be used in its unit's forward alone, and written never: elsewhere it is NaN. FSDP of further/fsdp.py
     has no such rules, and its parameters keep their names.
 
-    compute_dtype: what layers compute in, e.g. torch.bfloat16, and inputs have; shards and their gradients have
-    `master_dtype` of it.
+    compute_dtype: that of layers and inputs, e.g. torch.bfloat16; shards and their gradients have its `master_dtype`.
     Shards are vectors: for weight decay ask `is_matrix`, not their shape. A module on the meta device is never whole
-    anywhere: name its device, and give its values to `load`. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7,
-    ZeRO-3.
+    anywhere: name its device, and give its values to `load`. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7.
     """
     units_of = staticmethod(fsdp_units)
     flat_class = FlatParameter
@@ -949,13 +948,13 @@ class FlatFSDP(Averager, nn.Module):
 #
 # Three things that ranks of a group may hold in place of a tensor explain f, g, and what must still be added up:
 #
-#     forward                                    backward, its gradient
-#     replicated: the same on every rank         partial: each rank's columns have made a term of it
-#     partial: each rank has a term of a sum     replicated: each term of a sum has the sum's gradient
-#     cut: each rank has a part                  cut, likewise
+#            a tensor in forward                         its gradient in backward
+#     X      replicated: the same on every rank          partial: each rank's columns of A have made a term of it
+#     X A    cut: each rank has its columns              cut: each rank has that of its columns
+#     Y_r    partial: each rank has a term of Y          replicated: dY is the gradient of each term
 #
-# f stands where a replicated X has a partial gradient, and adds that up. g adds up a partial Y. A parameter that is
-# replicated, and whose gradient is partial, must have it added up before the step: `placement.partial_over` says so.
+# f adds up X's gradient, g the Y_r. A parameter that is replicated and has a partial gradient (a norm's weight that saw
+# some tokens alone) must have that added up before the step: `placement.partial_over` says so.
 #
 # X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
 # columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. Until backward
@@ -1189,10 +1188,10 @@ def tensor_parallel(module, group, plan=None):
 # the bubble. Neighbours alone talk: B T C elements a micro-batch forward, and as many backward. CS336 lecture 7.
 
 def gpipe_step(stage, loss, x, y, like, group=None):
-    """The lecture's pipeline: receive, compute, send, for each micro-batch; then the gradients, the other way round.
+    """The lecture's pipeline: receive, compute, send, for each micro-batch; then gradients, from the last rank up.
 
-    stage: this rank's layers. loss(output, target). x, y: lists of micro-batches. like: a tensor of the shape and dtype
-    that stages send. Adds to .grad, and returns the losses, on the last rank. Each rank waits for each message.
+    stage: this rank's layers. loss(output, target): divided by m, because .grad adds up over micro-batches. x, y: lists
+    of those. like: a tensor of the shape and dtype that stages send. Returns the losses, on the last rank.
     """
     rank = dist.get_rank(group)
     last = dist.get_world_size(group) - 1
@@ -1228,8 +1227,7 @@ def gpipe_step(stage, loss, x, y, like, group=None):
 #     B2    its backward: the gradients of the stage's weights, and that of its input, which the stage before waits for
 #
 # Functions write the lists, `lower` adds the transfers, and `Pipeline` runs them. Stage s is on rank s here. Schedules
-# of further/schedules.py idle less: ranks have several stages, and a B is split in two. further/lists.py proves that a
-# list can run.
+# of further/schedules.py idle less: ranks have several stages, and a B is split in two. further/lists.py checks lists.
 
 class Action(NamedTuple):
     """What a rank does for one micro-batch in one stage. kind: F or B; after `lower` also SF and RF, which send and
@@ -1334,10 +1332,10 @@ def lower(lists):
         rank 0    F0 F1 B0 B1        F0 SF0 F1 SF1 RB0 B0 RB1 B1
         rank 1    F0 B0 F1 B1        RF0 RF1 F0 B0 SB0 F1 B1 SB1
 
-    Why there is no deadlock: number the transfers as they are appended; so each rank's list has them in rising order.
-    Take the lowest number that is not done. On its two ranks, all that is left before it are computations. What these
-    need was computed earlier on the same rank, or received; that receive stands earlier in the list, because it was
-    appended when the result was made, so it has a lower number and is done. So both ranks reach the transfer.
+    Why there is no deadlock: number the transfers as they are appended, so each list has them in rising order. Suppose
+    that all ranks wait, and take the lowest number that is not done. Its two ranks have computations alone before it.
+    These can run: what they need was computed there, or came by a transfer of a lower number, which is done. So both
+    ranks reach the transfer, and do not wait.
     """
     stage_to_rank = ranks_of_stages(lists)
     lowered = [[] for _ in lists]
@@ -1376,8 +1374,7 @@ def even_pieces(config, stages):
 class MicroBatch:
     """One micro-batch in one stage: forward, later backward. loss(output, target): the last stage's, else None.
 
-    In between it holds the stage's input, and the edge in autograd's graph from which backward starts. The output
-    itself, and its memory, may go.
+    In between it holds the stage's input, and the edge in autograd's graph where backward starts. The output may go.
     """
 
     def __init__(self, module, loss):
@@ -1538,9 +1535,8 @@ def copies(placement, groups):
         holds                    E_0          E_1          E_0 again    E_1 again      4 ranks / 4 parts
         gradient                 G_0          G_1          G_0          G_1            x 2 equal: the ends' sums
 
-    A layer norm's weight there is cut by pp alone: 4 ranks / 2 parts. Sequence parallelism adds its gradient up over
-    tp, too; but tp does not cut it, so these ranks hold one part, and only a `partial_over` inside of `sharded_over`
-    makes parts equal.
+    A layer norm's weight there is cut by pp alone: 4 ranks / 2 parts. Sequence parallelism adds up its gradient over
+    tp, which does not cut it: only a `partial_over` inside of `sharded_over` makes different parts equal.
     """
     size = dist.get_world_size
     ranks = math.prod(map(size, groups))
@@ -1597,8 +1593,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
 #
 # Checkpoints hold whole tensors, so that any layout can go on from them. A rank's part of one is `cut_like`'s, and of
 # that, with ZeRO, what a bucket's `kept` says lies in its shard. Back: every rank puts what it has where it belongs,
-# and `put_together` merges them. One tensor at a time is whole; large models' trainers write shards, and cut when they
-# load.
+# and `put_together` merges them. One tensor at a time is whole. (Large models' trainers write shards.)
 
 def whole_shape(param):
     return placement_of(param).whole or param.shape

@@ -531,11 +531,11 @@ class ParallelGPT:
         return loss
 
     def weight_of_a_target(self, y):
-        """R / n, of R replicas, and n targets that count on all of them together. Each replica multiplies the sum of
-        its losses by this. The mean over replicas divides by R, which cancels the R. What is left is the sum of all
-        losses / n, the mean over these targets, however unevenly they lie: of losses a, b, c on one replica and d on
-        another, 2/4 (a + b + c) and 2/4 d have the mean (a + b + c + d) / 4. A mean of parts' means would weigh d as
-        much as the other three. Backward starts from it, because gradients are sent while backward runs.
+        """What each replica multiplies the sum of its losses by. With losses a, b, c on one replica and d on another it
+        is 2/4: the mean of 2/4 (a + b + c) and 2/4 d is (a + b + c + d) / 4. (A mean of the replicas' means would weigh
+        d as much as the other three.) In general R / n, of R replicas and n targets that count on all of them together:
+        the mean over replicas divides by R, which leaves the sum of all losses / n. Backward starts from it, because
+        gradients are sent while backward runs.
 
         A tensor, so that nothing waits for the GPU."""
         count = kernels.that_count(torch.cat([tokens.flatten() for tokens in y])).sum()

@@ -64,13 +64,13 @@ def demo_collectives():
 
     for title, call, *tensors in (
             ("broadcast: one to all", dist.broadcast, tens),
-            ("scatter: one sends each its part", dist.scatter, to_fill, *at_root(tens)),
-            ("gather: scatter backwards", dist.gather, one, *at_root(parts_to_fill)),
+            ("scatter: one sends each its part (output, input)", dist.scatter, to_fill, *at_root(tens)),
+            ("gather: scatter backwards (input, output)", dist.gather, one, *at_root(parts_to_fill)),
             ("reduce: gather, combining on the way", dist.reduce, tens),
-            ("all-gather: gather, for everybody", dist.all_gather_into_tensor, parts_to_fill, one),
-            ("reduce-scatter: each gets its slice of the sum", dist.reduce_scatter_tensor, to_fill, tens),
+            ("all-gather: gather, for everybody (output, input)", dist.all_gather_into_tensor, parts_to_fill, one),
+            ("reduce-scatter: each its slice of the sum (output, input)", dist.reduce_scatter_tensor, to_fill, tens),
             ("all-reduce = reduce-scatter + all-gather", dist.all_reduce, tens),
-            ("all-to-all: a transpose over ranks", dist.all_to_all_single, parts_to_fill, tens)):
+            ("all-to-all: a transpose over ranks (output, input)", dist.all_to_all_single, parts_to_fill, tens)):
         tensors = [t.clone() for t in tensors]
         before = shown(tensors)
         call(*[list(t) if t.dim() > 1 else t for t in tensors])  # scatter and gather take a list of parts
@@ -84,7 +84,7 @@ def demo_collectives():
             (dist.all_reduce, [whole], "2(N-1)/N K"),
             (dist.reduce_scatter_tensor, [part, whole], "(N-1)/N K"),
             (dist.all_gather_into_tensor, [whole, part], "(N-1)/N K"),
-            (dist.broadcast, [whole], "ceil(log2 N) K at the root"),
+            (dist.broadcast, [whole], "ceil(log2 N) K at the root; all ranks together (N-1) K"),
             (dist.barrier, [], "ceil(log2 N)")):
         dist.reset_traffic()
         call(*tensors)

@@ -26,7 +26,7 @@ warnings.filterwarnings("ignore", "Full backward hook is firing")
 
 
 def tokens_of(config, step, ranks):
-    """Tokens and targets, 4 sequences a rank."""
+    """Tokens and targets: 4 sequences for each rank of data parallelism, or 4 micro-batches a stage."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(config.vocab_size, (2, 4 * ranks, config.seq_len), generator=generator)
 
@@ -141,7 +141,8 @@ def demo_forms():
         losses, kept, start = trained(way, config, rank, n)
         row(way.__name__, torch.stack(of_all_ranks(losses)).mean(0), want, kept, start)
 
-    say("\n  one step of 4 micro-batches a rank; kept at most for backward")
+    say(f"\n  one step of {4 * n} micro-batches, which pass through the ranks, a stage each; kept at most for backward.\n"
+        "  1F1B's one message more is an all-reduce that gives all ranks the loss, 8 bytes")
     x, y = tokens_of(config, 0, n)
     for way in gpipe, one_f_one_b:
         Saved.most = Saved.now

@@ -38,7 +38,7 @@ def all_gather_tensor_parallel(x, params):
 
 
 def pipeline(x, params, micro_batches=4):
-    """Each rank its layers: receive, compute, send; backward is the same loop, the other way round (exercise 2)."""
+    """Each rank its layers: receive, compute, send; backward is the same loop, from the last rank up (exercise 2)."""
     x = x.chunk(micro_batches)
     parallel.gpipe_step(lambda h: mlp(h, params), lambda y, _: y.square().mean() / micro_batches, x, x, x[0])
 

@@ -83,7 +83,7 @@ def zero1(rank):
 
 def zero3(rank):
     """When a unit is freed in forward: it has just computed. `self.flats_of[unit]` are its
-    parameters. What is in `self.kept` keeps its memory."""
+    parameters. What is in `self.until_backward` keeps its memory."""
     from parallel import FlatFSDP
     net, whole = FlatFSDP(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))), []
     for layer in net.module:  # a unit each

@@ -97,7 +97,7 @@ def predicted_traffic(trainer, routes):
     stages = stages_in(s, trainer.config, pp_rank)
     # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights.
     wrapped = [model for model in net.stages.values() if isinstance(model, parallel.FlatFSDP)]
-    once = {flat for model in wrapped for flat in model.prefetcher.kept}
+    once = {flat for model in wrapped for flat in model.prefetcher.until_backward}
     once |= {model.bucket_of[unit.weight] for model in wrapped for unit in model.modules()
              if isinstance(unit, parallel.EMBEDDINGS)}
     total, buckets, of_experts = Counter(), [], []

@@ -29,7 +29,7 @@ SHOWN = [
         "0.460     3.370                      1.79e+08", "0.230     1.685", "3.138    23.009", "0.019     0.137",
         "cp, ring: hidden from 2,894", "Of 27 ms of traffic 6 show"]),
     # Six layers of 24 x 24, float64: 2/3 of each gradient goes round twice, 2/3 of each layer's outputs or gradients
-    # 53 tensors x 2 messages x 3 steps; 4 micro-batches a rank, of which 1F1B holds 2 at a time and GPipe 8; an
+    # 53 tensors x 2 messages x 3 steps; 8 micro-batches, of which rank 0 holds 2 at a time in 1F1B and 8 in GPipe; an
     # all-gather of 64 and of 32 hidden numbers, and an all-reduce of 32, for 4 x 32 tokens
     ("forms", 2, [
         "naive                      ~0       318   1,344,000       875",

@@ -21,7 +21,7 @@ MISTAKES = {
              "buckets on their way after each gradient: got [3, 3, 3], should have got [0, 0, 3]"),
     "zero1": ("rank * width, (rank + 1) * width", "0, width",  # all keep the first one
               "weights after the step: got ["),
-    "zero3": ("flat in self.kept", "False", "got [1, 1, 1, 0], should have got [1, 1, 1, 1]"),
+    "zero3": ("flat in self.until_backward", "False", "got [1, 1, 1, 0], should have got [1, 1, 1, 1]"),
     "g": ("grad, None", "grad / 2, None", "got [1.5, 2.0], should have got [3.0, 4.0]"),
     "vocabulary": ("total * (mine - top).exp()", "total", "loss: got 1.153, should have got 0.981"),
     "order": ("p - 1 - r", "p - r", "got F0 F1 B0 F2 B1 F3 B2 B3, should have got F0 B0 F1 B1"),
