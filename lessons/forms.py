@@ -141,7 +141,7 @@ def demo_forms():
         losses, kept, start = trained(way, config, rank, n)
         row(way.__name__, torch.stack(of_all_ranks(losses)).mean(0), want, kept, start)
 
-    say(f"\n  one step of {4 * n} micro-batches, which pass through the ranks, a stage each; kept at most for backward.\n"
+    say(f"\n  one step of {4 * n} micro-batches, which pass through all ranks; kept at most for backward.\n"
         "  1F1B's one message more is an all-reduce that gives all ranks the loss, 8 bytes")
     x, y = tokens_of(config, 0, n)
     for way in gpipe, one_f_one_b:
