@@ -126,7 +126,7 @@ SHOWN = [
           all_reduce                 6,291,456 |    6,291,456   2(N-1)/N K
           reduce_scatter_tensor      3,145,728 |    3,145,728   (N-1)/N K
           all_gather_into_tensor     3,145,728 |    3,145,728   (N-1)/N K
-          broadcast                  8,388,608 |    8,388,608   ceil(log2 N) K at the root
+          broadcast                  8,388,608 |    8,388,608   ceil(log2 N) K at the root; all ranks together (N-1) K
           barrier                            2 |            2   ceil(log2 N)"""),
     # Buckets leave one by one before backward ends, in fewer messages. Where 3 does not divide what is sent,
     # the chunks that rank 0 does not send, 0 and 1, may be an element longer, so it sends a few bytes less.
