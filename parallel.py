@@ -402,7 +402,7 @@ class ZeRO3:
         loss.backward(); optimizer.step(); optimizer.zero_grad()   one backward a step
 
         a parameter     storage of `whole`    .data         .grad
-        gather          all bytes             whole         None; then, in backward, the whole gradient
+        gather          all bytes             whole         None
         free            0 bytes               this Nth      None
         gather again    all bytes             whole         None; then, in backward, the whole gradient
         scatter         0 bytes               this Nth      the average's Nth
