@@ -7,7 +7,6 @@ What parallel.py does for F and B, for halves of backwards, too; and a proof for
 """
 
 import functools
-import itertools
 import pathlib
 import re
 from collections import deque
@@ -31,12 +30,29 @@ def run_in_turns(lists, can_run):
         turn = [(rank, action) for rank, action in first if can_run(action, done, waiting)]
         if not turn:
             at = {rank: len(lists[rank]) - len(actions) for rank, actions in enumerate(left)}
-            raise ScheduleError(lists, at, "deadlock: no rank can go on")
+            raise ScheduleError(lists, at, f"deadlock: no rank can go on: {', '.join(waits(lists, at))}")
         for rank, action in turn:
             left[rank].popleft()
             done.update([action, result_of(action)])
         order += turn
     return order
+
+
+def waits(lists, at):
+    """What keeps each rank from running its action at[rank], in words: an action that lists[rank][:at[rank]] lack."""
+    stages = ranks_of_stages(lists)
+    makers = {result_of(action): (rank, i) for rank, actions in enumerate(lists) for i, action in enumerate(actions)}
+    names = [names_of(actions) for actions in lists]
+    for rank, i in at.items():
+        if i == len(lists[rank]):
+            continue
+        words = f"rank {rank} waits at {names[rank][i]}"
+        makers_of_it = [makers[result] for result in needs(lists[rank][i], stages) if result in makers]
+        for other, j in makers_of_it:
+            if j >= at[other]:
+                words += f" for {names[other][j]}" + (", which comes later" if other == rank else f" of rank {other}")
+                break
+        yield words
 
 
 def in_order(lists):
@@ -64,21 +80,37 @@ def check_complete(lists, m=None):
     micro-batches there are; None: the lists say it. Returns which rank each stage is on."""
     stage_to_rank = ranks_of_stages([[action for action in actions if action.kind not in OTHER_END]
                                      for actions in lists])
-    listed = set()
+    listed = {}
     for rank, actions in enumerate(lists):
         for i, action in enumerate(actions):
             stage = goes_to(action) if action.kind[0] == "R" else action.stage
             if stage_to_rank.get(stage) != rank:
                 raise ScheduleError(lists, {rank: i}, f"{action} of stage {stage} does not live on rank {rank}")
             if action in listed:
-                raise ScheduleError(lists, {rank: i}, f"{action} is there twice")
-            listed.add(action)
+                raise ScheduleError(lists, {rank: i}, f"{action} is there twice, on rank {rank}")
+            listed[action] = i
+    for s, stage in enumerate(stage_to_rank):
+        if s != stage:
+            at = {stage_to_rank[stage]: min(i for action, i in listed.items() if action.stage == stage)}
+            raise ScheduleError(lists, at, f"stage {stage} is there, and stage {s} is not")
     m = m or 1 + max((action.micro_batch for action in listed), default=0)
-    for s, i in itertools.product(range(len(stage_to_rank)), range(m)):
-        if "".join(kind for kind in "FBIW" if Action(kind, s, i) in listed) not in ("FB", "FIW"):
-            why = f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there"
-            raise ScheduleError(lists, {}, why)
+    for s in stage_to_rank:
+        for i in range(m):  # a large m in a short list costs nothing, because it ends at the first gap
+            kinds = [kind for kind in "FBIW" if Action(kind, s, i) in listed]
+            if "".join(kinds) not in ("FB", "FIW"):
+                why = f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there"
+                if kinds:
+                    why += f"; it has {', '.join(kinds)}"
+                raise ScheduleError(lists, {stage_to_rank[s]: gap(lists[stage_to_rank[s]], s, i)}, why)
     return stage_to_rank
+
+
+def gap(actions, stage, micro_batch):
+    """Where this stage of a list lacks an action of a micro-batch: at the last of those that it has of it; if it has
+    none, at one of the next micro-batch; or at the list's end."""
+    later = {i: action.micro_batch for i, action in enumerate(actions)
+             if action.kind in "FBIW" and action.stage == stage and action.micro_batch >= micro_batch}
+    return max((i for i in later if later[i] == min(later.values())), default=len(actions))
 
 
 def check(lists, m=None):
@@ -141,12 +173,12 @@ def parse(text):
     lists = []
     for line in filter(None, map(str.strip, text.splitlines())):
         rank = len(lists)
-        row = re.fullmatch(r"rank (\d+)\s(.*)", line)
-        if not row or int(row[1]) != rank:
+        row = re.fullmatch(rf"rank {rank}\b(.*)", line)
+        if not row:
             raise ValueError(f"{line[:40]!r} is not the row of rank {rank}: it begins with rank {rank}")
         actions = []
-        for word in row[2].split():
-            action = re.fullmatch(r"([FBIW])(\d+)(?:/(\d+))?", word)
+        for word in row[1].split():
+            action = re.fullmatch(r"([FBIW])(\d{1,9})(?:/(\d{1,9}))?", word)
             if action:
                 actions.append(Action(action[1], int(action[3] or rank), int(action[2])))
             elif not re.fullmatch(r"\.+|-+", word):
@@ -156,6 +188,9 @@ def parse(text):
         raise ValueError("no schedule: its first row begins with rank 0")
     check_complete(lists)
     check(lower(lists))
+    stages = {len({action.stage for action in actions}) for actions in lists}
+    if 0 in stages or len(stages) > 1:
+        raise ValueError(f"ranks have {sorted(stages)} stages: give each equally many")
     return lists
 
 
@@ -167,16 +202,12 @@ def read_schedule(s):
         text = pathlib.Path(file).read_text()
         lists = parse(text)
     except ScheduleError as error:
-        at = [f"rank {rank} at {[*names_of(error.lists[rank]), 'its end'][i]}" for rank, i in error.at.items()]
         why = str(error).partition("\n")[0]
-        raise ValueError(f"--schedule-file {file}: {', '.join([why, *at])}; give lists that can run") from None
+        raise ValueError(f"--schedule-file {file}: {why}; give lists that can run") from None
     except (OSError, ValueError) as error:
         what = getattr(error, "strerror", None) or error
         raise ValueError(f"--schedule-file {file}: {what}; give a row a rank, as `python -m lessons pipeline` prints"
                          ) from None
-    stages = {len({action.stage for action in actions}) for actions in lists}
-    if 0 in stages or len(stages) > 1:
-        raise ValueError(f"--schedule-file {file}: ranks have {sorted(stages)} stages: give each equally many")
     count = 1 + max(action.micro_batch for actions in lists for action in actions)
     if (s.pp, s.micro_batches) != (len(lists), count):
         raise ValueError(f"--schedule-file {file} is of {len(lists)} ranks and {count} micro-batches: give --pp "

@@ -75,7 +75,7 @@ def pipeline(query):
     """A schedule on a clock. query: {"schedule", "p", "m", "v", "f", "i", "w"}, or {"text", "f", "i", "w"}."""
     costs = [number(query, name, 1, 100, float) for name in "fiw"]
     name = choice(query, "schedule", "1f1b", SCHEDULES)
-    if query.get("text"):
+    if "text" in query:
         try:
             lists = parse(query["text"])
         except ScheduleError as error:

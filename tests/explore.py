@@ -4,8 +4,10 @@ import http.client
 import json
 import os
 import pathlib
+import re
 import shutil
 import threading
+import tracemalloc
 import xml.etree.ElementTree
 from urllib.parse import urlencode
 
@@ -91,13 +93,39 @@ def test_the_critical_path_has_no_gap_and_is_as_long_as_the_schedule():
         assert all(close(end, start) for (_, end), (start, _) in zip(path, path[1:]))
 
 
+EACH = "F and B, or F, I and W, must each be there"
+STUCK = [  # a text, check's reason, and the action at which each rank stops
+    ("rank 0  F0 F1 B0 B1\nrank 1  F0 B1 F1 B0", "deadlock: no rank can go on: rank 0 waits at B0 for B0 of rank 1, "
+     "rank 1 waits at B1 for F1, which comes later", {0: 2, 1: 1}),
+    ("rank 0  F0 W0 I0", "deadlock: no rank can go on: rank 0 waits at W0 for I0, which comes later", {0: 1}),
+    ("rank 0  F0 F1 B0 B1\nrank 1  F0 F1 B1 B1 B0", "B1 is there twice, on rank 1", {1: 3}),
+    ("rank 0  F0 I0 F1 I1 W0", f"stage 0, micro-batch 1: {EACH}; it has F, I", {0: 3}),
+    ("rank 0  F0 I0 B0 W0", f"stage 0, micro-batch 0: {EACH}; it has F, B, I, W", {0: 3}),
+    ("rank 0  F0 B0 F2 B2", f"stage 0, micro-batch 1: {EACH}", {0: 3}),
+    ("rank 0  F0 B0 F1 B1\nrank 1  F0 B0", f"stage 1, micro-batch 1: {EACH}", {1: 2}),
+    ("rank 0  F0/0 B0/0 F0/7 B0/7", "stage 7 is there, and stage 1 is not", {0: 2})]
+
+
 def test_a_list_that_cannot_run_shows_where_in_check_s_words():
     """Cells are those of the list that was given, without transfers. (The ranks' own F0 and F1 have no fault.)"""
-    stuck = "rank 0  F0 F1 B0 B1\nrank 1  F0 B1 F1 B0"
-    found = moving.pipeline({"text": stuck})
-    assert found["why"] == "deadlock: no rank can go on" and found["at"] == {0: 2, 1: 1} and found["text"] == stuck
-    found = moving.pipeline({"text": stuck.replace("B1 F1 B0", "F1 B1 B1 B0")})
-    assert found["why"] == "B1 is there twice" and found["at"] == {1: 3}
+    for text, why, at in STUCK:
+        found = moving.pipeline({"text": text})
+        assert (found["why"], found["at"], found["text"]) == (why, at, text)
+
+
+def test_rows_that_are_no_lists_say_what_is_wrong():
+    for text, why in (("rank 0", "ranks have [0] stages"), ("rank 0  F0 B0\nrank 1", "ranks have [0, 1] stages"),
+                      ("rank 0  F0 F0/1 B0/1 B0/0\nrank 1  F0/2 B0/2", "ranks have [1, 2] stages"), ("", "no schedule"),
+                      ("rank 1  F0", "'rank 1  F0' is not the row of rank 0"), ("rank 0  G3", "'G3' is no action")):
+        with pytest.raises(ValueError, match=re.escape(why)):
+            moving.pipeline({"text": text})
+
+
+def test_a_large_number_in_a_short_list_takes_no_memory():
+    tracemalloc.start()
+    assert "stage 0, micro-batch 1" in moving.pipeline({"text": "rank 0  F0 B0 F999999 B999999"})["why"]
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 def test_a_zero_bubble_schedule_idles_by_its_formula():
