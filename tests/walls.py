@@ -15,7 +15,7 @@ import pathlib
 import shutil
 import sys
 import types
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -235,14 +235,14 @@ def codes_of(value):
 
 def rows_entered(run, *args, **options):
     """"module.name" of each row whose function, or a method of whose class or of an object of it, ran in run(*args)."""
-    ran, names = set(), {}
+    ran, names = set(), defaultdict(set)  # one may stand in two places
     for module, name, new in safe.SWAPS + fast.SWAPS:
         for mark in [new, *codes_of(new)]:  # an object of the class, or the code of a function
-            names[mark] = f"{module.__name__}.{name}"
+            names[mark].add(f"{module.__name__}.{name}")
 
     def called(frame, event, argument):
         if event == "call":
-            ran.add(names.get(frame.f_code) or names.get(type(frame.f_locals.get("self"))))
+            ran.update(names.get(frame.f_code) or names.get(type(frame.f_locals.get("self")), ()))
 
     sys.setprofile(called)
     try:
