@@ -216,7 +216,7 @@ def pieces():
         "tuning": [*plain_rows(kernels), (norm, "add_layer_norm", add_and_norm)],   # the reference's
         "norm": [*plain_rows(kernels, "LayerNorm"), (norm, "add_layer_norm", add_and_norm)],
         "addition": plain_rows(model),                                              # added to x, and then the norm
-        "specialized": [(attention, "specialized_takes", never)],                   # the reference's forward
+        "specialized": [(attention, "specialized_takes", never), (attention, "one_pass_takes", never)],  # Triton's
         "reading": [(run.FastTrainer, "all_finite", WatchedTrainer.all_finite)],    # a step waits for its own norm
         "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
         "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -12,26 +13,40 @@ import torch
 
 import fast.attention
 import kernels
-from fast.attention import specialized_takes
-from tests.kernels import plain_attention, random, triton_kernels  # noqa: F401
+from fast import hopper
+from fast.hopper import specialized_takes
+from tests import gluon
+from tests.kernels import KERNEL_DEVICE, plain_attention, random, triton_kernels  # noqa: F401
 from tests.pool import close, HERE, parametrize
 
 
 COMPILE_FOR_HOPPER = """
 import triton
-from fast import attention, exchange
+from fast import exchange, hopper
 from lessons.eight_bits import _few_rows
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-layout = attention.gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-kernel, D, TILE = attention.specialized_forward_kernel, 128, attention.TILE
-sizes = {"CAUSAL": True, "D": D, "STAGES": attention.STAGES[D]}
+layout = hopper.gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+kernel, D, TILE = hopper.specialized_forward_kernel, 128, hopper.TILE
+sizes = {"CAUSAL": True, "D": D, "STAGES": hopper.STAGES[D]}
 rows = {"Q": TILE // 2, "K": TILE, "V": TILE, "O": TILE // 2}
 types = {name: f"tensordesc<bf16[1, 1, {rows[name]}, {D}],{layout!r}>" for name in rows}
 types |= {"LSE": "*fp32", "tiles": "*i32", "scale": "fp32"} | dict.fromkeys(sizes, "constexpr")
 source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, sizes, {})
 compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
 print(D, compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
+kernel = hopper.one_pass_backward_kernel
+sizes = {"D": D, "STAGES": hopper.BACKWARD_STAGES}
+rows = {"Q": 64, "DO": 64, "K": TILE, "V": TILE, "DK": TILE, "DV": TILE}
+types = {name: f"tensordesc<bf16[1, 1, {rows[name]}, {D}],{layout!r}>" for name in rows}
+for name, shape, swizzled in ("LSE", [1, 64], 0), ("DELTA", [1, 64], 0), ("DQ", [64, D], 128):
+    layout = hopper.gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=32, rank=2)
+    types[name] = f"tensordesc<fp32{shape},{layout!r}>"
+types |= {"tiles": "*i32", "scale2": "fp32", "scale": "fp32"} | dict.fromkeys(sizes, "constexpr")
+source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, sizes, {})
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "maxnreg": 168})
+code = compiled.asm["ptx"]
+print(D, compiled.metadata.shared, code.count("wgmma.mma_async"), code.count("cp.reduce.async.bulk.tensor"))
 kernel, aligned = exchange._all_reduce, [["tt.divisibility", 16]]
 for even, send, gather in (True, True, True), (False, True, False), (True, False, True):
     sizes = {"N": 3, "EVEN": even, "ROWS": send != gather, "SEND": send, "GATHER": gather,
@@ -60,26 +75,28 @@ for dtype in "i8", "bf16":
 
 def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
     """By the Triton that is installed. Attention's tiles fit into 227 KiB of shared memory, and there are the wgmma of
-    two groups, each with one loop and one round of two products, whose k = 16 goes through D and then through BN. The
+    two groups, each with one loop and one round of two products, whose k = 16 goes through D and then through BN.
+    Backward in one pass has five products, over D, D, 64 rows, 64 rows and 128 keys, and adds to memory. The
     all-reduce writes vectors, but for uneven chunks, and waits for 2 ranks' pieces and sums. Weights in 8 bits have
     8 bits in shared memory, too: each of the 3 or 4 tiles under way has 32 x 256 bytes less."""
-    if not fast.attention.HAVE_GLUON:
+    if not hopper.HAVE_GLUON:
         pytest.skip("no Gluon in this Triton, or no Triton")
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["TRITON_CACHE_DIR"] = str(tmp_path)  # so that it is compiled now
     done = subprocess.run([sys.executable, "-c", COMPILE_FOR_HOPPER], env=environ, cwd=HERE, capture_output=True,
                           text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (D, shared, products), *sums, few, many = (line.split() for line in done.stdout.splitlines())
+    (D, shared, products), backward, *sums, few, many = (line.split() for line in done.stdout.splitlines())
     for _, even, vectors, singles, waits in sums:
         assert (vectors > "0", singles > "0", waits) == (even == "True", even == "False", "4")
-    assert int(shared) <= 227 << 10 and int(products) == 2 * 2 * (int(D) + fast.attention.TILE) // 16
+    assert int(shared) <= 227 << 10 and int(products) == 2 * 2 * (int(D) + hopper.TILE) // 16
+    assert int(backward[1]) <= 227 << 10 and int(backward[2]) == (2 * int(D) + 2 * 64 + 128) // 16 and int(backward[3])
     assert "0" not in few + many and int(many[1]) - int(few[1]) in (3 * 32 * 256, 4 * 32 * 256)
 
 
 def test_specialized_attention_takes_whole_tiles_alone(monkeypatch):
     monkeypatch.setattr(kernels, "_generation", lambda device: 9)
-    monkeypatch.setattr(fast.attention, "HAVE_GLUON", True)
+    monkeypatch.setattr(hopper, "HAVE_GLUON", True)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
 
     def takes(Tq, Tk, D, is_causal, itemsize=2):
@@ -100,7 +117,7 @@ def test_specialized_tiles_are_handed_out_once(Tq, Tk, is_causal, costs, heads, 
     """Every tile once, and no program has more than a longest tile above the mean. A tile costs the blocks of keys that
     it sees, and one more."""
     blocks, programs = len(costs), min(132, len(costs) * heads)
-    tiles = fast.attention.specialized_tiles(Tq, Tk, is_causal, heads, together, programs, "cpu")
+    tiles = hopper.specialized_tiles(Tq, Tk, is_causal, heads, together, programs, "cpu")
     rows = [row[1:1 + row[0]] for row in tiles.tolist()]
     assert len(rows) == programs and sorted(sum(rows, [])) == list(range(blocks * heads))
     loads = [sum(costs[tile % blocks] for tile in row) for row in rows]
@@ -114,6 +131,27 @@ def test_specialized_tiles_are_handed_out_once(Tq, Tk, is_causal, costs, heads, 
     assert rows == given
     for row in rows:  # group of heads after group of heads
         assert (groups := [tile // blocks // together for tile in row]) == sorted(groups)
+
+
+def test_backward_in_one_pass(triton_kernels, monkeypatch):
+    """Two query heads a key head, and two tiles a program. Without a Hopper GPU, the kernel runs as plain Python."""
+    if not hopper.HAVE_GLUON:
+        pytest.skip("no Gluon in this Triton, or no Triton")
+    real = specialized_takes(*[torch.empty(1, 1, 128, 128, dtype=torch.bfloat16, device=KERNEL_DEVICE)] * 2, True)
+    shape, dtype = ((384, 128), torch.bfloat16) if real else ((384, 16), torch.float32)
+    if not real:
+        monkeypatch.setattr(hopper, "described", gluon.Descriptor)
+        monkeypatch.setattr(hopper, "one_pass_backward_kernel", gluon.Launch(hopper.one_pass_backward_kernel, hopper))
+    q, k, v, do = (random(1, heads, *shape, dtype=dtype) for heads in (4, 2, 2, 4))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    y = plain_attention(leaves[0], *(x.repeat_interleave(2, 1) for x in leaves[1:]), True)
+    s = q.double() @ k.double().repeat_interleave(2, 1).mT
+    s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
+    lse = (s / math.sqrt(shape[1])).logsumexp(-1).flatten(0, 1).float() / math.log(2)
+    grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    hopper.one_pass_backward(q, k, v, y.detach().to(dtype), lse, do, *grads)
+    for ours, exact in zip(grads, torch.autograd.grad(y, leaves, do.double())):
+        assert close(ours, exact, tolerance=1e-2 if real else 1e-5)
 
 
 def test_attention_to_keys_that_some_queries_do_not_see(triton_kernels):
