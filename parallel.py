@@ -408,8 +408,8 @@ class ZeRO3:
         scatter         0 bytes               this Nth      the average's Nth
 
     .data changes because the optimizer steps the Nth. That alone frees nothing: autograd has saved views of `whole`. So
-    the storage under them shrinks and grows back. Every parameter must be trained, and be used in its own layer's
-    forward alone. (nn.MultiheadAttention uses its out_proj's.)
+    the storage under them shrinks and grows back. When dW is there, W may go: a layer makes dX together with it. Every
+    parameter must be trained, and used in its own layer's forward alone. (nn.MultiheadAttention uses its out_proj's.)
     """
 
     def __init__(self, module, group=None):
@@ -961,7 +961,8 @@ class FlatFSDP(Averager, nn.Module):
 # a rank keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
 def all_columns(x, weight, group=None):
-    """The lecture's tensor parallelism of one layer, forward alone: X (..., in) -> Y = X A, (..., out), on all ranks.
+    """The lecture's tensor parallelism of one layer, forward alone: X (..., in) -> Y = X A, (..., out), on all ranks,
+    through which no gradient flows.
 
     weight (out/N, in): this rank's columns of A. Each layer costs an all-gather of Y, (N-1)/N of it sent by a rank. The
     pair f and g, below, cuts two layers at the cost of one all-reduce.
@@ -1183,15 +1184,16 @@ def tensor_parallel(module, group, plan=None):
 # ----------------------------------------------------------------------------------- pipeline: layers spread over ranks
 #
 # Each rank holds a stage, a run of consecutive layers. A batch passes through all stages in m micro-batches, so that p
-# ranks can compute at the same time. Every rank idles while the first micro-batch comes down to the last stage and its
-# gradient up again: (p-1) (F + B), of the times that a stage takes for a micro-batch's forward and backward. This is
-# the bubble. Neighbours alone talk: B T C elements a micro-batch forward, and as many backward. CS336 lecture 7.
+# ranks can compute at the same time. Each rank idles, in all, as long as a micro-batch and its gradient take through the
+# other p-1 stages: (p-1) (F + B), of the times that a stage takes for a micro-batch's forward and backward. This is the
+# bubble. Neighbours alone talk: B T C elements a micro-batch forward, and as many backward. CS336 lecture 7.
 
 def gpipe_step(stage, loss, x, y, like, group=None):
     """The lecture's pipeline: receive, compute, send, for each micro-batch; then gradients, from the last rank up.
 
-    stage: this rank's layers. loss(output, target): divided by m, because .grad adds up over micro-batches. x, y: lists
-    of those. like: a tensor of the shape and dtype that stages send. Returns the losses, on the last rank.
+    stage: this rank's layers. loss(output, target) divides by m, because .grad adds up over micro-batches. x, y: lists
+    of m inputs and m targets; the first rank reads x, the last one y. like: a tensor of the shape and dtype that stages
+    send. Returns the losses, on the last rank.
     """
     rank = dist.get_rank(group)
     last = dist.get_world_size(group) - 1

@@ -269,7 +269,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
             materialize(model, source, device, master, parallel.cut_like)
         # 5. What averages gradients hooks parameters, so it comes after the steps that replace them:
         #    BucketDDP           here: ZeRO 0
-        #    FlatOptimizer       in `ParallelGPT`, for all stages: ZeRO 1 and 2, and 0 in 16 bits
+        #    FlatOptimizer       in `ParallelGPT`, one for all stages of this rank: ZeRO 1 and 2, and 0 in 16 bits
         #    FlatFSDP            in step 4: ZeRO 3, because it shards weights as they come; parameters stay the same
         if layout.zero == 0 and not layout.shards_optimizer:
             model = parallel.BucketDDP(model, groups.dp_cp)
