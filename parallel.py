@@ -1184,7 +1184,7 @@ def tensor_parallel(module, group, plan=None):
 # ----------------------------------------------------------------------------------- pipeline: layers spread over ranks
 #
 # Each rank holds a stage, a run of consecutive layers. A batch passes through all stages in m micro-batches, so that p
-# ranks can compute at the same time. Each rank idles, in all, as long as a micro-batch and its gradient take through the
+# ranks can compute at the same time. Each rank idles, in all, as long as a micro-batch and its gradient need for the
 # other p-1 stages: (p-1) (F + B), of the times that a stage takes for a micro-batch's forward and backward. This is the
 # bubble. Neighbours alone talk: B T C elements a micro-batch forward, and as many backward. CS336 lecture 7.
 
