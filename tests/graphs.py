@@ -129,7 +129,7 @@ REPLAYED = """
     dp=2 micro_batches=4 zero=0,1
     dp=2 micro_batches=4 schedule=gpipe
     dp=2 tp=2 schedule=zb-h1
-    pp=4 micro_batches=4 schedule=gpipe,1f1b,zb-h1
+    pp=4 micro_batches=4 schedule=gpipe,1f1b
     pp=2 micro_batches=4 schedule=interleaved virtual_stages=2
     dp=2 pp=2 micro_batches=4 schedule=zb-h1,dualpipe-v zero=1
     pp=2 micro_batches=4 schedule=zb-v
