@@ -131,6 +131,10 @@ def _worker(rank, size, device_type, port, pipe, plain):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port),
                       TORCH_GLOO_LAZY_INIT="1")  # only ranks that send to each other are connected
+    # A stopped process does not read that its pipe is closed. So it ends with the forkserver, which lives until nobody
+    # holds this file.
+    safe.launch.end_with_launcher()
+    os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)
     if not plain:
         fast.on()
     device = torch.device("cpu")
