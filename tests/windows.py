@@ -78,7 +78,7 @@ def test_kernels_sum_and_gather(name):
     for dtype, op in [(torch.bfloat16, ops.SUM), (torch.float16, ops.MAX), (torch.float32, ops.AVG),
                       (torch.float64, ops.AVG)]:
         columns = 64 // dtype.itemsize
-        cases.append(Case((150,), dtype, op))
+        cases.append(Case((300 // dtype.itemsize,), dtype, op))
         if name != "all_reduce":
             cases.append(Case((3, columns), dtype, op, layout="rows", whole=(3, 3, columns)))
     kernel = name.removesuffix("_tensor").removesuffix("_into")
