@@ -378,7 +378,7 @@ def main():
         lesson = lessons.add_parser(name, help=demo.__doc__)
         lesson.set_defaults(demo=demo)
         for flag, default in flags.items():
-            kind = positive if isinstance(default, int) else str
+            kind = int if flag == "port" else positive if isinstance(default, int) else str
             choices = {"model": list(PRESETS), "machine": list(MACHINES)}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices)
     for many in (puzzles, runs):

@@ -1,10 +1,10 @@
 "use strict";
 // Draws what Python has computed. NAME is the page's; FIXED its data, or null where a server answers questions. The
-// address carries the settings: behind ? where a server answers, else behind #, because files have no queries.
+// address carries the settings behind #: files have no queries, and a server refuses addresses as long as some lists.
 
 const $ = id => document.getElementById(id);
-const query = new URLSearchParams(FIXED ? location.hash.slice(1) : location.search);
-let asked = 0;
+const query = new URLSearchParams(location.hash.slice(1));
+let asked = 0, isDrawn = false, isRunning = false;
 
 function svg(tag, attributes, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -13,9 +13,8 @@ function svg(tag, attributes, ...children) {
   return element;
 }
 
-function remember(isNew = true) {
-  if (FIXED) history.replaceState(null, "", "#" + query);
-  else history[isNew ? "pushState" : "replaceState"](null, "", "?" + query);
+function remember() {
+  history[FIXED ? "replaceState" : "pushState"](null, "", "#" + query);
 }
 
 async function ask(what, options) {
@@ -29,20 +28,41 @@ async function ask(what, options) {
   return answer.json();
 }
 
+// Says why there is no picture of the present settings, or "". Only what is drawn can be edited and run.
+function refuse(why) {
+  $("refused").textContent = why;
+  $("said").textContent = "";
+  document.body.classList.toggle("stale", Boolean(why));
+  for (const button of document.querySelectorAll("#editing button")) button.disabled = Boolean(why);
+}
+
+function allow(nowDrawn) {
+  isDrawn = nowDrawn;
+  if ($("run")) $("run").disabled = !isDrawn || isRunning || Boolean(picture.why);
+}
+
+// Fades the right edge of what goes on there.
+function fade() {
+  for (const box of document.querySelectorAll(".scroll")) {
+    box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+  }
+}
+
 // Asks for the picture of the present settings, and draws it, or says why there is none. A late answer is left out.
 async function refresh(draw) {
   const number = ++asked;
   const later = setTimeout(() => { $("said").textContent = "computing ..."; }, 500);
+  allow(false);
   try {
-    const data = FIXED ? FIXED[query.get("schedule")] || Object.values(FIXED)[0] : await ask(`${NAME}.json?${query}`);
+    const data = FIXED ? FIXED[query.get("schedule")] || Object.values(FIXED)[0]
+      : await ask(`${NAME}.json`, {method: "POST", body: query});
     if (number !== asked) return;
-    $("refused").textContent = $("said").textContent = "";
+    refuse("");
     draw(data);
+    allow(true);
+    fade();
   } catch (error) {
-    if (number === asked) {
-      $("refused").textContent = error.message;
-      $("said").textContent = "";
-    }
+    if (number === asked) refuse(error.message);
   } finally {
     clearTimeout(later);
   }
@@ -64,9 +84,9 @@ let picture, times, now, selected = null;
 
 // A list that cannot run has no times: its actions stand in a row.
 function inARow({text, ...more}) {
-  const ranks = text.split("\n").map((line, rank) => line.split(/\s+/).slice(2).map(
+  const ranks = text.split("\n").map((line, rank) => line.split(/\s+/).slice(2).filter(Boolean).map(
     (name, index) => [name, name[0], Number(name.split("/")[1] ?? rank), index, index + 1, false]));
-  return {...more, text, ranks, held: ranks.map(() => [[0, 0]]), length: Math.max(...ranks.map(row => row.length))};
+  return {...more, text, ranks, length: Math.max(...ranks.map(row => row.length))};
 }
 
 const rounded = number => String(Number(number.toFixed(2)));
@@ -76,15 +96,16 @@ function pixels(element, pictures) {
   const cells = pictures.flatMap(some => some.ranks.flat());
   const shortest = Math.min(...cells.map(([, , , start, end]) => end - start).filter(time => time > 0));
   const fits = (element.parentElement.clientWidth - LEFT - 4) / Math.max(...pictures.map(some => some.length));
-  return Math.min(Math.max(fits, 14 / shortest), 8000 / Math.max(...pictures.map(some => some.length)));
+  return Math.min(Math.max(fits, 16 / shortest), 8000 / Math.max(...pictures.map(some => some.length)));
 }
 
-function drawCell(cell, rank, index, unit, ranks) {
+function drawCell(cell, rank, index, unit, {ranks, why}) {
   const [name, kind, stage, start, end, critical] = cell;
   const width = Math.max(unit * (end - start) - 1, 1);
   const label = [name, name.match(/\d+/)[0], ""].find(text => 7 * text.length <= width);
-  const odd = Math.floor(stage / ranks) % 2 ? " odd" : "";
-  const said = `rank ${rank}: ${name}, from ${rounded(start)} to ${rounded(end)}${critical ? ", critical" : ""}`;
+  const odd = Math.floor(stage / ranks.length) % 2 ? " odd" : "";
+  const when = why ? "" : `, from ${rounded(start)} to ${rounded(end)}${critical ? ", critical" : ""}`;
+  const said = `rank ${rank}: ${name}${when}`;
   return svg("g", {class: `cell${odd}${critical ? " critical" : ""}`, style: `--kind: var(--${kind})`,
                    "data-rank": rank, "data-index": index, "aria-label": said},
              svg("title", {}, said),
@@ -102,16 +123,17 @@ function drawHeld(held, rank, unit, most) {
 
 function drawGrid(element, data, unit) {
   const {ranks, held, length} = data;
-  const most = Math.max(...held.flat().map(([, number]) => number));
+  const most = Math.max(...(held ?? []).flat().map(([, number]) => number));
   element.replaceChildren();
   element.setAttribute("width", LEFT + unit * length + 4);
   element.setAttribute("height", ROW * ranks.length);
   for (const [rank, row] of ranks.entries()) {
     element.append(svg("text", {x: 0, y: 20 + ROW * rank}, `rank ${rank}`));
+    element.append(...row.map((cell, index) => drawCell(cell, rank, index, unit, data)));
+    if (!held) continue;
     element.append(svg("text", {x: 0, y: 42 + ROW * rank},
                        `max ${rounded(Math.max(...held[rank].map(([, number]) => number)))}`));
     element.append(drawHeld(held[rank], rank, unit, most));
-    element.append(...row.map((cell, index) => drawCell(cell, rank, index, unit, ranks.length)));
   }
 }
 
@@ -132,24 +154,24 @@ function drawPipeline(data) {
   drawGrid($("grid"), data, pixels($("grid"), [data]));
   $("said").textContent = describe(data);
   if (document.activeElement !== $("text")) $("text").value = data.text;
-  $("run").disabled = Boolean(data.why);
   const {p, m, v, schedule} = $("controls").elements;
   p.value = data.ranks.length;
   m.value = 1 + Math.max(...data.ranks.flat().map(([name]) => Number(name.match(/\d+/)[0])));
+  const stages = new Set(data.ranks.flat().map(([, , stage]) => stage)).size;
+  v.value = data.why ? "" : stages / data.ranks.length;
+  $("pale").hidden = stages <= data.ranks.length;
+  p.disabled = m.disabled = query.has("text"); // which says them
   v.disabled = schedule.value !== "interleaved";
-  if (data.why) {
-    const places = Object.entries(data.at).map(([rank, index]) => `rank ${rank} at ${
-      data.ranks[rank][index]?.[0] ?? "its end"}`);
-    $("refused").textContent = [data.why, ...places].join(", ");
-    for (const [rank, index] of Object.entries(data.at)) {
-      const cell = cellAt(rank, index);
-      cell?.classList.add("bad");
-      cell?.querySelector("title").replaceChildren(data.why);
-      cell?.setAttribute("aria-label", `${cell.getAttribute("aria-label")}: ${data.why}`);
-    }
+  $("clock").hidden = Boolean(data.why);
+  $("refused").textContent = data.why ?? "";
+  for (const [rank, index] of Object.entries(data.at ?? {})) {
+    const cell = cellAt(rank, index);
+    cell?.classList.add("bad");
+    cell?.querySelector("title").replaceChildren(data.why);
+    cell?.setAttribute("aria-label", `${cell.getAttribute("aria-label")}: ${data.why}`);
   }
   times = [...new Set(data.ranks.flat().flatMap(([, , , start, end]) => [start, end]))].sort((a, b) => a - b);
-  setClock(times.length - 1);
+  if (!data.why) setClock(times.length - 1);
   if (FIXED) return;
   for (const cell of $("grid").querySelectorAll(".cell")) {
     cell.classList.add("movable");
@@ -186,16 +208,16 @@ function select(place, focus) {
   if (focus) cell?.focus();
 }
 
-function edit(text, isNew = true) {
+function edit(text) {
   query.set("text", text);
-  remember(isNew);
+  remember();
   showSettings();
   refresh(drawPipeline);
 }
 
 function move([rank, from], to) {
   const rows = picture.ranks.map(row => row.map(([name]) => name));
-  if (to < 0 || to >= rows[rank].length || to === from) return;
+  if (!isDrawn || to < 0 || to >= rows[rank].length || to === from) return;
   rows[rank].splice(to, 0, ...rows[rank].splice(from, 1));
   selected = [rank, to];
   edit(rows.map((row, number) => `rank ${number}  ${row.join(" ")}`).join("\n"));
@@ -243,26 +265,30 @@ function byKeyboard(event) {
 }
 
 async function run() {
-  $("run").disabled = true;
-  $("running").textContent = "1F1B runs, then these lists: about half a minute";
+  isRunning = true;
+  allow(isDrawn);
+  $("running").textContent = "1F1B runs, then these lists: half a minute to two";
   try {
     const body = new URLSearchParams({text: picture.text});
-    const {losses, predicted, measured} = await ask("run", {method: "POST", body});
+    const {yours, "1f1b": plain, predicted, measured} = await ask("run", {method: "POST", body});
     $("ran").hidden = false;
-    const equal = losses.yours.every((loss, step) => Math.abs(loss - losses["1f1b"][step]) < 1e-5);
+    const equal = yours.losses.every((loss, step) => Math.abs(loss - plain.losses[step]) < 1e-5);
     $("losses").className = equal ? "" : "bad";
-    const shown = name => losses[name].map(loss => loss.toFixed(6)).join(" ");
-    $("losses").textContent = `Losses of the first steps: these lists ${shown("yours")}, 1F1B ${shown("1f1b")}: ` +
-      `${equal ? "equal" : "not equal"}. A step's length: ${rounded(predicted.length)} ms predicted, ` +
-      `${rounded(measured.length)} ms measured.`;
+    const shown = ({losses}) => losses.slice(-3).map(loss => loss.toFixed(6)).join(" ");
+    $("losses").textContent = `Both train ${yours.layers} layers for ${yours.losses.length} steps. A step takes ${
+      rounded(yours.ms)} ms with these lists, ${rounded(plain.ms)} ms with 1F1B (the median, without the first). ` +
+      `Losses of the last steps: these lists ${shown(yours)}, 1F1B ${shown(plain)}: ${equal ? "equal" : "not equal"}.` +
+      ` The pipeline of one step: ${rounded(predicted.length)} ms predicted, ${rounded(measured.length)} ms measured.`;
     const unit = pixels($("predicted"), [predicted, measured]);
     drawGrid($("predicted"), predicted, unit);
     drawGrid($("measured"), measured, unit);
+    fade();
     $("running").textContent = "";
   } catch (error) {
     $("running").textContent = error.message;
   }
-  $("run").disabled = Boolean(picture.why);
+  isRunning = false;
+  allow(isDrawn);
 }
 
 function showSettings() {
@@ -275,7 +301,7 @@ function pipelinePage() {
   $("controls").elements.schedule.append(Object.assign(new Option("edited", ""), {id: "edited", hidden: true}));
   offer("schedule", FIXED ? Object.keys(FIXED) : SCHEDULES);
   $("controls").elements.schedule.value = "1f1b";
-  $("legend").append(...Object.entries(KINDS).map(([kind, what]) => {
+  $("legend").prepend(...Object.entries(KINDS).map(([kind, what]) => {
     const mark = Object.assign(document.createElement("i"), {style: `--kind: var(--${kind})`});
     const word = document.createElement("span");
     word.append(mark, `${kind} ${what}`);
@@ -283,7 +309,7 @@ function pipelinePage() {
   }));
   $("controls").addEventListener("change", ({target}) => {
     if (!"fiw".includes(target.name)) query.delete("text");
-    for (const field of $("controls").elements) if (field.value) query.set(field.name, field.value);
+    for (const field of $("controls").elements) if (field.value && !field.disabled) query.set(field.name, field.value);
     remember();
     showSettings();
     refresh(drawPipeline);
@@ -295,21 +321,23 @@ function pipelinePage() {
   let typed;
   $("text").addEventListener("input", () => {
     clearTimeout(typed);
-    typed = setTimeout(() => edit($("text").value, false), 400);
+    allow(false);
+    typed = setTimeout(() => edit($("text").value), 400);
   });
   $("earlier").addEventListener("click", () => move(selected, selected[1] - 1));
   $("later").addEventListener("click", () => move(selected, selected[1] + 1));
-  $("split").addEventListener("click", () => edit(picture.text.replace(/\bB(\S+)/g, "I$1 W$1")));
+  $("split").addEventListener("click", () => isDrawn && edit(picture.text.replace(/\bB(\S+)/g, "I$1 W$1")));
   $("run").addEventListener("click", run);
   $("grid").addEventListener("keydown", byKeyboard);
   dragging($("grid"));
   addEventListener("resize", () => {
-    if (!picture) return;
+    if (!isDrawn) return;
     const before = now;
     drawPipeline(picture);
-    setClock(before);
+    if (!picture.why) setClock(before);
   });
   showSettings();
+  $("text").value = query.get("text") ?? "";
   return drawPipeline;
 }
 
@@ -339,6 +367,8 @@ function drawLayout({columns, rows}) {
     const line = document.createElement("tr");
     line.append(...row.map(value => Object.assign(document.createElement("td"), {
       textContent: typeof value === "number" ? value.toFixed(value < 1000 ? 1 : 0) : value ?? "-"})));
+    line.firstChild.replaceChildren(...row[0].split(/ (?=--)/).flatMap(flag =>
+      [Object.assign(document.createElement("span"), {textContent: flag}), " "])); // a line breaks between flags
     return line;
   }));
   $("said").textContent = rows.length ? `${rows.length} layouts, each with its fastest micro-batches.`
@@ -386,5 +416,7 @@ if (FIXED) document.body.classList.add("fixed");
 const draw = {pipeline: pipelinePage, layout: layoutPage}[NAME]?.() ?? stepsPage();
 if (draw) {
   refresh(draw);
+  addEventListener("scroll", fade, true);
+  addEventListener("resize", fade);
   addEventListener("popstate", () => location.reload());
 }

@@ -13,11 +13,15 @@ import json
 import os
 import pathlib
 import secrets
+import select
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
@@ -30,25 +34,43 @@ from parallel import ranks_of_stages
 from safe.sizes import BadInput, reject
 from theory.clock import simulate
 
-LIMIT = 1 << 16  # bytes of a request's body
+LIMIT = 1 << 18  # bytes of a request's body; 16 ranks with 64 micro-batches and 4 stages each are 110,000
 SECONDS = 300    # that a run may take
-STEPS = 3        # of a run: the third one is traced
+STEPS = 6        # of a run: the third one is traced
+TOKENS = 64      # of a sequence
 
 
 # ------------------------------------------------------------------------------------------------------ lists that run
 
-def train(folder, lists, *flags):
-    """Run train.py on lists of this size. Returns the losses of its steps."""
+running, drawing, stopping = threading.Lock(), threading.Lock(), threading.Event()
+
+
+def train(folder, lists, *flags, has_left=lambda: False):
+    """Run train.py on lists of this size, until it ends, or has_left(), or the server stops. Returns its layers, its
+    losses, and the median of what a step took after the first, in ms."""
     m = 1 + max(action.micro_batch for action in lists[0])
     sizes = {"pp": len(lists), "micro-batches": m, "batch-size": 2 * m, "n-layer": 2 * len(ranks_of_stages(lists)),
-             "n-embd": 256, "steps": STEPS, "sample": 0, "eval-every": 0, "log-every": 1, "device": "cpu",
+             "n-embd": 256, "seq-len": TOKENS, "steps": STEPS, "sample": 0, "eval-every": 0, "log-every": 1, "device": "cpu",
              "data": "collectives.py", "out": f"{folder}/out"}
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run([sys.executable, "train.py", *words, *flags], cwd=HERE, timeout=SECONDS, text=True,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)
-    reject(done.returncode, f"train.py ended with exit code {done.returncode}: {done.stdout[-500:]}")
-    return [json.loads(line)["loss"] for line in open(f"{folder}/out/log.jsonl")]
+    said, end = pathlib.Path(folder, "said"), time.monotonic() + SECONDS
+    with open(said, "w") as file:
+        process = subprocess.Popen([sys.executable, "train.py", *words, *flags], cwd=HERE, stdin=subprocess.DEVNULL,
+                                   stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                                   start_new_session=True)
+    try:
+        while process.poll() is None:
+            reject(has_left() or stopping.wait(0.1), "the run was given up")
+            reject(time.monotonic() > end, f"the run takes more than {SECONDS} s")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # with its ranks
+            process.wait()
+    code = process.returncode
+    reject(code, f"train.py ended with exit code {code}: {said.read_text(errors='replace')[-500:]}")
+    steps = [json.loads(line) for line in open(f"{folder}/out/log.jsonl")]
+    times = [1e3 * 2 * m * TOKENS / step["tokens_per_s"] for step in steps[1:]]
+    return {"layers": sizes["n-layer"], "losses": [step["loss"] for step in steps], "ms": statistics.median(times)}
 
 
 def costs_of(spans, v):
@@ -60,26 +82,27 @@ def costs_of(spans, v):
     return [statistics.median(times.get(kind, [half])) for kind in "FIW"]
 
 
-running, drawing = threading.Lock(), threading.Lock()
-
-
-def run(query):
-    """Train with 1F1B and with the lists in query["text"]: the losses of both; how long the lists took, measured, and
-    by the clock with the F, I and W that were measured."""
+def run(query, has_left=lambda: False):
+    """Train with 1F1B and with the lists in query["text"]: what `train` returns of both; and of the lists a step as measured,
+    and by the clock with the F, I and W that were measured."""
     lists = parse(query.get("text", ""))
     v = len(ranks_of_stages(lists)) // len(lists)
-    reject(len(lists) > 8 or v > 4 or sum(map(len, lists)) > 1024, "too many: give at most 8 ranks and 4 stages a rank")
+    sizes = {"ranks": (len(lists), 8), "stages a rank": (v, 4), "actions": (sum(map(len, lists)), 1024)}
+    for what, (count, most) in sizes.items():
+        reject(count > most, f"these lists have {count} {what}: give at most {most} to run them here")
     reject(not running.acquire(blocking=False), "another run is under way: wait for its end")
     try:
-        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-            text = pathlib.Path(two, "lists.txt")
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            one, two, text = (pathlib.Path(folder, name) for name in ("one", "two", "lists.txt"))
+            one.mkdir(), two.mkdir()
             text.write_text(query["text"])
-            losses = {"1f1b": train(one, lists), "yours": train(two, lists, "--schedule-file", text, "--trace", two)}
+            ran = {"1f1b": train(one, lists, has_left=has_left),
+                   "yours": train(two, lists, "--schedule-file", text, "--trace", two, has_left=has_left)}
             spans = spans_of(json.loads(pathlib.Path(two, "trace.json").read_text()), 1e-3)
     finally:
         running.release()
     predicted = simulate(lists, *costs_of(spans, v)).spans
-    return {"losses": losses, "predicted": moving.picture(predicted), "measured": moving.picture(spans)}
+    return {**ran, "predicted": moving.picture(predicted), "measured": moving.picture(spans)}
 
 
 # --------------------------------------------------------------------------------------------------------------- server
@@ -92,9 +115,9 @@ def page(name):
         return pages.page_of(name, live=True)
 
 
-TABLES = {"GET": {"pipeline.json": moving.pipeline, "layout.json": moving.layout,
-                  **{f"{name}.html": lambda query, name=name: page(name) for name in pages.NAMES}},
-          "POST": {"run": run}}
+DATA = {"pipeline.json": moving.pipeline, "layout.json": moving.layout}
+TABLES = {"GET": {**DATA, **{f"{name}.html": lambda query, name=name: page(name) for name in pages.NAMES}},
+          "POST": {**DATA, "run": run}}  # a list may be too long for an address
 KINDS = {"html": "text/html", "json": "application/json", "run": "application/json"}
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
            "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
@@ -109,10 +132,20 @@ class Explorer(BaseHTTPRequestHandler):
 
     def do_POST(self):
         length = self.headers.get("Content-Length", "")
-        if length.isdecimal() and int(length[:9]) <= LIMIT:
-            self.tell(self.rfile.read(int(length)).decode(errors="replace"))
-        else:
-            self.answer(413, f"give a body of at most {LIMIT} bytes, with its Content-Length")
+        if not length.isdecimal() or int(length[:9]) > LIMIT:
+            return self.answer(413, f"give a body of at most {LIMIT} bytes, with its Content-Length")
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            return self.answer(400, f"the body ends after {len(body)} of {length} bytes")
+        self.tell(body.decode(errors="replace"))
+
+    def has_left(self):
+        """Whether the browser has closed this connection."""
+        try:
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        except ConnectionError:
+            return True
 
     def tell(self, query):
         token, _, name = urlsplit(self.path).path[1:].partition("/")
@@ -122,8 +155,9 @@ class Explorer(BaseHTTPRequestHandler):
         if name not in TABLES[self.command]:
             return self.answer(404, "no such page: give pipeline.html, layout.html or index.html")
         try:
-            found = TABLES[self.command][name](dict(parse_qsl(query, max_num_fields=20)))
-        except (ValueError, subprocess.TimeoutExpired) as problem:
+            given = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=20))
+            found = run(given, self.has_left) if name == "run" else TABLES[self.command][name](given)
+        except ValueError as problem:
             return self.answer(400, str(problem))
         text = found if isinstance(found, str) else json.dumps(found)
         self.answer(200, text, KINDS[name.rpartition(".")[2]])
@@ -140,13 +174,21 @@ class Explorer(BaseHTTPRequestHandler):
         """Nothing, because the terminal shows the address."""
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        """A browser that leaves in the middle of an answer is no error."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 def server_at(port):
     """A server that is not running yet. port: 0 takes one that is free."""
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Explorer)
+        server = Server(("127.0.0.1", port), Explorer)
     except (OSError, OverflowError) as problem:
         raise BadInput(f"--port {port}: {problem}; leave --port out, and a free one is taken") from None
-    server.daemon_threads = True
     server.token = secrets.token_urlsafe(16)
     server.hosts = {f"{name}:{server.server_port}" for name in ("127.0.0.1", "localhost")}
     return server
@@ -155,8 +197,10 @@ def server_at(port):
 def explore(port):
     """Schedules to edit and run, layouts to compare, in a browser on this machine."""
     with server_at(port) as server:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
         print(f"http://127.0.0.1:{server.server_port}/{server.token}/pipeline.html\nCtrl-C ends it", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            pass
+            stopping.set()
+            running.acquire(timeout=10)  # until a run has ended its processes and removed its folder

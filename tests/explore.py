@@ -6,7 +6,11 @@ import os
 import pathlib
 import re
 import shutil
+import signal
+import socket
+import tempfile
 import threading
+import time
 import tracemalloc
 import xml.etree.ElementTree
 from urllib.parse import urlencode
@@ -14,7 +18,7 @@ from urllib.parse import urlencode
 import pytest
 
 import lessons.demos
-from further.schedules import zero_bubble_h1
+from further.schedules import interleaved, zero_bubble_h1
 from lessons import explore, moving, pages
 from parallel import one_f_one_b
 from safe.page import MOST, Page, points_of
@@ -175,6 +179,10 @@ REFUSED = {  # what is asked for, and the answer
     "/TOKEN/pipeline.json?" + "a=1&" * 30: 400, "/TOKEN/" + "a" * 70_000: 414}
 
 
+def wide(p, m):
+    return moving.text_of(one_f_one_b(p, m))
+
+
 def test_the_server_refuses_all_else_in_a_line(server):
     for path, status in REFUSED.items():
         found, text = asked(server, path)
@@ -183,7 +191,25 @@ def test_the_server_refuses_all_else_in_a_line(server):
         assert asked(server, "/TOKEN/pipeline.json", Host=host)[0] == 403
     assert asked(server, "/TOKEN/run", "text=rank+0++F0")[0] == 400
     assert asked(server, "/wrong/run", "")[0] == 403
-    assert asked(server, "/TOKEN/pipeline.json", "")[0] == 404
+    assert asked(server, "/TOKEN/pipeline.html", "")[0] == 404
+    for text, says in (("rank 0 -", "ranks have [0] stages"), (wide(9, 1), "9 ranks: give at most 8"),
+                       (wide(8, 65), "1040 actions: give at most 1024")):
+        status, said = asked(server, "/TOKEN/run", urlencode({"text": text}))
+        assert status == 400 and says in said
+
+
+def test_the_longest_list_is_posted(server):
+    halves = re.sub(r"B(\S+)", r"I\1 W\1", moving.text_of(interleaved(16, 64, 4)))
+    status, text = asked(server, "/TOKEN/pipeline.json", urlencode({"text": halves}))
+    assert status == 200 and json.loads(text)["text"] == halves
+
+
+def test_a_part_of_a_body_is_not_taken_for_all(server):
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as one:
+        body = f"POST /{server.token}/pipeline.json HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n"
+        one.sendall(f"{body}Content-Length: 99\r\n\r\ntext=rank+0++F0+B0".encode())
+        one.shutdown(socket.SHUT_WR)
+        assert b" 400 " in one.makefile("rb").readline()
 
 
 @parametrize("length", ["10000000", "-1", "many", ""])
@@ -212,13 +238,13 @@ def events_of(timeline):
             for rank, row in enumerate(timeline.spans) for action, start, end in row]
 
 
-def never_trained(folder, lists, *flags):
+def never_trained(folder, lists, *flags, has_left=None):
     """Takes the place of `explore.train`: F, I and W take 2, 4 and 1 ms."""
     if flags:
         assert moving.parse(pathlib.Path(flags[1]).read_text()) == lists
         events = [*events_of(simulate(lists, 2, 4, 1)), {"name": "SF stage 0"}]
         pathlib.Path(flags[3], "trace.json").write_text(json.dumps({"traceEvents": events}))
-    return [4.5, 4.25]
+    return {"layers": 6, "losses": [4.5, 4.25], "ms": 12.5 if flags else 25.0}
 
 
 def test_lists_that_ran_are_shown_beside_what_was_predicted(server, monkeypatch):
@@ -227,11 +253,54 @@ def test_lists_that_ran_are_shown_beside_what_was_predicted(server, monkeypatch)
         body = urlencode({"text": moving.text_of(lists)})
         status, text = asked(server, "/TOKEN/run", body)
         found = json.loads(text)
-        assert status == 200 and found["losses"] == {"1f1b": [4.5, 4.25], "yours": [4.5, 4.25]}
+        assert status == 200 and found["yours"] == {"layers": 6, "losses": [4.5, 4.25], "ms": 12.5}
         assert close(found["measured"]["length"], simulate(lists, 2, 4, 1).length)
         assert close(found["predicted"]["length"], found["measured"]["length"])
     with explore.running:
         assert asked(server, "/TOKEN/run", body) == (400, "another run is under way: wait for its end")
+
+
+FOREVER = """import os, pathlib, time
+os.fork()
+pathlib.Path("pid").write_text(f"{os.getpgrp()} ")
+time.sleep(600)
+"""
+
+
+@parametrize("leaves", [True, False])
+def test_a_run_ends_with_its_browser_and_with_the_server(leaves, tmp_path, monkeypatch, capfd):
+    """Its processes and its folder, too."""
+    (tmp_path / "train.py").write_text(FOREVER)
+    monkeypatch.setattr(explore, "HERE", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    server = explore.server_at(0)
+    monkeypatch.setattr(explore, "server_at", lambda port: server)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+
+    def browse():
+        connection.request("POST", f"/{server.token}/run", urlencode({"text": wide(2, 2)}))
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.02)
+        if leaves:
+            connection.close()
+            while explore.running.locked():
+                time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=browse)
+    thread.start()
+    explore.explore(0)
+    thread.join()
+    explore.stopping.clear()
+    explore.running.release()
+    signal.signal(signal.SIGTERM, before)
+    assert [path.name for path in tmp_path.iterdir()] in (["pid", "train.py"], ["train.py", "pid"])
+    with pytest.raises(ProcessLookupError):
+        for _ in range(1000):  # those that were killed may not be gone yet
+            os.killpg(int((tmp_path / "pid").read_text()), 0)
+            time.sleep(0.01)
+    assert capfd.readouterr().err == ""
 
 
 # ---------------------------------------------------------------------------------------------------------- the browser
@@ -271,9 +340,11 @@ def show_all(browser, site, address):
             changes(browser, f"$('{button}').click()", "$('now').textContent")
     for name, value in {"p": 3, "m": 5, "f": 2, "i": 3, "w": 1.5, "schedule": "interleaved", "v": 3}.items():
         changes(browser, given(name, value))
-    browser.open(f"{address}/pipeline.html" + browser.run("location.search"), CELLS)  # which carries all that
+    settings = browser.run("location.hash")  # which carries all that
+    browser.open(f"{address}/layout.html#model=gpt2&gpus=4", "$('table').innerText.includes('--dp 4')")
+    browser.open(f"{address}/pipeline.html{settings}", CELLS)
     assert browser.run("$('controls').elements.v.value") == "3"
-    browser.open(f"{address}/layout.html?model=gpt2&gpus=4", "$('table').innerText.includes('--dp 4')")
+    browser.open(f"{address}/layout.html#model=gpt2&gpus=4", "$('table').innerText.includes('--dp 4')")
     for name, value in {"gpus": 2, "machine": "h100", "batch": 8, "model": "tiny"}.items():
         changes(browser, given(name, value), "$('table').innerHTML")
     browser.open(f"{site}/layout.html", "document.querySelector('td')")
@@ -293,10 +364,33 @@ def test_every_page_loads_and_each_control_changes_its_picture(server, site_fold
     assert browser.errors == []
 
 
+def typed(text):
+    return f"$('text').focus(); $('text').value = {json.dumps(text)}; $('text').dispatchEvent(new Event('input'))"
+
+
+def test_only_what_is_drawn_is_run_and_has_figures(server, browser):
+    page = f"http://127.0.0.1:{server.server_port}/{server.token}/pipeline.html"
+    browser.open(f"{page}#p=2&m=2&schedule=1f1b", "!$('run').disabled")
+    assert browser.run("$('controls').elements.v.value") == "1"
+    stuck = "rank 0  F0 I0\nrank 1  F0 B0"
+    for text, why in ("rank 0  G3", "is no action"), ("", "no schedule"), (stuck, "it has F, I"):
+        assert browser.run(typed(text) + ", $('run').disabled")
+        browser.wait(f"$('refused').textContent.includes({json.dumps(why)})")
+        assert browser.run("$('run').disabled && $('text').value") == text
+        assert browser.run("document.body.className") == ("" if text == stuck else "stale")
+    assert browser.run("$('clock').hidden") and "max" not in browser.run("$('grid').textContent")
+    assert browser.run("document.querySelector('.bad title').textContent").endswith("it has F, I")
+    assert browser.run("$('controls').elements.p.disabled")
+    for text in "", "rank 0  G3", "rank 0  F0 F1 B0 B1\nrank 1  F0 B0 F1 B1":
+        browser.run("history.back()")
+        browser.wait(f"document.readyState === 'complete' && $('text')?.value === {json.dumps(text)}")
+    browser.wait("!$('run').disabled")
+
+
 def edit_and_run(server, browser):
     """By mouse, keyboard and text: 1F1B becomes ZB-H1, which runs. Returns what the page then says."""
     text, cell = "$('text').value", '[data-rank="{}"][data-index="{}"]'.format
-    browser.open(f"http://127.0.0.1:{server.server_port}/{server.token}/pipeline.html?p=3&m=4&schedule=1f1b", CELLS)
+    browser.open(f"http://127.0.0.1:{server.server_port}/{server.token}/pipeline.html#p=3&m=4&schedule=1f1b", CELLS)
 
     def becomes(row):
         browser.wait(f"{text}.includes({json.dumps(row)})")
@@ -313,7 +407,7 @@ def edit_and_run(server, browser):
     becomes("rank 2  F0 I0 F1 I1 F2 I2 W0 W2 F3 I3 W1 W3")
     stuck = "rank 0  I0 F0\nrank 1  F0 I0 W0"
     for lists in stuck, moving.text_of(zero_bubble_h1(3, 4)):
-        browser.run(f"$('text').focus(); {text} = {json.dumps(lists)}; $('text').dispatchEvent(new Event('input'))")
+        browser.run(typed(lists))
         browser.wait("$('refused').textContent" if lists == stuck else "$('said').textContent.includes('idles 2,')")
         assert browser.run("$('run').disabled") == (lists == stuck)
         if lists == stuck:
