@@ -42,7 +42,7 @@ def waits(lists, at):
     """What keeps each rank from running its action at[rank], in words: an action that lists[rank][:at[rank]] lack."""
     stages = ranks_of_stages(lists)
     makers = {result_of(action): (rank, i) for rank, actions in enumerate(lists) for i, action in enumerate(actions)}
-    names = [names_of(actions) for actions in lists]
+    names = [names_of(actions, rank) for rank, actions in enumerate(lists)]
     for rank, i in at.items():
         if i == len(lists[rank]):
             continue
@@ -138,10 +138,11 @@ def checked(schedule, p, m, v):
     return lists
 
 
-def names_of(actions):
-    """A rank's actions as text. Where it has several stages, F0/2 is F0 of stage 2, and RF0/2 receives its result."""
-    several = len({action.stage for action in actions if action.kind not in OTHER_END}) > 1
-    return [f"{action}/{action.stage}" if several else str(action) for action in actions]
+def names_of(actions, rank):
+    """A rank's actions as text. Unless stage `rank` is its only one, F0/2 is F0 of stage 2, RF0/2 receives its result.
+    """
+    numbered = {action.stage for action in actions if action.kind not in OTHER_END} != {rank}
+    return [f"{action}/{action.stage}" if numbered else str(action) for action in actions]
 
 
 class ScheduleError(ValueError):
@@ -152,7 +153,7 @@ class ScheduleError(ValueError):
         self.at = at
         lines = [why]
         for rank, actions in enumerate(lists):
-            cells = names_of(actions) + ["end"]
+            cells = names_of(actions, rank) + ["end"]
             if rank in at:
                 cells.insert(at[rank], "->")
             lines.append(f"rank {rank}  " + " ".join(cells))

@@ -50,8 +50,8 @@ def train(folder, lists, *flags, has_left=lambda: False):
     losses, and the median of what a step took after the first, in ms."""
     m = 1 + max(action.micro_batch for action in lists[0])
     sizes = {"pp": len(lists), "micro-batches": m, "batch-size": 2 * m, "n-layer": 2 * len(ranks_of_stages(lists)),
-             "n-embd": 256, "seq-len": TOKENS, "steps": STEPS, "sample": 0, "eval-every": 0, "log-every": 1, "device": "cpu",
-             "data": "collectives.py", "out": f"{folder}/out"}
+             "n-embd": 256, "seq-len": TOKENS, "steps": STEPS, "sample": 0, "eval-every": 0, "log-every": 1,
+             "device": "cpu", "data": "collectives.py", "out": f"{folder}/out"}
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     said, end = pathlib.Path(folder, "said"), time.monotonic() + SECONDS
     with open(said, "w") as file:
@@ -83,8 +83,8 @@ def costs_of(spans, v):
 
 
 def run(query, has_left=lambda: False):
-    """Train with 1F1B and with the lists in query["text"]: what `train` returns of both; and of the lists a step as measured,
-    and by the clock with the F, I and W that were measured."""
+    """Train with 1F1B and with the lists in query["text"]: what `train` returns of both; and of the lists a step as it
+    was measured, and by the clock with the F, I and W that were measured."""
     lists = parse(query.get("text", ""))
     v = len(ranks_of_stages(lists)) // len(lists)
     sizes = {"ranks": (len(lists), 8), "stages a rank": (v, 4), "actions": (sum(map(len, lists)), 1024)}

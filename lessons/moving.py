@@ -50,8 +50,8 @@ def picture(spans, critical=()):
     stages = len({action.stage for row in spans for action, *_ in row})
     share = {"F": 1, "B": -1, "W": -1, "I": 0}
     ranks, held = [], []
-    for row in spans:
-        names = names_of([action for action, *_ in row])
+    for rank, row in enumerate(spans):
+        names = names_of([action for action, *_ in row], rank)
         ranks.append([[name, action.kind, action.stage, start, end, action in critical]
                       for name, (action, start, end) in zip(names, row)])
         count = itertools.accumulate(share[action.kind] * len(spans) / stages for action, *_ in row)
@@ -60,7 +60,7 @@ def picture(spans, critical=()):
 
 
 def text_of(lists):
-    return "\n".join(f"rank {rank}  " + " ".join(names_of(actions)) for rank, actions in enumerate(lists))
+    return "\n".join(f"rank {rank}  " + " ".join(names_of(actions, rank)) for rank, actions in enumerate(lists))
 
 
 def stopped(error):

@@ -48,7 +48,10 @@ class Browser:
         while True:
             answer = self.next(deadline)
             if answer.get("id") == self.number:
-                assert "error" not in answer, answer
+                problem = answer.get("error", {}).get("message", "")
+                if "navigated" in problem or "destroyed" in problem:  # the page reloads, so ask the new one
+                    return self.call(method, timeout, **parameters)
+                assert not problem, problem
                 return answer["result"]
 
     def next(self, deadline):

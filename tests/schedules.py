@@ -192,6 +192,8 @@ def test_schedules_are_read_as_they_are_printed():
     for make in SCHEDULES.values():
         lists = make(3, 4, 2)
         assert parse(draw(simulate(lists))) == lists
+    swapped = parse("rank 0  F0/1 B0/1\nrank 1  F0/0 B0/0")  # a stage a rank, but not its own
+    assert parse(draw(simulate(swapped))) == swapped
 
 
 @parametrize("text, says", [

@@ -146,7 +146,7 @@ def draw(timeline):
     action. F2 is F of micro-batch 2, F2/5 that of stage 5; dots are idle time."""
     unit = min(end - start for row in timeline.spans for _, start, end in row)
     columns = round(timeline.length / unit)
-    names = [names_of([action for action, _, _ in row]) for row in timeline.spans]
+    names = [names_of([action for action, _, _ in row], rank) for rank, row in enumerate(timeline.spans)]
     width = max(len(name) for row in names for name in row)
     lines = []
     for r, row in enumerate(timeline.spans):
