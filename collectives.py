@@ -64,17 +64,18 @@ from torch.distributed import is_initialized, recv  # noqa: F401  for those who 
 #     step 0   1: 2+0       2: 0+1       0: 1+2           0 2        1 0        2 1
 #     step 1   0: 1+2+0     1: 2+0+1     2: 0+1+2         0 2 1      1 0 2      2 1 0
 #
-# In each half a rank sends N-1 chunks of K/N elements, (N-1)/N K. Together they cannot send less, and all links are busy.
+# In each half a rank sends N-1 chunks of K/N elements, (N-1)/N K. Together they cannot send less; all links are busy.
 
 def ring_reduce_scatter(link, chunks, op):
     """Combine chunk c of all ranks on rank c, which returns it. The chunks stay as they are."""
     right, left = (link.rank + 1) % link.size, (link.rank - 1) % link.size
+    combine = COMBINE[op]  # before anything is sent
     partial = chunks[(link.rank - 1) % link.size]
     for s in range(link.size - 1):
         mine = chunks[(link.rank - 2 - s) % link.size]
         received = torch.empty_like(mine)
         link.exchange([(partial, right)], [(received, left)])
-        partial = COMBINE[op](received, mine, out=received)
+        partial = combine(received, mine, out=received)
     average(op, partial, link.size)
     return partial
 
@@ -485,6 +486,7 @@ class Link:
         traffic_log[name].calls += 1
 
         if not async_op and self.last.is_completed():
+            self.last.wait()  # raises what went wrong in it: peers could take this one's messages for those of that one
             self.name = name
             algorithm(self, *arguments)
             return None

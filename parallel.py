@@ -1170,10 +1170,10 @@ def tensor_parallel(module, group, plan=None):
     """Put this rank's slices in place of the layers that the plan names; left out, it is a GPT's `gpt2_plan`. N must
     divide the heads. Ties stay ties."""
     plan = plan or gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply)
-    slices = {}  # weight -> its slice: a tied weight is cut once
-    for name, layer in list(module.named_modules()):
+    slices = {}  # layer or weight -> its slice: a tied one is cut once
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
         if how := planned(name, plan):
-            new = how(layer, group)
+            new = slices[layer] = slices.get(layer) or how(layer, group)
             if hasattr(layer, "weight"):
                 new.weight = slices.setdefault(layer.weight, new.weight)
             parent, _, leaf = name.rpartition(".")
@@ -1389,13 +1389,13 @@ class MicroBatch:
         y = self.module(self.x)
         if self.loss:
             y = self.loss(y, target)
-        if torch.is_grad_enabled():
-            self.edge = get_gradient_edge(y)
+        self.edge = get_gradient_edge(y) if y.requires_grad else None  # None: of frozen layers before all others
         return y.detach()
 
     def backward(self, dy):
         """dy: the gradient of what forward returned. Returns that of x; parameters' are added to .grad."""
-        torch.autograd.backward(self.edge, dy)
+        if self.edge:
+            torch.autograd.backward(self.edge, dy)
         return self.x.grad
 
 

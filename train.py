@@ -383,7 +383,7 @@ def mark_stage(model, stages, groups):
 @torch.no_grad()
 def add_up_twins(params):
     """The two ends of a tied embedding, where one rank has both: no message."""
-    twins = [param for param in params if parallel.placement_of(param).twins > 1]
+    twins = [param for param in params if parallel.placement_of(param).twins > 1 and param.grad is not None]
     total = sum(param.grad for param in twins)
     for param in twins:
         param.grad.copy_(total)
@@ -501,7 +501,7 @@ class ParallelGPT:
         its own, because it has a placement of its own.)"""
         together = defaultdict(list)
         for param in self.params:
-            if over := parallel.placement_of(param).partial_over:
+            if param.grad is not None and (over := parallel.placement_of(param).partial_over):
                 together[over, param.grad.dtype].append(param.grad)
         for (over, _), grads in together.items():
             flat = torch.cat([grad.flatten() for grad in grads]) if len(grads) > 1 else grads[0].flatten()

@@ -174,7 +174,7 @@ class Recording(CollectingMicroBatch):
         self.totals.add(param, a, b, self.overwrite, self.closes)
 
     def gradients(self, dy):
-        if not self.weight_gradients:  # ZeRO-2 and 3
+        if not self.weight_gradients or not self.edge:  # ZeRO-2 and 3; a frozen stage
             return super().gradients(dy)
         wanted = [self.x] * self.x.requires_grad + self.params
         grads = list(torch.autograd.grad(self.edge, wanted, dy, allow_unused=True))

@@ -86,6 +86,8 @@ def check_complete(lists, m=None):
             stage = goes_to(action) if action.kind[0] == "R" else action.stage
             if stage_to_rank.get(stage) != rank:
                 raise ScheduleError(lists, {rank: i}, f"{action} of stage {stage} does not live on rank {rank}")
+            if m and action.micro_batch >= m:
+                raise ScheduleError(lists, {rank: i}, f"{action} is there, and there are {m} micro-batches")
             if action in listed:
                 raise ScheduleError(lists, {rank: i}, f"{action} is there twice, on rank {rank}")
             listed[action] = i

@@ -154,6 +154,8 @@ def squeeze(lists, most):
                 turn.append((rank, weights[rank].popleft()))
             elif ready:
                 turn.append((rank, actions.popleft()))
+        if not turn:
+            raise ValueError(f"no rank can go on: {[actions[0] for actions in left if actions]} come first")
         for rank, action in turn:
             squeezed[rank].append(action)
             done.add(result_of(action))
@@ -225,10 +227,8 @@ class HalvedMicroBatch(MicroBatch):
     """
 
     def forward(self, x, target=None):
-        noting = self.module.register_forward_hook(self.note)
-        y = super().forward(x, target)
-        noting.remove()
-        return y
+        with self.module.register_forward_hook(self.note):
+            return super().forward(x, target)
 
     def note(self, module, inputs, y):
         """W starts at the stage's output, because the loss may write its gradient over its input."""
@@ -237,6 +237,8 @@ class HalvedMicroBatch(MicroBatch):
 
     def backward_input(self, dy):
         """I. Returns the gradient of x, None for tokens."""
+        if not self.edge:
+            return None
         inputs = [self.output] + [self.x] * self.x.requires_grad
         self.dy, *dx = torch.autograd.grad(self.edge, inputs, dy, retain_graph=True)
         return dx[0] if dx else None

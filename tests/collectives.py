@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 import collectives as dist
 from tests.links import carried, nodes_of, NO_DOUBLING, served_by  # noqa: F401
-from tests.pool import is_plain, needs_kernels, on_ranks, parametrize
+from tests.pool import is_plain, needs_kernels, on_plain, on_ranks, parametrize
 from theory.memory import tensors_in
 
 
@@ -378,6 +378,19 @@ def test_calls_that_come_again_see_new_values(name, elements, rank, size):
             assert all(map(torch.equal, mine, librarys))
         counted.add((root, dist.traffic()[name].bytes))
     assert len(counted) == len(dict(counted))
+
+
+@on_plain
+@on_ranks(2)
+def test_after_an_operation_that_failed_none_runs(rank):
+    """A peer could take its messages for those of the one that failed."""
+    group, t = dist.new_group([0, 1]), torch.ones(4)
+    with pytest.raises(ValueError, match="use SUM"):
+        dist.all_reduce(t, dist.ReduceOp.BXOR, group, async_op=True).wait()
+    with pytest.raises(ValueError, match="use SUM"):
+        dist.all_reduce(t, group=group)
+    assert t.eq(1).all()
+    dist.destroy_process_group(group)
 
 
 def test_after_an_operation_that_failed_its_worker_sends_nothing():

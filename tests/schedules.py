@@ -22,7 +22,7 @@ from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, tab
 from further.experts import resized
 from further.lists import check, checked, lower, parse, ScheduleError
 from further.schedules import (
-    dualpipe_v, HalvedMicroBatch, interleaved, SCHEDULES, v_half, v_min, zb_v, zero_bubble_h1)
+    dualpipe_v, HalvedMicroBatch, interleaved, SCHEDULES, squeeze, v_half, v_min, zb_v, zero_bubble_h1)
 from theory.clock import draw, simulate
 
 
@@ -186,6 +186,26 @@ def test_a_micro_batch_that_no_list_has_is_missed():
             check(lower(without(number)))
     with pytest.raises(ScheduleError, match="stage 0, micro-batch 3"):
         checked(lambda p, m, v: without(3), 2, 4, 1)
+    with pytest.raises(ScheduleError, match="F2 is there, and there are 2 micro-batches"):
+        check(lower(parallel.one_f_one_b(2, 3)), 2)
+
+
+@parametrize("schedule", ["1f1b", "zb-h1"])
+@on_ranks(2)
+def test_the_first_stage_may_be_frozen(schedule, rank):
+    """Its backward computes nothing; the tied embedding, frozen at both ends, is not added up."""
+    net = small_gpt(pp=2, schedule=schedule)
+    for name, param in net.module(rank).named_parameters():
+        param.requires_grad_(rank == 1 and name != "lm_head.weight")
+    net.zero_grad()
+    net.forward_backward(*(tokens.to(net.device).chunk(2) for tokens in tokens_of(0)))
+    assert net.clip_grad_norm_(1.0) > 0
+    assert all((param.grad is not None) == param.requires_grad for param in net.params)
+
+
+def test_a_list_of_which_no_action_can_run_is_refused():
+    with pytest.raises(ValueError, match="no rank can go on"):
+        squeeze([[parallel.Action("I", 0, 0), parallel.Action("F", 0, 0)]], 2)
 
 
 def test_schedules_are_read_as_they_are_printed():
