@@ -55,9 +55,9 @@ def train(folder, lists, *flags, has_left=lambda: False):
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     said, end = pathlib.Path(folder, "said"), time.monotonic() + SECONDS
     with open(said, "w") as file:
-        process = subprocess.Popen([sys.executable, "train.py", *words, *flags], cwd=HERE, stdin=subprocess.DEVNULL,
-                                   stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"},
-                                   start_new_session=True)
+        process = subprocess.Popen([sys.executable, "train.py", *words, *flags], cwd=HERE, start_new_session=True,
+                                   stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                                   env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)})
     try:
         while process.poll() is None:
             reject(has_left() or stopping.wait(0.1), "the run was given up")
