@@ -44,15 +44,10 @@ def waits(lists, at):
     makers = {result_of(action): (rank, i) for rank, actions in enumerate(lists) for i, action in enumerate(actions)}
     names = [names_of(actions, rank) for rank, actions in enumerate(lists)]
     for rank, i in at.items():
-        if i == len(lists[rank]):
-            continue
-        words = f"rank {rank} waits at {names[rank][i]}"
-        makers_of_it = [makers[result] for result in needs(lists[rank][i], stages) if result in makers]
-        for other, j in makers_of_it:
-            if j >= at[other]:
-                words += f" for {names[other][j]}" + (", which comes later" if other == rank else f" of rank {other}")
-                break
-        yield words
+        if i < len(lists[rank]):
+            makers_of_it = [makers[result] for result in needs(lists[rank][i], stages) if result in makers]
+            late = [f"{names[other][j]} of rank {other}" for other, j in makers_of_it if j >= at[other]]
+            yield f"rank {rank} waits at {names[rank][i]}" + " for " * bool(late) + " and ".join(late)
 
 
 def in_order(lists):
@@ -80,7 +75,7 @@ def check_complete(lists, m=None):
     micro-batches there are; None: the lists say it. Returns which rank each stage is on."""
     stage_to_rank = ranks_of_stages([[action for action in actions if action.kind not in OTHER_END]
                                      for actions in lists])
-    listed = {}
+    listed = set()
     for rank, actions in enumerate(lists):
         for i, action in enumerate(actions):
             stage = goes_to(action) if action.kind[0] == "R" else action.stage
@@ -90,29 +85,27 @@ def check_complete(lists, m=None):
                 raise ScheduleError(lists, {rank: i}, f"{action} is there, and there are {m} micro-batches")
             if action in listed:
                 raise ScheduleError(lists, {rank: i}, f"{action} is there twice, on rank {rank}")
-            listed[action] = i
+            listed.add(action)
     for s, stage in enumerate(stage_to_rank):
         if s != stage:
-            at = {stage_to_rank[stage]: min(i for action, i in listed.items() if action.stage == stage)}
-            raise ScheduleError(lists, at, f"stage {stage} is there, and stage {s} is not")
+            rank = stage_to_rank[stage]
+            raise ScheduleError(lists, {rank: gap(lists[rank], stage, 0)}, f"stage {stage} is there, and stage {s} is not")
     m = m or 1 + max((action.micro_batch for action in listed), default=0)
-    for s in stage_to_rank:
+    for s, rank in stage_to_rank.items():
         for i in range(m):  # a large m in a short list costs nothing, because it ends at the first gap
             kinds = [kind for kind in "FBIW" if Action(kind, s, i) in listed]
             if "".join(kinds) not in ("FB", "FIW"):
-                why = f"stage {s}, micro-batch {i}: F and B, or F, I and W, must each be there"
-                if kinds:
-                    why += f"; it has {', '.join(kinds)}"
-                raise ScheduleError(lists, {stage_to_rank[s]: gap(lists[stage_to_rank[s]], s, i)}, why)
+                raise ScheduleError(lists, {rank: gap(lists[rank], s, i)}, f"stage {s}, micro-batch {i}: F and B, or "
+                                    f"F, I and W, must each be there; it has {', '.join(kinds) or 'none'}")
     return stage_to_rank
 
 
 def gap(actions, stage, micro_batch):
-    """Where this stage of a list lacks an action of a micro-batch: at the last of those that it has of it; if it has
-    none, at one of the next micro-batch; or at the list's end."""
-    later = {i: action.micro_batch for i, action in enumerate(actions)
-             if action.kind in "FBIW" and action.stage == stage and action.micro_batch >= micro_batch}
-    return max((i for i in later if later[i] == min(later.values())), default=len(actions))
+    """Where to show that a stage lacks an action of a micro-batch: at the last one that it has of it, or else of the
+    next micro-batch, or at the list's end."""
+    near = [i for i, action in enumerate(actions)
+            if action.kind in "FBIW" and action.stage == stage and action.micro_batch >= micro_batch]
+    return min(near, key=lambda i: (actions[i].micro_batch, -i), default=len(actions))
 
 
 def check(lists, m=None):
