@@ -1,6 +1,5 @@
 """Processes for the tests: pools that serve one test after the other, and a second pytest process beside the first."""
 
-import atexit
 import concurrent.futures
 import contextlib
 import functools
@@ -131,10 +130,6 @@ def _worker(rank, size, device_type, port, pipe, plain):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port),
                       TORCH_GLOO_LAZY_INIT="1")  # only ranks that send to each other are connected
-    # A stopped process does not read that its pipe is closed. So it ends with the forkserver, which lives until nobody
-    # holds this file.
-    safe.launch.end_with_launcher()
-    os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)
     if not plain:
         fast.on()
     device = torch.device("cpu")
@@ -204,14 +199,6 @@ class Pool:
             self.processes.append(context.Process(target=_worker, daemon=True,
                                                   args=(rank, size, device_type, self.store.port, theirs, plain)))
             self.processes[-1].start()
-        atexit.register(self.stop)  # before multiprocessing asks them to end, which a stopped process never hears
-
-    def signal(self, number):
-        """Stop or wake the processes. gloo's threads wake a hundred times a second, and those of all pools together
-        take a tenth of two cores. (NCCL takes a stopped process for a lost one.)"""
-        for process in self.processes if self.device_type == "cpu" else ():
-            if process.is_alive():
-                os.kill(process.pid, number)
 
     def run(self, function, *args, timeout=300 if GPUS else 200, again=True, **options):  # there, kernels compile first
         """Results in rank order. The first rank's exception fails the test; silence breaks the pool, which starts anew.
@@ -220,7 +207,6 @@ class Pool:
         groups before any code of ours runs, new processes try once more."""
         if not self.processes:
             self.__init__(len(self.pipes), self.device_type, self.plain)
-        self.signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send((function, args, options))
         results, left, deadline = {}, [*self.pipes], time.time() + timeout
@@ -237,7 +223,6 @@ class Pool:
                     return self.run(function, *args, timeout=timeout, again=False, **options)
                 pytest.fail(f"rank {rank}:\n{value}")
             results[rank] = value
-        self.signal(signal.SIGSTOP)
         if ok is None:  # all ranks skip alike
             pytest.skip(value)
         return [results[rank] for rank in range(len(self.pipes))]
