@@ -1,15 +1,12 @@
 """Processes start and end together."""
 
 import concurrent.futures
-import ctypes
-import fcntl
 import multiprocessing
 import os
 import re
 import shutil
 import signal
-import socket
-import struct
+import subprocess
 import sys
 import time
 import types
@@ -20,35 +17,28 @@ import torch
 
 import collectives as dist
 import fast
-from tests.pool import forkserver, GPUS, HERE, in_new_process, on_linux, on_ranks, parametrize, table
+from tests.pool import forkserver, GPUS, in_new_process, on_linux, on_ranks, parametrize, table
 from tests.refusals import refusal_of_layout
-from tests.runs import TINY, Ranks, command, log_of, processes, ran
+from tests.runs import TINY, TORCHRUN, Ranks, command, log_of, processes
 import safe.launch
 from safe.checkpoints import checkpoints
 from safe.sizes import BadInput
 import train
 
 
+# Starts a command where there is no network but the loopback interface, and this machine's name means nothing.
+ALONE = "unshare", "-n", "-u", "sh", "-c", 'ip link set lo up && hostname made-up && exec "$@"', "sh"
+
+
 FLAGS = [*TINY, *"--dp 2 --device cpu --eval-every 2 --sample 4 --data".split()]
-# torchrun of copies of itself, where it may fork.
-TORCHRUN = [*"--local-addr 127.0.0.1 --start-method".split(), "spawn" if GPUS else "fork", "--run-path",
-            os.path.join(HERE, "train.py")]
-
-
-def alone():
-    """From now on this process has no network but the loopback interface, and a name that does not resolve, if it may
-    do that."""
-    new_uts, new_net, set_flags, up = 1 << 26, 1 << 30, 0x8914, 1
-    if sys.platform == "linux" and ctypes.CDLL(None).unshare(new_uts | new_net) == 0:
-        socket.sethostname("made-up")
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as some:
-            fcntl.ioctl(some, set_flags, struct.pack("16sh", b"lo", up))
 
 
 def test_processes_start_together(text, tmp_path):
-    """train.py under a torchrun of one process starts two."""
-    printed = ran([*TORCHRUN, *FLAGS, text, "--out", str(tmp_path), "--steps", "2"], 1, tmp_path / "log", before=alone,
-                  program=torch.distributed.run.__file__, launcher="fork")
+    """train.py under a torchrun of one process starts two. It has no network but the loopback interface, and a name
+    that does not resolve, if this machine can do that."""
+    can_be_alone = shutil.which("unshare") and not subprocess.run([*ALONE, "true"], capture_output=True).returncode
+    words = *ALONE * bool(can_be_alone), *TORCHRUN, "train.py", *FLAGS, text, "--out", str(tmp_path), "--steps", "2"
+    printed = command(*words)
     assert not re.search(r"resolve hostname|\(made-up, ", printed), printed
     for said in ("device   cpu: 2 processes on this machine, ", "dp 2 x tp 1 = 2 processes, cpu (gloo)",
                  "step 2/2  loss", "validation loss", "--- sample, 4 tokens", "measured (predicted)"):

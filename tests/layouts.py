@@ -798,10 +798,10 @@ def values_left_out(cases):
 
 
 def layouts_of_seed(seed):
-    """Each is, of 40, the one with most values that none before it has, or else most pairs of values."""
+    """Each is, of 80, the one with most values that none before it has, or else most pairs of values."""
     draw, cases, seen = np.random.default_rng(seed), [], set()
     for size in SIZES_DRAWN:
-        every = [draw_layout(draw, size) for _ in range(40)]
+        every = [draw_layout(draw, size) for _ in range(80)]
         cases.append(max(every, key=lambda case: [len({*itertools.combinations(case.items(), n)} - seen)
                                                   for n in (1, 2)]))
         seen.update(itertools.combinations(cases[-1].items(), 1), itertools.combinations(cases[-1].items(), 2))
