@@ -89,7 +89,8 @@ def check_complete(lists, m=None):
     for s, stage in enumerate(stage_to_rank):
         if s != stage:
             rank = stage_to_rank[stage]
-            raise ScheduleError(lists, {rank: gap(lists[rank], stage, 0)}, f"stage {stage} is there, and stage {s} is not")
+            at = {rank: gap(lists[rank], stage, 0)}
+            raise ScheduleError(lists, at, f"stage {stage} is there, and stage {s} is not")
     m = m or 1 + max((action.micro_batch for action in listed), default=0)
     for s, rank in stage_to_rank.items():
         for i in range(m):  # a large m in a short list costs nothing, because it ends at the first gap
