@@ -793,6 +793,11 @@ class Run:
     def __init__(self, arguments):
         world = started()
         s = parse(argparse.ArgumentParser(**ABOUT), self.flags, arguments)
+        for name in "dp", "tp", "pp", "cp", "ep", "micro_batches", "batch_size":
+            if getattr(s, name) is not None and getattr(s, name) < 1:
+                refuse(f"--{name.replace('_', '-')} {getattr(s, name)}: give 1 or more")
+        if not math.isfinite(s.lr):
+            refuse(f"--lr {s.lr}: give a number, e.g. 0.001")
         processes = processes_of(s, world)
         if processes != world and not s.together:
             refuse(f"this layout needs torchrun --nproc_per_node {processes}; {world} were started")

@@ -177,6 +177,8 @@ REFUSED = {
         --resume RENAMED --out NEW          | from the newest checkpoint there: for a new run give --init-from
         --resume STEP_2 --out RUN           | /run and move newer ones away
         --plain --dp 2                      | needs torchrun --nproc_per_node 2; 1 were started
+        --plain --tp 0                      | --tp 0: give 1 or more
+        --plain --lr nan                    | --lr nan: give a number, e.g. 0.001
         --plain --virtual-stages 2          | this schedule has 1 stages a rank, not 2: give virtual_stages 1
         --plain --virtual-stages 7 --schedule interleaved | 7 stages are more than the model's 6 pieces
         --plain --optimizer muon --zero 3   | muon steps whole matrices, and --zero 3 keeps parts of them: give --zero 2
