@@ -86,9 +86,9 @@ class GPTConfig:
     def mlp_matrices(self):
         return self.n_embd * (self.up_width + self.hidden)
 
-    def parameters(self):
-        """K, how many parameters; a tied head counts once."""
-        return sum(map(math.prod, shapes(self).values()))
+    def parameters(self, counts=lambda name: True):
+        """K, how many parameters, of those whose name `counts`; a tied head counts once."""
+        return sum(math.prod(shape) for name, shape in shapes(self).items() if counts(name))
 
     def active_parameters(self):
         """How many parameters one token meets."""
@@ -102,7 +102,7 @@ class GPTConfig:
         PaLM (2022), appendix B.
         """
         read = ["wpe.weight"] if self.tied else ["wpe.weight", "wte.weight"]
-        only_read = sum(math.prod(shape) for name, shape in shapes(self).items() if name in read)
+        only_read = self.parameters(lambda name: name in read)
         return 6 * (self.active_parameters() - only_read) + 12 * self.n_layer * self.heads_width * self.seq_len
 
     # The layers. They have no values yet: `initial_weight` gives them, by name.

@@ -6,7 +6,6 @@ further/expert_parallel.py lets ranks share them out.
     python train.py --plain --experts 4
 """
 
-import math
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 
 import collectives as dist
 import kernels
-from model import GPTConfig, shapes
+from model import GPTConfig
 from parallel import set_placement
 
 
@@ -106,8 +105,7 @@ class ExpertsConfig(GPTConfig):
         return MixtureOfExperts(self) if self.has_experts(block) else super().mlp(block)
 
     def active_parameters(self):
-        stacked = sum(math.prod(shape) for name, shape in shapes(self).items() if self.stacked(name))
-        return self.parameters() - stacked // self.experts * (self.experts - self.top_k)
+        return self.parameters() - self.parameters(self.stacked) // self.experts * (self.experts - self.top_k)
 
     def stacked(self, name):
         """["h.0.mlp.experts.0.c_fc.weight", ...] of "h.0.mlp.experts.c_fc.weight"."""

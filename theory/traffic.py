@@ -4,11 +4,9 @@ Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as
 p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters on each axis.
 """
 
-import math
 from typing import NamedTuple
 
 import parallel
-from model import shapes
 from theory.clock import stage_to_rank_in
 
 
@@ -136,10 +134,6 @@ def messages_of_experts(config, s, stages, rows):
         yield Message("loads", "all_reduce", axis, [config.n_layer * config.experts], 8)
 
 
-def elements_of(config, layer):
-    return sum(math.prod(shape) for name, shape in shapes(config).items() if name.startswith(layer))
-
-
 def messages_of_tensors(config, s, stages):
     """Messages of tensor parallelism, f's and g's, and of the norms between them, which see T/N tokens with --sp."""
     m = s.micro_batches
@@ -165,9 +159,9 @@ def messages_of_tensors(config, s, stages):
     yield Message("activations: 6 of 10 halves", GATHER, "tp", [tokens * c], narrow, gathers)
     yield Message("activations: 4 of 10 halves", SCATTER, "tp", [tokens * c], narrow, scatters)
     # tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of row-parallel layers.
-    matrices = routed * config.experts * c + first * elements_of(config, "wpe.")
-    a_block = 2 * elements_of(config, "ln_f.") + 2 * c * config.biased + norms_of_heads
-    vectors = blocks * a_block - routed * c + last * elements_of(config, "ln_f.")
+    a_norm = config.parameters(lambda name: name.startswith("ln_f."))
+    matrices = routed * config.experts * c + first * config.parameters(lambda name: name == "wpe.weight")
+    vectors = blocks * (2 * a_norm + 2 * c * config.biased + norms_of_heads) - routed * c + last * a_norm
     seen = matrices // (shards_of(s) if s.zero else 1) + vectors // (shards_of(s) if s.zero in (1, 2) else 1)
     yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
 
