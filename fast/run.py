@@ -8,6 +8,7 @@ import torch
 
 import kernels
 import parallel
+from fast import hopper
 from fast.adamw import AdamW
 from fast.fp8 import use_fp8
 from fast.gloo import mailbox_memory
@@ -39,6 +40,7 @@ class FastTrainer(WatchedTrainer):
 
     def __init__(self, *args):
         super().__init__(*args)
+        hopper.ANY_ORDER = not self.s.deterministic
         if self.s.dtype == "fp8":
             for stage in self.net.stages:
                 use_fp8(self.net.module(stage))

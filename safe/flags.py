@@ -43,6 +43,8 @@ class Settings(Flags):
     cuda_graphs: str = flag("auto", "launch a micro-batch's kernels as one CUDA graph, so that the CPU does not launch "
                                     "each of them; auto: on GPUs, without experts, with --zero 0 or 1 (2 and 3 with "
                                     "--pp 1 --schedule 1f1b)", choices=["auto", "off", "on"])
+    deterministic: bool = flag(False, "attention's backward adds up in a fixed order where it would not, so that runs "
+                                      "are equal to the bit; for Hopper GPUs, head dim 128 and 2,048 tokens or more")
     keep: int = flag(2, "how many of the newest checkpoints to keep; 0: all")
     on_nan: str = flag("stop", "what all ranks do if a loss or gradient is not finite", choices=["stop", "skip"])
     timeout: int = flag(600, "seconds without progress after which a rank stops and names the silent ranks")

@@ -102,7 +102,8 @@ def measured(trainer):
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
         gathered = [bucket.weights for reducer in reducers_of(net) for bucket in reducer.buckets
                     if isinstance(bucket, FlatParameter) and bucket.weights is not None]
-        sent = [tensor for _, tensor in pipeline.sending]  # on a GPU the host does not wait until they have arrived
+        # What is on its way. On a GPU the host does not wait until that has arrived.
+        sent = [tensor for _, tensor in (*pipeline.sending, *pipeline.results.values())]
         others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *gathered, *sent,
                            *trainer.buffers_of_collectives()])
         trainer.activations = max(trainer.activations, births.alive(others))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from fast import hopper
 from fast.hopper import specialized_takes
 from tests import gluon
 from tests.kernels import KERNEL_DEVICE, plain_attention, random, triton_kernels  # noqa: F401
-from tests.pool import close, HERE, parametrize
+from tests.memory import make_trainer
+from tests.pool import close, HERE, on_ranks, parametrize
+from tests.runs import TINY
 
 
 COMPILE_FOR_HOPPER = """
@@ -94,20 +97,31 @@ def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
     assert "0" not in few + many and int(many[1]) - int(few[1]) in (3 * 32 * 256, 4 * 32 * 256)
 
 
-def test_specialized_attention_takes_whole_tiles_alone(monkeypatch):
-    monkeypatch.setattr(kernels, "_generation", lambda device: 9)
-    monkeypatch.setattr(hopper, "HAVE_GLUON", True)
-    monkeypatch.setattr(kernels, "INTERPRETED", False)
+def takes(Tq, Tk, D, is_causal, itemsize=2, taker=specialized_takes):
+    """As on a Hopper GPU."""
+    q, k = (types.SimpleNamespace(shape=(1, 2, T, D), is_cuda=True, device=None, itemsize=itemsize) for T in (Tq, Tk))
+    with patch.multiple(kernels, _generation=lambda device: 9, INTERPRETED=False), patch.object(
+            hopper, "HAVE_GLUON", True):
+        return taker(q, k, is_causal)
 
-    def takes(Tq, Tk, D, is_causal, itemsize=2):
-        q, k = (types.SimpleNamespace(shape=(1, 2, T, D), is_cuda=True, device=None, itemsize=itemsize)
-                for T in (Tq, Tk))
-        return specialized_takes(q, k, is_causal)
+
+def test_specialized_attention_takes_whole_tiles_alone():
 
     assert takes(128, 256, 64, True) and takes(256, 128, 128, False)
     for refused in ((256, 128, 128, True), (100, 128, 64, True), (128, 100, 64, False), (128, 128, 32, True),
                     (0, 0, 64, True), (128, 128, 64, True, 4)):
         assert not takes(*refused), refused
+    one_pass = functools.partial(takes, taker=hopper.one_pass_takes)
+    assert one_pass(2048, 2048, 128, True)
+    for refused in (1920, 1920, 128, True), (2048, 4096, 128, True), (2048, 2048, 64, True), (2048, 2048, 128, False):
+        assert not one_pass(*refused), refused
+
+
+@on_ranks(1)
+def test_dq_is_added_up_in_a_fixed_order_where_asked(text):
+    for flags in [], ["--deterministic"], []:
+        make_trainer([*TINY, "--data", text, *flags])
+        assert takes(2048, 2048, 128, True, taker=hopper.one_pass_takes) == (not flags)
 
 
 @parametrize("Tq, Tk, is_causal, costs, heads, together", [
