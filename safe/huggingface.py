@@ -52,16 +52,36 @@ def save(model, folder):
     write_hf(folder, model.config, ((name, tensors[name]) for name in names))
 
 
-def shapes_there(config):
-    """{name: shape} of a folder's tensors: parameters, then buffers. A stack of experts is a tensor for each."""
-    found = {}
+def parts_of(config, name):
+    """{what a folder calls a part of our parameter or buffer: its shape}. Experts are stacked in ours, not there."""
     if config.arch == "llama":
-        return {part: shape for name in shapes(config) for part, shape in llamas.parts_of(config, name).items()}
-    for name, shape in {**shapes(config), **buffers(config)}.items():
-        each = config.stacked(name)
-        own = shape[1:] if each else shape
-        found |= dict.fromkeys(each or [name], own[::-1] if name.endswith(TRANSPOSED) else own)
-    return found
+        return llamas.parts_of(config, name)
+    shape = {**shapes(config), **buffers(config)}[name]
+    each = config.stacked(name)
+    own = shape[1:] if each else shape
+    return dict.fromkeys(each or [name], own[::-1] if name.endswith(TRANSPOSED) else own)
+
+
+def joined(config, name, parts):
+    """Our parameter of a folder's parts."""
+    if config.arch == "llama":
+        return torch.cat(parts)
+    whole = torch.stack(parts) if config.stacked(name) else parts[0]
+    return whole.mT if name.endswith(TRANSPOSED) else whole
+
+
+def taken_apart(config, name, whole):
+    """A folder's parts of our parameter."""
+    if config.arch == "llama":
+        return whole.split([shape[0] for shape in llamas.parts_of(config, name).values()])
+    whole = whole.mT if name.endswith(TRANSPOSED) else whole
+    return whole if config.stacked(name) else [whole]
+
+
+def shapes_there(config):
+    """{name: shape} of a folder's tensors: parameters, then buffers."""
+    names = *shapes(config), *buffers(config)
+    return {part: shape for name in names for part, shape in parts_of(config, name).items()}
 
 
 # --------------------------------------------------------------------------------------------------------------- read
@@ -80,9 +100,6 @@ def open_hf(folder):
         found = {name.removeprefix("transformer."): tensor for name, tensor in read_safetensors(file).items()}
         tensors |= found
         where |= dict.fromkeys(found, file)
-    if config.tied and config.arch == "gpt2":
-        tensors["lm_head.weight"] = tensors.get("wte.weight")
-        where["lm_head.weight"] = where.get("wte.weight")
     keys = llamas.KEYS if config.arch == "llama" else {field: key_of(hf, field) for field in KEYS}
     whose = "the default" if config.arch == "llama" else "a GPT-2's"
     said = ", ".join(f"{key} {getattr(config, field)}" + f", {whose}, as there is none in the file"
@@ -95,12 +112,8 @@ def open_hf(folder):
                "folder whose weights are not quantized")
 
     def source(name):
-        if config.arch == "llama":
-            name = "wte.weight" if config.tied and name == "lm_head.weight" else name
-            return torch.cat([tensors[part] for part in llamas.parts_of(config, name)])
-        each = config.stacked(name)
-        found = torch.stack([tensors[one] for one in each]) if each else tensors[name]
-        return found.mT if name.endswith(TRANSPOSED) else found
+        name = "wte.weight" if config.tied and name == "lm_head.weight" else name
+        return joined(config, name, [tensors[part] for part in parts_of(config, name)])
 
     return config, source
 
@@ -140,11 +153,8 @@ def key_of(hf, field):
 def expected(config):
     """(name, shape there) of all tensors. First come the sizes that a damaged config.json may make so large that
     `shapes_there` would not end."""
-    if config.arch == "llama":
-        yield f"model.layers.{config.n_layer - 1}.input_layernorm.weight", (config.n_embd,)
-        yield from shapes_there(config).items()
-        return
-    yield f"h.{config.n_layer - 1}.ln_1.weight", (config.n_embd,)
+    first_norm = "model.layers.{}.input_layernorm.weight" if config.arch == "llama" else "h.{}.ln_1.weight"
+    yield first_norm.format(config.n_layer - 1), (config.n_embd,)
     if config.experts:
         yield f"h.{config.expert_every - 1}.mlp.router.weight", (config.experts, config.n_embd)
     yield from shapes_there(config).items()
@@ -185,26 +195,15 @@ def write_hf(folder, config, tensors, dtype=torch.float32, end=None):
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    there = {long_name(config, name): shape for name, shape in shapes_there(config).items()}
-    return {"model.safetensors": write_safetensors(folder / "model.safetensors", dtype, there, parts(config, tensors)),
+    there = {long_name(config, part): shape for part, shape in shapes_there(config).items()}
+    parts = ((long_name(config, part), tensor) for name, whole in tensors
+             for part, tensor in zip(parts_of(config, name), taken_apart(config, name, whole)))
+    return {"model.safetensors": write_safetensors(folder / "model.safetensors", dtype, there, parts),
             "config.json": write_file(folder / "config.json", json.dumps(hf_config(config, dtype, end), indent=2))}
 
 
 def long_name(config, name):
     return name if name == "lm_head.weight" or config.arch == "llama" else f"transformer.{name}"
-
-
-def parts(config, tensors):
-    """As a folder has them: (name, tensor) of each of `tensors`, or of each expert of a stack."""
-    if config.arch == "llama":
-        for name, whole in tensors:
-            there = llamas.parts_of(config, name)
-            yield from zip(there, whole.split([shape[0] for shape in there.values()]))
-        return
-    for name, whole in tensors:
-        each = config.stacked(name)
-        for one, tensor in zip(each, whole) if each else [(name, whole)]:
-            yield long_name(config, one), tensor.t() if name.endswith(TRANSPOSED) else tensor
 
 
 def hf_config(config, dtype, end):
