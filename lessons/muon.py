@@ -9,8 +9,6 @@ import time
 from functools import partial
 
 import torch
-from torch import nn
-import torch.nn.functional as F
 
 import collectives as dist
 import kernels
@@ -19,7 +17,7 @@ import train
 from fast.adamw import AdamW
 from further.muon import Muon
 from lessons.measure import interleaved, Table, write_json
-from model import GPT, PRESETS
+from model import PRESETS
 
 KINDS = {"AdamW": torch.optim.AdamW, "Muon": Muon}
 
@@ -28,49 +26,43 @@ KINDS = {"AdamW": torch.optim.AdamW, "Muon": Muon}
 
 def demo_muon(steps, batch_size, model, lr):
     """Loss of held-out text after as many tokens, by AdamW and by Muon, for learning rates."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = dist.initialize("cuda" if torch.cuda.is_available() else "cpu")
     config = PRESETS[model]
-    tokens, held_out = train.split(train.Bytes().tokens_of([file.read_bytes() for file in train.standard_library()]))
+    vocabulary = train.Bytes()
+    tokens = vocabulary.tokens_of([file.read_bytes() for file in train.standard_library()])
     marks = sorted({-(-steps * part // 4) for part in (1, 2, 3, 4)})
     print(f"{model}, {config.parameters():,} parameters, float32, on {device.type}; the standard library, "
           f"{batch_size} x {config.seq_len} bytes a step.\nHeld-out loss, nats a byte, after so many steps; "
           f"ms of a step, and of these the optimizer's\n")
     print(f"{'':7} {'lr':>7}" + "".join(f"{mark:>9}" for mark in marks) + f"{'step':>9}{'optimizer':>11}")
-    for rate, (name, kind) in itertools.product(map(float, lr.split()), KINDS.items()):
-        s = train.Flags(steps=steps, lr=rate, min_lr=rate / 20)
-        losses, step_ms, update_ms = trained(config, kind, s, (tokens, held_out), batch_size, device, marks)
+    for rate, name in itertools.product(map(float, lr.split()), KINDS):
+        s = train.Flags(dp=1, steps=steps, batch_size=batch_size, lr=rate, min_lr=rate / 20, optimizer=name.lower())
+        trainer = train.Trainer(s, config, None, (*train.split(tokens), vocabulary), device)
+        losses, step_ms, update_ms = trained(trainer, marks)
         print(f"{name:7} {rate:7.0e}" + "".join(f"{loss:9.4f}" for loss in losses)
               + f"{step_ms:9.0f}{update_ms:11.1f}", flush=True)
+    dist.destroy_process_group()
 
 
-def trained(config, kind, s, data, batch_size, device, marks):
+def trained(trainer, marks):
     """(held-out losses after the steps in `marks`, ms of a step, ms of an update)."""
-    net = GPT(config).to(device)
-    groups = [{"params": [named for named in net.named_parameters() if parallel.is_matrix(named[1]) == matrix],
-               "weight_decay": s.weight_decay * matrix} for matrix in (True, False)]
-    optimizer = kind(groups, lr=s.lr, betas=(0.9, 0.95))
+    update = trainer.optimizer.step
     losses, spent, updates = [], 0.0, 0.0
-    for step in range(s.steps):
-        began = now(device)
-        loss_of(net, data[0], step, batch_size, device).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), s.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate(s, step)
-        stepped = now(device)
-        optimizer.step()
-        ended = now(device)
-        net.zero_grad()
-        spent += ended - began
-        updates += ended - stepped
+
+    def timed_update():
+        nonlocal updates
+        began = now(trainer.device)
+        update()
+        updates += now(trainer.device) - began
+
+    trainer.optimizer.step = timed_update
+    for step in range(trainer.s.steps):
+        began = now(trainer.device)
+        trainer.step(step)
+        spent += now(trainer.device) - began
         if step + 1 in marks:
-            with torch.no_grad():
-                losses.append(sum(loss_of(net, data[1], i, batch_size, device).item() for i in range(8)) / 8)
-    return losses, 1e3 * spent / s.steps, 1e3 * updates / s.steps
-
-
-def loss_of(net, tokens, step, batch_size, device):
-    x, y = train.batch(tokens, 0, step, batch_size, net.config.seq_len, slice(None))
-    return F.cross_entropy(net(x.to(device)).flatten(0, 1), y.to(device).flatten())
+            losses.append(trainer.evaluate())
+    return losses, 1e3 * spent / trainer.s.steps, 1e3 * updates / trainer.s.steps
 
 
 def now(device):
