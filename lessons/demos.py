@@ -16,7 +16,7 @@ from further.expert_parallel import split_experts
 from further.experts import count_of_each, ExpertsConfig
 from further.lists import check, lower
 from further.schedules import SCHEDULES
-from lessons import kernels as errors, pages, puzzles, runs
+from lessons import kernels, pages, puzzles, runs
 from lessons.blind import demo_blind
 from lessons.explore import explore
 from lessons.extension import demo_extension
@@ -28,9 +28,10 @@ from lessons.measuring import demo_measuring
 from lessons.moving import fsdp_step, ring_states, ring_steps
 from lessons.muon import demo_muon
 from lessons.overlap import demo_overlap
+from lessons.peers import token_loss
 from lessons.together import demo_together
 from model import GPT, PRESETS, GPTConfig
-from parallel import average_gradients, cross_entropy, make_mesh, tensor_parallel
+from parallel import average_gradients, make_mesh, tensor_parallel
 import safe
 from safe import launch
 from safe.flags import BadInput, dashed, Parser, refuse, Settings
@@ -189,11 +190,6 @@ def both_ways(module, op, x, dy):
     return y, x.grad, forward, traffic_of(op).bytes
 
 
-def mean_loss(model, x, y):
-    logits = model(x)
-    return cross_entropy(logits, y, logits.shape[-1]) / y.numel()
-
-
 def demo_data():
     """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, and their errors."""
     N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
@@ -225,12 +221,12 @@ def demo_data():
         f"A bucket leaves when its last gradient is computed, so that it travels while backward goes on:\n\n"
         f"  gradients ready   bucket of             backward still computes")
     traffic_of("all_reduce")
-    mean_loss(one, x, y).backward()
-    mean_loss(model, x[mine], y[mine]).backward()
+    token_loss(one(x), y).backward()
+    token_loss(model(x[mine]), y[mine]).backward()
     model.finish_grad_sync()
     say("\n  sent by rank 0           all-reduces  messages         bytes   gradients' error against one process")
     show("DDP, in buckets", net)
-    mean_loss(naive, x[mine], y[mine]).backward()
+    token_loss(naive(x[mine]), y[mine]).backward()
     average_gradients(naive)
     show("naive, after backward", naive)
     say(f"  {'2(N-1)/N x K x 8 bytes (float64)':46}{2 * (N - 1) * 8 * K // N:14,}   in 2(N-1) messages an all-reduce")
@@ -348,7 +344,7 @@ def positive(text):
 DEMOS = {  # name: (function, {flag: what it is if left out})
     "sizes": (demo_sizes, {}),
     "machine": (demo_machine, {"model": "gpt2-xl", "machine": "h100"}),
-    "kernels": (errors.main, {}),
+    "kernels": (kernels.main, {}),
     "collectives": (demo_collectives, {"ranks": 4}),
     "forms": (demo_forms, {"ranks": 2}),
     "memory": (demo_memory, {"model": "gpt2-xl", "dp": 8}),

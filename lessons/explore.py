@@ -118,7 +118,6 @@ def page(name):
 DATA = {"pipeline.json": moving.pipeline, "layout.json": moving.layout}
 TABLES = {"GET": {**DATA, **{f"{name}.html": lambda query, name=name: page(name) for name in pages.NAMES}},
           "POST": {**DATA, "run": run}}  # a list may be too long for an address
-KINDS = {"html": "text/html", "json": "application/json", "run": "application/json"}
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
            "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
                                       "style-src 'unsafe-inline'; frame-ancestors 'none'"}
@@ -159,8 +158,10 @@ class Explorer(BaseHTTPRequestHandler):
             found = run(given, self.has_left) if name == "run" else TABLES[self.command][name](given)
         except ValueError as problem:
             return self.answer(400, str(problem))
-        text = found if isinstance(found, str) else json.dumps(found)
-        self.answer(200, text, KINDS[name.rpartition(".")[2]])
+        if name.endswith(".html"):
+            self.answer(200, found, "text/html")
+        else:
+            self.answer(200, json.dumps(found), "application/json")
 
     def answer(self, status, text, kind="text/plain"):
         body = text.encode()

@@ -20,9 +20,9 @@ from theory.speed import MACHINES, operations
 WARP, SECTOR, BANKS, SMS = 32, 32, 32, 132  # threads; bytes; words of 4 bytes that shared memory gives at once; H100's
 
 
-def sectors(stride, first=0, width=4):
-    """Sectors that one load of a warp touches: its threads read numbers of `width` bytes, `stride` numbers apart."""
-    return len({width * (first + stride * thread) // SECTOR for thread in range(WARP)})
+def sectors(stride):
+    """Sectors that one load of a warp touches: its threads read numbers of 4 bytes, `stride` numbers apart."""
+    return len({4 * stride * thread // SECTOR for thread in range(WARP)})
 
 
 def bank_passes(stride):

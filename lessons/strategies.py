@@ -295,23 +295,20 @@ def splits_backward(s):
     return any(action.kind == "I" for actions in lists for action in actions)
 
 
-@contextlib.contextmanager
-def pytorchs_kernels():
-    """Inside, PyTorch's kernels run, because ours know neither autocast nor DTensor."""
-    kernels.use("torch")
-    try:
-        yield
-    finally:
-        kernels.use("auto")
-
-
 def build_peer(name, compiled, config, s, device, batches):
     """(a function that runs a step of PyTorch's parts, its label)"""
     if compiled:
         torch._dynamo.reset()
         torch._functorch.config.donated_buffer = not splits_backward(s)  # else I frees what W needs
     step, title = peers.PEERS[name](config, s, device, *batches, compiled)
-    in_pytorch = pytorchs_kernels()(step)
+
+    def in_pytorch():
+        kernels.use("torch")  # because our kernels know neither autocast nor DTensor
+        try:
+            step()
+        finally:
+            kernels.use("auto")
+
     in_pytorch()
     in_pytorch()
     return in_pytorch, f"torch {title}" + ", compiled" * compiled

@@ -82,7 +82,7 @@ def check_numbers(s):
 
 
 SIZES = "n_layer", "n_head", "n_kv_head", "n_embd", "seq_len", "vocab_size", "experts", "top_k", "expert_every"
-OF_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model without experts
+NEED_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model without experts
 
 
 def model_config(s, checkpoint=None):
@@ -96,7 +96,7 @@ def model_config(s, checkpoint=None):
                "transformers: leave --experts out, or give --plain")
         reject(s.n_kv_head is not None and config.arch == "gpt2", f"--n-kv-head {s.n_kv_head} is for a Llama: give "
                "--arch llama, too")
-        for name in OF_EXPERTS:
+        for name in NEED_EXPERTS:
             reject(getattr(s, name) is not None and not config.experts, f"{dashed(name)} is for a model with experts: "
                    "give --experts 4, say, too")
         check_sizes(config, dashed)
@@ -113,7 +113,7 @@ def model_config(s, checkpoint=None):
         check_sizes(config, dashed)
     for name in (*SIZES, "activation", "arch"):
         value = getattr(s, name)
-        there = "no experts" if name in OF_EXPERTS and not config.experts else getattr(config, name, "none")
+        there = "no experts" if name in NEED_EXPERTS and not config.experts else getattr(config, name, "none")
         reject(value not in (None, there),
                f"{dashed(name)} {value}: the model in {where} has {there}; leave the flag out")
     return config, source

@@ -129,10 +129,11 @@ def matrices(config, tp=1):
     return config.attention_matrices() / tp, config.mlp_matrices() / tp
 
 
-def operations(config, tokens, width=2):
+def operations(config, tokens):
     """{operation of a block, then of the head: (FLOPs, the fewest bytes that it reads and writes)}, forward of so many
-    tokens in numbers of `width` bytes. FLOPs of what is no product are counted off kernels.py; of the scores those that
-    the mask leaves."""
+    tokens in 16 bits. FLOPs of what is no product are counted off kernels.py; of the scores those that the mask
+    leaves."""
+    width = 2
     c = config.n_embd
     hidden = config.hidden
     v = config.vocab_size
@@ -217,11 +218,11 @@ def ring_hides(flops, link, dtype):
     return 2 * narrow / 2 * flops / link, (2 * narrow + 2 * wide) / 5 * flops / link
 
 
-def overlaps(config, tokens, n, narrow=2, wide=4):
+def overlaps(config, tokens, n):
     """{strategy: (bytes that a rank sends, FLOPs of the products beside it)}, with n ranks and `tokens` on each.
 
     Traffic can hide if bytes / W <= FLOPs / F, for links of W bytes/s and products of F FLOP/s. With weights of
-    `narrow` bytes, gradients of `wide` bytes and an MLP of 4C the ratios are:
+    `narrow` bytes (2), gradients of `wide` bytes (4) and an MLP of 4C the ratios are:
 
         dp                 gradients, under backward                wide (N-1)/N / (2 tokens)             F/W
         ZeRO-3, forward    weights, under the block before          narrow (N-1)/N / (2 tokens)           F/W
@@ -231,6 +232,7 @@ def overlaps(config, tokens, n, narrow=2, wide=4):
 
     K cancels in the first three, tokens in the last two.
     """
+    narrow, wide = 2, 4
     k = int(sum(matrices(config)))
     x = tokens * config.n_embd
     gather = sent(HALVES[1], k, narrow, n)
