@@ -217,7 +217,7 @@ def _layer_norm(x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, width, e
     x = load_float32(x_ptr + offsets, mask)
     mean = tl.sum(x, 0) / width
     centred = tl.where(mask, x - mean, 0)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 0) / width + eps))
+    rstd = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
     weight = load_float32(weight_ptr + column, mask)

@@ -36,7 +36,7 @@ def _add_layer_norm(x, residual, weight, bias, total, y, mean, rstd, width, eps,
         m = tl.sum(v, 0) / width
         v = tl.where(inside, v - m, 0)
         tl.store(mean + row, m)
-    k = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(v * v, 0) / width + eps))
+    k = 1 / tl.sqrt(tl.sum(v * v, 0) / width + eps)
     tl.store(rstd + row, k)
     v *= k * load_float32(weight + column, inside)
     if bias is not None:

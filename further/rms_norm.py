@@ -26,8 +26,7 @@ def _rms_norm(x_ptr, weight_ptr, y_ptr, rstd_ptr, width, eps, BLOCK: tl.constexp
     column = tl.arange(0, BLOCK)
     mask = column < width
     x = tl.load(x_ptr + row * width + column, mask, 0).to(tl.float32)
-    # Rounded exactly, because dx is a small difference where x is narrow. The GPU's faster ones are off by more.
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, 0) / width + eps))
+    rstd = 1 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     tl.store(rstd_ptr + row, rstd)
     weight = tl.load(weight_ptr + column, mask, 0).to(tl.float32)
     tl.store(y_ptr + row * width + column, x * rstd * weight, mask)
