@@ -3,11 +3,10 @@
 import json
 import pathlib
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 
-from further.experts import ExpertsConfig, resized
+from further.experts import resized
 from model import GPT, buffers, GPTConfig, materialize, shapes
 from safe import llamas
 from safe.files import read_safetensors, write_file, write_safetensors
@@ -180,9 +179,9 @@ def config_from(hf):
     # In a GPTConfig 0 stands for 4C, here null does.
     reject(inner == 0, f"n_inner {inner!r} must be null or at least 1")
     sizes |= {"activation": HF_ACTIVATIONS[name], "inner": 0 if inner is None else inner}
-    kind = ExpertsConfig if sizes["experts"] else GPTConfig
-    check_sizes(SimpleNamespace(**sizes), lambda field: key_of(hf, field), kind)
-    return resized(GPTConfig(), **sizes)
+    config = resized(GPTConfig(), **sizes)
+    check_sizes(config, lambda field: key_of(hf, field))
+    return config
 
 
 # -------------------------------------------------------------------------------------------------------------- written

@@ -1,6 +1,6 @@
 """Llama, Qwen 2 and Qwen 3 in Hugging Face folders: what config.json says, and what they call our parameters."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 from further.llama import LlamaConfig
 from model import shapes
@@ -44,9 +44,10 @@ def config_from(hf):
         reject(sizes[field] == 0, f"{KEYS[field]} {sizes[field]!r} must be null or at least 1")
         sizes[field] = 0 if sizes[field] is None else sizes[field]
     sizes |= {"rope_theta": theta_of(hf), "qk_norm": kind == "qwen3", "qkv_bias": kind == "qwen2"}
-    check_sizes(SimpleNamespace(**sizes, experts=0), lambda field: KEYS.get(field, field), LlamaConfig)
-    same = sizes["head_size"] * sizes["n_head"] == sizes["n_embd"]
-    return LlamaConfig(**sizes | {"head_size": 0} if same else sizes)
+    config = LlamaConfig(**sizes)
+    check_sizes(config, lambda field: KEYS.get(field, field))
+    same = config.head_size * config.n_head == config.n_embd
+    return replace(config, head_size=0) if same else config
 
 
 def theta_of(hf):

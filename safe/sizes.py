@@ -26,11 +26,9 @@ def multiple(n, of):
 MAY_BE_0 = "inner", "experts", "n_kv_head", "head_size"
 
 
-def check_sizes(c, called, kind=None):
-    """BadInput unless a model can have the sizes c, a GPTConfig or fields of `kind`, one. called(field): what users
-    call it."""
-    kind = kind or type(c)
-    for field in fields(kind):
+def check_sizes(c, called):
+    """BadInput unless a model can have the sizes of the GPTConfig c. called(field): what users call it."""
+    for field in fields(c):
         name = called(field.name)
         value = getattr(c, field.name)
         least = int(field.name not in MAY_BE_0)
@@ -40,10 +38,10 @@ def check_sizes(c, called, kind=None):
                f"{name} {value} must be at least {least} and less than 2^31: give e.g. {name} {field.default}")
     reject(c.n_embd % c.n_head and not getattr(c, "head_size", 0), f"{called('n_embd')} {c.n_embd} is not a multiple "
            f"of {called('n_head')} {c.n_head}: give {called('n_embd')} {multiple(c.n_embd, c.n_head)}")
-    reject(c.activation not in kind.activations,
-           f"{called('activation')} {c.activation!r} is not one of {', '.join(kind.activations)}")
+    reject(c.activation not in c.activations,
+           f"{called('activation')} {c.activation!r} is not one of {', '.join(c.activations)}")
     reject(not 0 <= c.norm_eps <= 1, f"{called('norm_eps')} {c.norm_eps} must be between 0 and 1")
-    if kind.arch == "llama":
+    if c.arch == "llama":
         reject(c.n_kv_head and c.n_head % c.n_kv_head, f"{called('n_kv_head')} {c.n_kv_head} does not divide "
                f"{called('n_head')} {c.n_head}: give {called('n_kv_head')} {math.gcd(c.n_kv_head, c.n_head)}")
         name, heads = ("head_size", 1) if c.head_size else ("n_embd", c.n_head)
