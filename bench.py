@@ -39,12 +39,12 @@ from fast.recorded import RecordedGraph
 from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
-from lessons.machine import BUS, calls_of, fit, load_machine, measure_machine, sent_in
 from lessons.measure import (
     interleaved, is_first, of_all_ranks, readable, say, seconds_of, Table, traffic_of, write_json)
 from lessons.muon import KINDS, optimizers
 from lessons.pictures import draw_trace, pictures
 from lessons.plan import plan
+from lessons.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
 from lessons.strategies import configs_of, layouts, pieces, strategies
 from model import PRESETS
 from safe import launch

@@ -21,8 +21,8 @@ from lessons.blind import demo_blind
 from lessons.explore import explore
 from lessons.extension import demo_extension
 from lessons.forms import demo_forms
-from lessons.hardware import demo_machine
 from lessons.lecture8 import demo_lecture8
+from lessons.machine import demo_machine
 from lessons.measure import off, readable, say, say_in_order, traffic_of
 from lessons.measuring import demo_measuring
 from lessons.moving import fsdp_step, ring_states, ring_steps

@@ -1,139 +1,106 @@
-"""What this machine can do: rates of products, copies, attention and links."""
+"""A GPU counted: sectors, banks, branches, waves, tiles and the roofline, on a laptop; on a GPU timed beside it.
+
+    python -m lessons machine
+
+CS336 lectures 5 and 6; Ultra-Scale Playbook, the chapter on GPUs. docs/reading.md has the table of sizes and rates.
+"""
 
 import functools
-import json
 import math
-import os
+from collections import Counter
 
-import numpy as np
 import torch
-import torch.distributed as torch_dist
 
-import collectives as dist
 import kernels
-import parallel
-from fast.nccl import Direct
-from fast.norm import FusedBlock
-from further.experts import resized
-from lessons.measure import interleaved, readable
-from model import GPTConfig
-from safe.flags import reject
-from theory import speed
-from theory.speed import MACHINES, Machine, matrices, passes
-from theory.traffic import HALVES, in_two_levels, sent
+from lessons.kernels import TILES
+from lessons.measure import say, seconds_of
+from model import PRESETS
+from theory.speed import MACHINES, operations
+
+WARP, SECTOR, BANKS, SMS = 32, 32, 32, 132  # threads; bytes; words of 4 bytes that shared memory gives at once; H100's
 
 
-# ------------------------------------------------------------------------------------------------------------- formulas
-#
-# The planner predicts a step's time from formulas, so that layouts can be compared without a GPU; it needs the rates of
-# a machine (`Machine`). `messages` lists what each rank sends, in which collective and how often. `sent` turns that
-# into bytes, which `strategies` compares with the bytes counted. `call_seconds` turns it into seconds, and `predict`
-# adds the seconds of the computation.
-
-def sent_in(link, op, elements, width):
-    """Bytes that this rank sends in one collective of a link's group, which may work in two levels."""
-    if hasattr(link, "inside") and op in ("all_reduce", *HALVES):
-        return sum(times * sent_in(link.inside if near else link.between, part, count, width)
-                   for times, part, count, near in in_two_levels(op, elements, link.inside.size, link.between.size,
-                                                                 link.inside.rank))
-    switched = isinstance(link, Direct)
-    small = 0 if switched else getattr(link, "doubling_bytes", 0)
-    return sent(op, elements, width, link.size, link.rank, small, switched)
+def sectors(stride):
+    """Sectors that one load of a warp touches: its threads read numbers of 4 bytes, `stride` numbers apart."""
+    return len({4 * stride * thread // SECTOR for thread in range(WARP)})
 
 
-# ---------------------------------------------------------------------------------------------------------- the machine
-
-def measure_machine(device, dtype, config, comm):
-    """The Machine of these processes: its rates at this model's sizes, of its links under `comm`. All ranks measure at
-    once, because in training, too, they share power."""
-    config = resized(config, experts=0)  # rates are a dense block's
-    cuda, n, c, t = device.type == "cuda", dist.get_world_size(), config.n_embd, config.seq_len
-    b = max(1, (32768 if cuda else 1024) // t)  # so much that no GPU waits for its CPU
-    random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
-
-    def both_ways(function, *shape):
-        x = random(*shape)
-        dy, leaves = torch.randn_like(function(x)), [x, *getattr(function, "parameters", list)()]
-        return lambda: torch.autograd.grad(function(x), leaves, dy)
-
-    block, tiny = (FusedBlock(some, 0).to(device, dtype) for some in (config, GPTConfig(n_embd=32, n_head=1)))
-    targets = torch.zeros(b, t, dtype=torch.int64, device=device)
-    k = min(b * t, 8192)  # tokens of a step on one GPU; with more, products are faster
-    a, wide, up = random(k, c), random(k, config.hidden), random(c, config.hidden)
-    source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
-    seconds = interleaved({
-        "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
-        "copy": lambda: target.copy_(source), "block": both_ways(block, b, t, c),
-        "attention": both_ways(kernels.attention, b, t, *config.packed_heads()),
-        "launch": both_ways(tiny, 1, 16, 32),
-        "loss": both_ways(lambda z: parallel.cross_entropy(z, targets, config.vocab_size), b, t, config.vocab_size)},
-        device, 5, calls=3)
-    products = b * t / k * seconds["products"] * sum(matrices(config)) / (c * config.hidden)  # all of a block
-    rest = seconds["block"] - seconds["attention"] - products
-    name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
-    if cuda:
-        name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    hop, link = measure_links(device, comm) if n > 1 else (None, None)
-    return Machine(
-        name, speed.peak_flops(device), memory,
-        matmul=6 * k * c * config.hidden / seconds["products"],
-        attention=7 * b * t * t * config.heads_width / seconds["attention"],
-        elementwise=sum(passes(config)) * b * t * dtype.itemsize / max(rest, 0.05 * seconds["block"]),
-        loss=b * t * config.vocab_size / seconds["loss"], hbm=2 * source.nbytes / seconds["copy"],
-        launch=seconds["launch"], link=link, hop=hop)
+def bank_passes(stride):
+    """Passes of shared memory for one load of a warp. In one pass each bank gives one word."""
+    return max(Counter(word % BANKS for word in {stride * thread for thread in range(WARP)}).values())
 
 
-def measure_links(device, comm):
-    """(seconds of latency, bytes/s) of a collective of all ranks under `comm`, from a short and a long all-reduce."""
-    n, group = dist.get_world_size(), dist.new_group()
-    dist.use(group, comm)
-    tensors = [torch.zeros(1 << log, device=device) for log in ((11, 26) if device.type == "cuda" else (8, 21))]
-    seconds = interleaved({2 * (n - 1) / n * t.nbytes: functools.partial(dist.all_reduce, t, group=group)
-                           for t in tensors}, device, 5, calls=5)
-    dist.destroy_process_group(group)
-    return fit([1, 1], [*seconds], [*seconds.values()])
+def branch_passes(ways):
+    """Mean passes of a warp, where thread i takes branch ways[i]. A warp runs each branch that its threads take."""
+    return sum(len({*ways[i:i + WARP]}) for i in range(0, len(ways), WARP)) / math.ceil(len(ways) / WARP)
 
 
-# ---------------------------------------------------------------------------------------------------------- collectives
-
-# Bus bandwidth, as nccl-tests defines it: bytes of the whole tensor / seconds x this factor. It is what a link carries.
-BUS = {"all_reduce": lambda n: 2 * (n - 1) / n, "broadcast": lambda n: 1, "reduce": lambda n: 1, **dict.fromkeys(
-    ("reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"), lambda n: (n - 1) / n)}
-
-
-def calls_of(op, size, device):
-    """({column of `bench.py collectives`: function that runs one collective over a tensor of `size` bytes}, the
-    tensor's elements): ours and PyTorch's."""
-    n = dist.get_world_size()
-    count = max(1, size // 4 // n) * n
-    whole, other, part = (torch.zeros(k, device=device) for k in (count, count, count // n))
-    arguments = {"all_reduce": (whole,), "reduce_scatter_tensor": (part, whole), "broadcast": (whole, 0),
-                 "all_gather_into_tensor": (whole, part), "all_to_all_single": (other, whole), "reduce": (whole, 0)}[op]
-    return {who: functools.partial(getattr(module, op), *arguments)
-            for who, module in (("us", dist), ("torch_us", torch_dist))}, count
+def waves(programs, at_once=SMS):
+    """(how many waves the programs run in, the share of the last wave's multiprocessors that have a program). So also
+    tiles of `at_once` rows over so many rows, and the share of the last tile that is in use."""
+    count = math.ceil(programs / at_once)
+    return count, (programs - (count - 1) * at_once) / at_once
 
 
-def fit(messages, sizes, seconds):
-    """Fit seconds = a messages + bytes / b; returns (a, b), seconds a message and bytes a second. Errors are relative,
-    so that short times count as much as long ones. a is 0, or b infinite, where the times do not show it."""
-    m, k, t = (np.asarray(x, float) for x in (messages, sizes, seconds))
-    a, per_byte = np.linalg.lstsq(np.stack([m / t, k / t], 1), np.ones(len(t)), rcond=None)[0]
-    if a < 0:
-        return 0.0, float(np.mean(k / t))
-    return float(a), float(1 / per_byte) if per_byte > 0 else math.inf
+def reads(rows, columns):
+    """Numbers that a product reads for each multiply-add, if one thread or program computes rows x columns outputs."""
+    return (rows + columns) / (rows * columns)
 
 
-def load_machine(a):
-    machine = MACHINES.get(a.machine)
-    if machine is None:
-        advice = f"give one of {', '.join(MACHINES)}, or a file that `bench.py collectives --json` wrote"
-        with readable(f"--machine {a.machine}", advice), open(a.machine) as file:
-            machine = Machine(**json.load(file)["machine"])
-    reject(a.dtype == "fp32" and a.machine in MACHINES,
-           f"--dtype fp32: the rates of {a.machine} are bf16's; leave it out, or give a file to --machine")
-    reject(machine.link is None,
-           f"--machine {a.machine}: one process has no link to measure; write it with --gpus 2 or more")
-    reject(a.gpus > machine.node and not machine.network,
-           f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not say how "
-           'fast the network is: add there e.g. "network": 45e9')
-    return machine
+def show(title, cases, label, count, make=None):
+    """A line a case: its label, its count and, on a GPU, how long make(case), a function and its inputs, takes."""
+    say(f"\n{title}")
+    for case in cases:
+        time = ""
+        if make and torch.cuda.is_available():
+            took, = seconds_of({"": make(case)}, torch.device("cuda"), 5).values()
+            time = f"{1e6 * took[0]:12,.1f} us"
+        say(f"  {label.format(case):34}{count(case):60}{time}")
+
+
+def product(m, n, k, tiles=TILES):
+    a, b = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in ((m, k), (k, n)))
+    return functools.partial(kernels.matmul, tiles=tiles), [a, b]
+
+
+def strided(stride):
+    """A copy of 2^24 numbers, each `stride` numbers after the one before."""
+    source = torch.randn(stride << 24, device="cuda")
+    return torch.empty(1 << 24, device="cuda").copy_, [source[::stride]]
+
+
+def demo_machine(model, machine):
+    """What a GPU does with warps, waves, tiles and memory: counted, and on a GPU timed."""
+    rates, at_once, i = MACHINES[machine], SMS, torch.arange(1 << 15)
+    if torch.cuda.is_available():
+        at_once = kernels.programs_at_once(torch.device("cuda"))
+        say(str(torch.cuda.get_device_properties(0)))
+    show(f"coalescing: a load of a warp of {WARP} threads, numbers of 4 bytes; sectors of {SECTOR} bytes",
+         (1, 2, 4, 8, 32), "stride {}",
+         lambda stride: f"{sectors(stride):2} sectors, {4 / sectors(stride):.1%} of their bytes are used", strided)
+    show(f"shared memory: {BANKS} banks, one word of 4 bytes each at once", (1, 2, 32, 33), "stride {}",
+         lambda stride: f"passes: {bank_passes(stride)}")
+    x = torch.randn(len(i), generator=torch.Generator().manual_seed(0)) > 0
+    ways = {"x > 0, x random": x, "x > 0, x sorted": x.sort()[0], "thread % 4": i % 4, "warp % 4": i // WARP % 4}
+    show("divergence: passes of a warp through an `if` (timed by python -m lessons extension)", ways, "{}",
+         lambda name: f"{branch_passes(ways[name].tolist()):.2f}")
+    full = "{}, the last one {:.1%} full"
+    show(f"waves: programs on {at_once} multiprocessors, one on each", (at_once, at_once + 1, 2 * at_once, 2048),
+         "{:,} programs", lambda n: "waves: " + full.format(*waves(n, at_once)),
+         lambda n: product(n * TILES[0], TILES[1], 8192))
+    show("the last tile, of 256 rows", (1536, 1537, 1600, 1792), "{:,} rows",
+         lambda n: "tiles: " + full.format(*waves(n, 256)), lambda n: product(n, 8192, 1600))
+    show("coarsening: numbers read for a multiply-add, where one thread or program has n x n outputs",
+         (32, 64, 128), "n = {}", lambda n: f"{reads(n, n):.3f}, in place of {reads(1, 1):.0f}",
+         lambda n: product(4096, 4096, 4096, (n, n, 32, 8)))
+    found, ridge = operations(PRESETS[model], 8192), rates.matmul / rates.hbm
+
+    def bound(name):
+        flops, moved = found[name]
+        seconds = max(flops / rates.matmul, moved / rates.hbm)
+        waits = "compute" if flops / moved > ridge else "memory"
+        return f"{flops / moved:8.1f} FLOPs a byte: {waits}, at least {1e6 * seconds:,.1f} us"
+
+    show(f"{model}, 8192 tokens, bf16, forward. {rates.name}: {rates.matmul / 1e12:.0f} TFLOP/s of products, "
+         f"{rates.hbm / 1e12:.2f} TB/s of copies, so the ridge is at {ridge:.0f} FLOPs a byte\n"
+         "(python bench.py kernels times such operations, as shares of this roofline)", found, "{}", bound)

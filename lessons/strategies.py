@@ -25,10 +25,10 @@ from further import context, expert_parallel, experts, rms_norm
 from further.experts import resized
 from further.schedules import SCHEDULES
 from lessons import peers
-from lessons.machine import measure_machine, sent_in
 from lessons.measure import (
     interleaved, of_all_ranks, patched, plain_rows, say, Table, without_collectives, write_json)
 from lessons.plan import describe_model
+from lessons.rates import measure_machine, sent_in
 from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.messages import watched_link
 from safe.run import WatchedTrainer

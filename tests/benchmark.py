@@ -15,7 +15,7 @@ import bench
 import collectives as dist
 import fast.rings
 import kernels
-import lessons.machine
+import lessons.rates
 import parallel
 import model
 from tests.collectives import nodes_of
@@ -25,8 +25,8 @@ from tests.runs import output_of, parse, ran
 from further.experts import ExpertsConfig
 from lessons import gpu, peers, strategies
 from lessons.eight_bits import few_rows, in_int8
-from lessons.machine import BUS, calls_of, fit, sent_in
 from lessons.measure import interleaved, without_collectives
+from lessons.rates import BUS, calls_of, fit, sent_in
 from lessons.strategies import communication, configs_of, free_memory, make_trainer, predicted_traffic, routes_of_rows
 from train import config_of, processes_of
 from theory.speed import MACHINES, Machine
@@ -125,7 +125,7 @@ def test_a_step_runs_without_its_collectives():
 
 def hurry():
     """The machine's rates are measured once."""
-    lessons.machine.interleaved = lambda steps, device, repeats, calls: interleaved(steps, device, 1, 1)
+    lessons.rates.interleaved = lambda steps, device, repeats, calls: interleaved(steps, device, 1, 1)
 
 
 def bench_rows(tmp_path, *words):

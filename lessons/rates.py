@@ -1,0 +1,139 @@
+"""What this machine can do: rates of products, copies, attention and links."""
+
+import functools
+import json
+import math
+import os
+
+import numpy as np
+import torch
+import torch.distributed as torch_dist
+
+import collectives as dist
+import kernels
+import parallel
+from fast.nccl import Direct
+from fast.norm import FusedBlock
+from further.experts import resized
+from lessons.measure import interleaved, readable
+from model import GPTConfig
+from safe.flags import reject
+from theory import speed
+from theory.speed import MACHINES, Machine, matrices, passes
+from theory.traffic import HALVES, in_two_levels, sent
+
+
+# ------------------------------------------------------------------------------------------------------------- formulas
+#
+# The planner predicts a step's time from formulas, so that layouts can be compared without a GPU; it needs the rates of
+# a machine (`Machine`). `messages` lists what each rank sends, in which collective and how often. `sent` turns that
+# into bytes, which `strategies` compares with the bytes counted. `call_seconds` turns it into seconds, and `predict`
+# adds the seconds of the computation.
+
+def sent_in(link, op, elements, width):
+    """Bytes that this rank sends in one collective of a link's group, which may work in two levels."""
+    if hasattr(link, "inside") and op in ("all_reduce", *HALVES):
+        return sum(times * sent_in(link.inside if near else link.between, part, count, width)
+                   for times, part, count, near in in_two_levels(op, elements, link.inside.size, link.between.size,
+                                                                 link.inside.rank))
+    switched = isinstance(link, Direct)
+    small = 0 if switched else getattr(link, "doubling_bytes", 0)
+    return sent(op, elements, width, link.size, link.rank, small, switched)
+
+
+# ---------------------------------------------------------------------------------------------------------- the machine
+
+def measure_machine(device, dtype, config, comm):
+    """The Machine of these processes: its rates at this model's sizes, of its links under `comm`. All ranks measure at
+    once, because in training, too, they share power."""
+    config = resized(config, experts=0)  # rates are a dense block's
+    cuda, n, c, t = device.type == "cuda", dist.get_world_size(), config.n_embd, config.seq_len
+    b = max(1, (32768 if cuda else 1024) // t)  # so much that no GPU waits for its CPU
+    random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
+
+    def both_ways(function, *shape):
+        x = random(*shape)
+        dy, leaves = torch.randn_like(function(x)), [x, *getattr(function, "parameters", list)()]
+        return lambda: torch.autograd.grad(function(x), leaves, dy)
+
+    block, tiny = (FusedBlock(some, 0).to(device, dtype) for some in (config, GPTConfig(n_embd=32, n_head=1)))
+    targets = torch.zeros(b, t, dtype=torch.int64, device=device)
+    k = min(b * t, 8192)  # tokens of a step on one GPU; with more, products are faster
+    a, wide, up = random(k, c), random(k, config.hidden), random(c, config.hidden)
+    source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
+    seconds = interleaved({
+        "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
+        "copy": lambda: target.copy_(source), "block": both_ways(block, b, t, c),
+        "attention": both_ways(kernels.attention, b, t, *config.packed_heads()),
+        "launch": both_ways(tiny, 1, 16, 32),
+        "loss": both_ways(lambda z: parallel.cross_entropy(z, targets, config.vocab_size), b, t, config.vocab_size)},
+        device, 5, calls=3)
+    products = b * t / k * seconds["products"] * sum(matrices(config)) / (c * config.hidden)  # all of a block
+    rest = seconds["block"] - seconds["attention"] - products
+    name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
+    if cuda:
+        name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    hop, link = measure_links(device, comm) if n > 1 else (None, None)
+    return Machine(
+        name, speed.peak_flops(device), memory,
+        matmul=6 * k * c * config.hidden / seconds["products"],
+        attention=7 * b * t * t * config.heads_width / seconds["attention"],
+        elementwise=sum(passes(config)) * b * t * dtype.itemsize / max(rest, 0.05 * seconds["block"]),
+        loss=b * t * config.vocab_size / seconds["loss"], hbm=2 * source.nbytes / seconds["copy"],
+        launch=seconds["launch"], link=link, hop=hop)
+
+
+def measure_links(device, comm):
+    """(seconds of latency, bytes/s) of a collective of all ranks under `comm`, from a short and a long all-reduce."""
+    n, group = dist.get_world_size(), dist.new_group()
+    dist.use(group, comm)
+    tensors = [torch.zeros(1 << log, device=device) for log in ((11, 26) if device.type == "cuda" else (8, 21))]
+    seconds = interleaved({2 * (n - 1) / n * t.nbytes: functools.partial(dist.all_reduce, t, group=group)
+                           for t in tensors}, device, 5, calls=5)
+    dist.destroy_process_group(group)
+    return fit([1, 1], [*seconds], [*seconds.values()])
+
+
+# ---------------------------------------------------------------------------------------------------------- collectives
+
+# Bus bandwidth, as nccl-tests defines it: bytes of the whole tensor / seconds x this factor. It is what a link carries.
+BUS = {"all_reduce": lambda n: 2 * (n - 1) / n, "broadcast": lambda n: 1, "reduce": lambda n: 1, **dict.fromkeys(
+    ("reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"), lambda n: (n - 1) / n)}
+
+
+def calls_of(op, size, device):
+    """({column of `bench.py collectives`: function that runs one collective over a tensor of `size` bytes}, the
+    tensor's elements): ours and PyTorch's."""
+    n = dist.get_world_size()
+    count = max(1, size // 4 // n) * n
+    whole, other, part = (torch.zeros(k, device=device) for k in (count, count, count // n))
+    arguments = {"all_reduce": (whole,), "reduce_scatter_tensor": (part, whole), "broadcast": (whole, 0),
+                 "all_gather_into_tensor": (whole, part), "all_to_all_single": (other, whole), "reduce": (whole, 0)}[op]
+    return {who: functools.partial(getattr(module, op), *arguments)
+            for who, module in (("us", dist), ("torch_us", torch_dist))}, count
+
+
+def fit(messages, sizes, seconds):
+    """Fit seconds = a messages + bytes / b; returns (a, b), seconds a message and bytes a second. Errors are relative,
+    so that short times count as much as long ones. a is 0, or b infinite, where the times do not show it."""
+    m, k, t = (np.asarray(x, float) for x in (messages, sizes, seconds))
+    a, per_byte = np.linalg.lstsq(np.stack([m / t, k / t], 1), np.ones(len(t)), rcond=None)[0]
+    if a < 0:
+        return 0.0, float(np.mean(k / t))
+    return float(a), float(1 / per_byte) if per_byte > 0 else math.inf
+
+
+def load_machine(a):
+    machine = MACHINES.get(a.machine)
+    if machine is None:
+        advice = f"give one of {', '.join(MACHINES)}, or a file that `bench.py collectives --json` wrote"
+        with readable(f"--machine {a.machine}", advice), open(a.machine) as file:
+            machine = Machine(**json.load(file)["machine"])
+    reject(a.dtype == "fp32" and a.machine in MACHINES,
+           f"--dtype fp32: the rates of {a.machine} are bf16's; leave it out, or give a file to --machine")
+    reject(machine.link is None,
+           f"--machine {a.machine}: one process has no link to measure; write it with --gpus 2 or more")
+    reject(a.gpus > machine.node and not machine.network,
+           f"--gpus {a.gpus} is more than the {machine.node} of a node, and --machine {a.machine} does not say how "
+           'fast the network is: add there e.g. "network": 45e9')
+    return machine
