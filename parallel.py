@@ -628,6 +628,8 @@ class FlatOptimizer(Averager):
     @torch.no_grad()
     def step(self):
         """Step the shards, then all-gather the other ranks' Nths."""
+        if self.reducers[0].under_way or any(bucket.holds_gradients() for bucket in self.buckets):
+            raise RuntimeError("a step before finish_grad_sync(): its gradients have not been averaged")
         changing = [bucket for bucket in self.buckets if bucket.shard.grad is not None]
         self.update(changing)
         self.gather_weights(changing)

@@ -19,8 +19,7 @@ class Ahead:
     """A FlatOptimizer or ShardedOptimizer that saves a pass over the weights.
 
     fast.adamw.AdamW writes the 16-bit weights while it updates their masters, so they need no cast afterwards, and a
-    bucket's all-gather runs beside the update of the buckets after it. `step` finishes an unfinished step; `zero_grad`
-    drops it.
+    bucket's all-gather runs beside the update of the buckets after it.
     """
     late = False  # whether forward waits for weights, not `step`
 
@@ -39,8 +38,6 @@ class Ahead:
     @torch.no_grad()
     def step(self):
         self.wait_for_weights(self.buckets)
-        if not self.reducers[0].finished:
-            self.finish_grad_sync()
         super().step()
 
     def update(self, buckets):

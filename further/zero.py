@@ -144,8 +144,6 @@ class ShardedOptimizer(parallel.FlatOptimizer):
 
     @torch.no_grad()
     def step(self):
-        if self.reducers[0].under_way or any(bucket.holds_gradients() for bucket in self.buckets):
-            raise RuntimeError("a step before finish_grad_sync(): its gradients have not been averaged")
         for bucket in self.buckets:
             bucket.take_up_writes()
         super().step()
