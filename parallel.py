@@ -798,7 +798,6 @@ class Prefetcher:
         last = flats_of[sharded[-1]] if sharded else []
         self.until_backward = {flat for flat in uses if uses[flat] > 1 or flat in last}  # their memory is kept
         self.in_forward = False
-        self.whole_at = {}  # address of the memory -> the flat that forward has found whole there
         for unit, flats in flats_of.items():
             unit.register_forward_pre_hook(self.before_forward, prepend=True)
             unit.register_forward_hook(self.after_forward)
@@ -821,14 +820,13 @@ class Prefetcher:
                 flat.free(keep=flat in self.until_backward)
 
     def need(self, flat):
-        """Make a flat whole. If forward is over, the flat's backward has begun."""
-        if flat.is_whole:
-            return
-        flat.make_whole()
-        if self.in_forward:
-            self.whole_at[flat.weights.data_ptr()] = flat
-            return
-        unit = self.unit_of[flat]
+        """Make a flat whole. If forward is over, its unit's backward has begun."""
+        if not flat.is_whole:
+            flat.make_whole()
+            if not self.in_forward:
+                self.begin_backward(self.unit_of[flat])
+
+    def begin_backward(self, unit):
         self.prefetch(self.previous.get(unit))
         for done in self.flats_of.get(self.next.get(unit), ()):
             if done not in self.until_backward:
@@ -843,7 +841,7 @@ class Prefetcher:
     def forward(self):
         """Goes around the model's forward. For weights, autograd saves which flat they are in and where, no memory."""
         self.free()  # because the optimizer may have stepped the shards
-        self.in_forward, self.whole_at = True, {}
+        self.in_forward = True
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
                 yield
@@ -854,9 +852,9 @@ class Prefetcher:
 
     def pack(self, tensor):
         memory = tensor.untyped_storage().data_ptr()
-        flat = self.whole_at.get(memory)
-        if flat and flat.is_whole and flat.weights.data_ptr() == memory:
-            return flat, (tensor.size(), tensor.stride(), tensor.storage_offset())
+        for flat in self.flats:
+            if flat.is_whole and flat.weights.data_ptr() == memory:
+                return flat, (tensor.size(), tensor.stride(), tensor.storage_offset())
         return None, tensor.detach()
 
     def unpack(self, saved):
