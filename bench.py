@@ -39,8 +39,7 @@ from fast.recorded import RecordedGraph
 from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
-from lessons.measure import (
-    interleaved, is_first, of_all_ranks, readable, say, seconds_of, Table, traffic_of, write_json)
+from lessons.measure import interleaved, of_all_ranks, readable, say, seconds_of, Table, traffic_of, write_json
 from lessons.muon import KINDS, optimizers
 from lessons.pictures import draw_trace, pictures
 from lessons.plan import plan
@@ -48,9 +47,10 @@ from lessons.rates import BUS, calls_of, fit, load_machine, measure_machine, sen
 from lessons.strategies import configs_of, layouts, pieces, strategies
 from model import PRESETS
 from safe import launch
-from safe.flags import BadInput, check_layout, dashed, gpus_here, model_config, Parser, refuse, reject, Settings, SIZES
 from safe.files import check_folder
+from safe.flags import check_layout, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES
 from safe.launch import is_forked
+from safe.sizes import BadInput, reject
 from theory.speed import MACHINES, describe_machine
 
 
@@ -251,7 +251,7 @@ def check(a, world):
            f"--json {a.json}: no file can be written there; give e.g. --json rows.json")
     if a.what == "pictures":
         check_file(a)
-        return world if world > 1 else 4
+        return 1
     if a.what == "plan":
         a.gpus = a.gpus or 8
         a.device = "cuda"
@@ -330,8 +330,7 @@ def check_file(a):
     if a.file:
         with readable(a.file, "give the trace.json that train.py --trace wrote"), open(a.file) as file:
             a.drawn["pipeline"] = draw_trace(json.load(file))
-    if is_first():
-        check_folder(a.into, "--into")
+    check_folder(a.into, "--into")
 
 
 def main():

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import re
-import statistics
 
 import torch
 
@@ -29,12 +28,14 @@ from lessons.moving import fsdp_step, ring_states, ring_steps
 from lessons.muon import demo_muon
 from lessons.overlap import demo_overlap
 from lessons.peers import token_loss
+from lessons.pictures import costs_of, spans_of
 from lessons.together import demo_together
 from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, make_mesh, tensor_parallel
 import safe
 from safe import launch
-from safe.flags import BadInput, dashed, Parser, refuse, Settings
+from safe.flags import dashed, Parser, refuse, Settings
+from safe.sizes import BadInput
 from theory.clock import bubble, draw, simulate
 from theory.memory import activation_bytes, memory_bytes
 from theory.speed import MACHINES
@@ -143,11 +144,10 @@ def demo_memory(model, dp):
 
 def costs_in(trace):
     """The median times of F, I and W in a trace of train.py, with a sum of 3."""
-    advice = "give one with F, I and W: train.py --schedule zb-h1 --trace FOLDER writes FOLDER/trace.json"
+    advice = "train.py --pp 2 --micro-batches 4 --trace FOLDER writes FOLDER/trace.json, which can be read"
     with readable(f"--trace {trace}", advice), open(trace) as file:
-        spans = json.load(file)["traceEvents"]
-        costs = [statistics.median(span["dur"] for span in spans if span["name"][:2] == kind + " ") for kind in "FIW"]
-    return [3 * cost / sum(costs) for cost in costs]
+        costs = costs_of(spans_of(json.load(file)))
+        return [3 * cost / sum(costs) for cost in costs]
 
 
 def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):

@@ -22,13 +22,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
 from further.lists import parse
 from lessons import moving, pages
-from lessons.pictures import spans_of
+from lessons.pictures import costs_of, spans_of
 from lessons.puzzles import HERE
 from parallel import ranks_of_stages
 from safe.sizes import BadInput, reject
@@ -73,15 +72,6 @@ def train(folder, lists, *flags, has_left=lambda: False):
     return {"layers": sizes["n-layer"], "losses": [step["loss"] for step in steps], "ms": statistics.median(times)}
 
 
-def costs_of(spans, v):
-    """[F, I, W]: medians of what a micro-batch takes on a rank's v stages. A B that ran whole counts half as each."""
-    times = defaultdict(list)
-    for action, start, end in sum(spans, []):
-        times[action.kind].append(v * (end - start))
-    half = statistics.median(times.pop("B", [0])) / 2
-    return [statistics.median(times.get(kind, [half])) for kind in "FIW"]
-
-
 def run(query, has_left=lambda: False):
     """Train with 1F1B and with the lists in query["text"]: what `train` returns of both; and of the lists a step as it
     was measured, and by the clock with the F, I and W that were measured."""
@@ -101,7 +91,7 @@ def run(query, has_left=lambda: False):
             spans = spans_of(json.loads(pathlib.Path(two, "trace.json").read_text()), 1e-3)
     finally:
         running.release()
-    predicted = simulate(lists, *costs_of(spans, v)).spans
+    predicted = simulate(lists, *(v * cost for cost in costs_of(spans))).spans
     return {**ran, "predicted": moving.picture(predicted), "measured": moving.picture(spans)}
 
 

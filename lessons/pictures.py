@@ -2,14 +2,14 @@
 
 import html
 import itertools
-import os
+import pathlib
+import statistics
 from collections import defaultdict
 
-import collectives as dist
 import parallel
 from further import together
 from further.schedules import SCHEDULES
-from lessons.measure import of_all_ranks, say
+from lessons.measure import say
 from lessons.moving import fsdp_step, ring_states, ring_steps, tensor_matrices
 from model import PRESETS
 from safe.flags import Settings
@@ -52,10 +52,10 @@ def chunks(states, s, left, width):
             yield box(x, y + 27, room, 2, "#888")
 
 
-# The next pictures need no file. They call the code's own functions, the ring's on all ranks.
+# The next pictures need no file. They call the code's own functions, the ring's on ranks that are threads.
 
 def draw_ring():
-    states = list(zip(*of_all_ranks(ring_states())))  # [state][rank][chunk]
+    states = [*zip(*together.run_joined(4, ring_states))]  # [state][rank][chunk]
     n, width = len(states[0]), 960 / len(states)
     names = ["start", *(f"{half} {s}" for half in ("reduce-scatter", "all-gather") for s in range(n - 1))]
     out = [words(40 + width * s + width / 2, 14, name) for s, name in enumerate(names)]
@@ -127,6 +127,15 @@ def spans_of(trace, unit=1.0):
         action, start = parallel.Action(event["name"][0], **event["args"]), event["ts"] - first
         spans[event["tid"]].append((action, unit * start, unit * (start + event["dur"])))
     return [*spans.values()]
+
+
+def costs_of(spans):
+    """[F, I, W]: medians of what they take. A B that ran whole counts half as I, half as W."""
+    times = defaultdict(list)
+    for action, start, end in sum(spans, []):
+        times[action.kind].append(end - start)
+    half = statistics.median(times.pop("B", [0])) / 2
+    return [statistics.median(times.get(kind, [half])) for kind in "FIW"]
 
 
 def draw_trace(found):
@@ -212,17 +221,10 @@ def svg_of(height, parts):
     return "\n".join([frame, *parts, "</svg>"]) + "\n"
 
 
-def write_svg(path, height, parts):
-    with open(path, "w") as file:
-        file.write(svg_of(height, parts))
-
-
 def pictures(a):
     """Write SVG pictures of what the code does, and of a trace."""
-    dist.initialize("cpu")
     ours = {"ring": draw_ring(), "zero-stages": draw_zero_stages(), "schedules": draw_schedules()}
     for name, (height, parts) in (ours | a.drawn).items():
-        if dist.get_rank() == 0:
-            path = os.path.join(a.into, name + ".svg")
-            write_svg(path, height, parts)
-            say(path)
+        path = pathlib.Path(a.into, f"{name}.svg")
+        path.write_text(svg_of(height, parts))
+        say(str(path))
