@@ -104,7 +104,7 @@ def one_f_one_b(config, x, y):
 
 def trained(way, config, rank, ranks):
     """Some steps on this rank's part of the batches. Returns (losses, (STEPS,); bytes of weights and states after them;
-    when the first began)."""
+    the steps' seconds)."""
     model, after_backward, states = way(GPT(config).double())
     dist.reset_traffic()
     start = time.perf_counter()
@@ -116,31 +116,21 @@ def trained(way, config, rank, ranks):
         for call in after_backward:
             call()
         losses.append(loss.detach())
+    seconds = time.perf_counter() - start
     held = [*model.parameters(), *(value for state in states.values() for value in state.values())]
-    return torch.stack(losses), sum(t.nbytes for t in held), start
+    return torch.stack(losses), sum(t.nbytes for t in held), seconds
 
 
-def demo_forms():
-    """The lecture's own form of each strategy beside the full one: the same losses; messages, bytes, memory, time."""
-    n, rank = dist.get_world_size(), dist.get_rank()
-    config = GPTConfig(vocab_size=64, seq_len=32, n_layer=2 * n, n_head=n, n_embd=16 * n, tied=False)
-    want, *_ = trained(one_process, config, 0, 1)
-    say(f"{n} ranks, float64, a GPT of {config.parameters():,} parameters; losses of {STEPS} steps in one process: "
-        + " ".join(f"{loss:.6f}" for loss in want.tolist())
-        + f"\n\n  {'':20}{'losses, off':>12}{'messages':>10}{'bytes sent':>12}{'KiB kept':>10}{'ms':>8}")
+def row(name, losses, right, kept, seconds):
+    """A line: how far off the losses are, what was sent since the counts were reset, what is kept, the time."""
+    sent = dist.traffic().values()
+    error = (losses - right).abs().max().item()
+    say(f"  {name:20}{error:12.0e}{sum(log.messages for log in sent):10}{sum(log.bytes for log in sent):12,}"
+        f"{kept / 1024:10.0f}{1e3 * seconds:8.0f}")
 
-    def row(name, losses, right, kept, start):
-        seconds = time.perf_counter() - start
-        sent = dist.traffic().values()
-        error = (losses - right).abs().max().item()
-        say(f"  {name:20}{error:12.0e}{sum(log.messages for log in sent):10}{sum(log.bytes for log in sent):12,}"
-            f"{kept / 1024:10.0f}{1e3 * seconds:8.0f}")
 
-    say(f"  {STEPS} steps; kept between steps: weights and momentum")
-    for way in naive, ddp, zero_1, sharded_optimizer, zero_3, fsdp:
-        losses, kept, start = trained(way, config, rank, n)
-        row(way.__name__, torch.stack(of_all_ranks(losses)).mean(0), want, kept, start)
-
+def pipelines(config, right):
+    n = dist.get_world_size()
     say(f"\n  one step of {4 * n} micro-batches, which pass through all ranks; kept at most for backward.\n"
         "  1F1B's one message more is an all-reduce that gives all ranks the loss, 8 bytes")
     x, y = tokens_of(config, 0, n)
@@ -150,21 +140,41 @@ def demo_forms():
         start = time.perf_counter()
         with saved_tensors_hooks(Saved, lambda saved: saved.tensor):
             loss = way(config, x, y)
-        row(way.__name__, sum(of_all_ranks(loss)), want[0], Saved.most, start)
+        seconds = time.perf_counter() - start
+        row(way.__name__, sum(of_all_ranks(loss)), right, Saved.most, seconds)
 
+
+@torch.no_grad()
+def mlps(config):
     say("\n  forward of an MLP")
     whole = GPT(config).double().h["0"].mlp
     cut = parallel.tensor_parallel(GPT(config).double(), None).h["0"].mlp
-    up, down = (layer.weight.chunk(n)[rank] for layer in (whole.c_fc, whole.c_proj))
+    up, down = (layer.weight.chunk(dist.get_world_size())[dist.get_rank()] for layer in (whole.c_fc, whole.c_proj))
     X = torch.randn(4, 32, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-    def all_columns():
+    def all_columns(X):
         hidden = F.gelu(parallel.all_columns(X, up) + whole.c_fc.bias, approximate="tanh")
         return parallel.all_columns(hidden, down) + whole.c_proj.bias
 
-    with torch.no_grad():
-        for way, weights in (all_columns, [up, down]), (partial(cut, X), [*cut.parameters()]):
-            dist.reset_traffic()
-            start = time.perf_counter()
-            Y = way()
-            row("all_columns" if way is all_columns else "f and g", Y, whole(X), sum(w.nbytes for w in weights), start)
+    for name, way, weights in ("all_columns", all_columns, [up, down]), ("f and g", cut, [*cut.parameters()]):
+        dist.reset_traffic()
+        start = time.perf_counter()
+        Y = way(X)
+        seconds = time.perf_counter() - start
+        row(name, Y, whole(X), sum(w.nbytes for w in weights), seconds)
+
+
+def demo_forms():
+    """The lecture's own form of each strategy beside the full one: the same losses; messages, bytes, memory, time."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    config = GPTConfig(vocab_size=64, seq_len=32, n_layer=2 * n, n_head=n, n_embd=16 * n, tied=False)
+    want, *_ = trained(one_process, config, 0, 1)
+    say(f"{n} ranks, float64, a GPT of {config.parameters():,} parameters; losses of {STEPS} steps in one process: "
+        + " ".join(f"{loss:.6f}" for loss in want.tolist())
+        + f"\n\n  {'':20}{'losses, off':>12}{'messages':>10}{'bytes sent':>12}{'KiB kept':>10}{'ms':>8}\n"
+        f"  {STEPS} steps; kept between steps: weights and momentum")
+    for way in naive, ddp, zero_1, sharded_optimizer, zero_3, fsdp:
+        losses, kept, seconds = trained(way, config, rank, n)
+        row(way.__name__, torch.stack(of_all_ranks(losses)).mean(0), want, kept, seconds)
+    pipelines(config, want[0])
+    mlps(config)

@@ -69,9 +69,22 @@ def timeline(config, device):
         say(f"  {when:20}{size(alive):>10}  " + "#" * (60 * alive // max(n for _, n in points)))
 
 
+def memory_table():
+    """Bytes of a rank, by ZeRO's stage, then by what is recomputed."""
+    n = dist.get_world_size()
+    say(f"\n{n} ranks, batch {2 * n}: a rank's bytes, measured (predicted)")
+    for flags in *({"zero": zero} for zero in range(4)), {"recompute": "attention"}, {"recompute": "block"}:
+        trainer = make_trainer(PRESETS["tiny"], Settings(dp=n, batch_size=2 * n, device="cpu", plain=True, **flags),
+                               torch.device("cpu"))
+        trainer.step(0)
+        predicted, measured = predicted_bytes(trainer), measured_bytes(trainer)
+        say(f"  {' '.join(map(str, *flags.items())):22}"
+            + "  ".join(f"{kind} {size(m)} ({size(predicted[kind])})" for kind, m in measured.items()))
+
+
 def demo_measuring():
     """One call by three clocks; warm-up; a profiler's table; memory over time, and predicted beside measured."""
-    device, n = torch.device("cuda" if torch.cuda.is_available() else "cpu"), dist.get_world_size()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     link, message = dist.link_of(None), torch.ones(1 << 22)
     dist.all_reduce(message, async_op=True).wait()  # warms up
     say("ms                                        it returns     it is done    by events")
@@ -104,11 +117,4 @@ def demo_measuring():
     profile_table(step)
     say("\nbytes alive in a step of the tiny model, batch 4, but for its weights")
     timeline(PRESETS["tiny"], device)
-    say(f"\n{n} ranks, batch {2 * n}: a rank's bytes, measured (predicted)")
-    for flags in *({"zero": zero} for zero in range(4)), {"recompute": "attention"}, {"recompute": "block"}:
-        trainer = make_trainer(PRESETS["tiny"], Settings(dp=n, batch_size=2 * n, device="cpu", plain=True, **flags),
-                               torch.device("cpu"))
-        trainer.step(0)
-        predicted, measured = predicted_bytes(trainer), measured_bytes(trainer)
-        say(f"  {' '.join(map(str, *flags.items())):22}"
-            + "  ".join(f"{kind} {size(m)} ({size(predicted[kind])})" for kind, m in measured.items()))
+    memory_table()
