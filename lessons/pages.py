@@ -9,6 +9,7 @@ pages.css, beside this file, is the look; explore.js and explore.css are the pic
 """
 
 import ast
+import functools
 import html
 import itertools
 import json
@@ -55,6 +56,7 @@ def definitions(file):
     return dict(reversed([*named(tree_of(file).body)]))
 
 
+@functools.cache
 def targets():
     """{address, such as parallel.DDP.forward: the link to it}"""
     found = {}
@@ -63,9 +65,6 @@ def targets():
         found[module] = f"{module}.html"
         found |= {f"{module}.{name}": f"{module}.html#{name}" for name in definitions(file)}
     return found
-
-
-TARGETS = targets()
 
 
 def imports_of(file):
@@ -105,7 +104,8 @@ def highlighted(file):
                 known["self"] = f"{module}.{found}"
             return f'dfn id="{found}"'
         is_given = re.match(" *=(?!=)", text[match.end():][:9])  # a parameter, or what is assigned
-        return f'a href="{TARGETS[address]}"' if address in TARGETS and name != "self" and not is_given else ""
+        link = targets().get(address)
+        return f'a href="{link}"' if link and name != "self" and not is_given else ""
 
     def tagged(match):
         tag = tag_of(match)
@@ -172,7 +172,8 @@ def inline(text, module=""):
         else:
             address = f"{module}.{name}"
         code = f"<code>{name.replace(' ', ' <wbr>')}</code>"
-        return f'<a href="{TARGETS[address]}">{code}</a>' if address in TARGETS else code
+        link = targets().get(address)
+        return f'<a href="{link}">{code}</a>' if link else code
 
     text = html.escape(text, quote=False).replace("&lt;br&gt;", "<br>").replace("\\_", "_")
     text = re.sub(r"\[([^]]*)\]\((?:docs/)?reading\.md(#[^)]*)\)", r'<a href="reading.html\2">\1</a>', text)
@@ -307,7 +308,7 @@ def page_of(name, live=False):
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name} - ringGPT</title><style>{asset("pages.css")}</style>
 <nav>{" ".join(links)}</nav>
-<main class="{"file" if name in TARGETS else "text"}">
+<main class="{"file" if name in OF_FILES else "text"}">
 {body}</main></html>
 """
 
