@@ -35,7 +35,7 @@ def branch_passes(ways):
     return sum(len({*ways[i:i + WARP]}) for i in range(0, len(ways), WARP)) / math.ceil(len(ways) / WARP)
 
 
-def waves(programs, at_once=SMS):
+def waves(programs, at_once):
     """(how many waves the programs run in, the share of the last wave's multiprocessors that have a program). So also
     tiles of `at_once` rows over so many rows, and the share of the last tile that is in use."""
     count = math.ceil(programs / at_once)

@@ -19,8 +19,8 @@ import torch.distributed as torch_dist
 import collectives as dist
 import fast
 from kernels import triton
-from safe.flags import BadInput
 from safe.launch import cores
+from safe.sizes import BadInput
 from theory.memory import tensors_in
 
 

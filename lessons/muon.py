@@ -88,14 +88,14 @@ def optimizers(a):
     for zero, name in itertools.product((0, 1) if a.gpus > 1 else (0,), a.only):
         layout = train.Layout(dp=a.gpus, zero=zero, dtype=dtype)
         net = train.parallelize(a.config, layout, device, optimizer=partial(kinds[name], lr=1e-3))
-        step = partial(step_of, net, [torch.randn_like(p) for p in net.params])
+        grads = [torch.randn_like(p) for p in net.params]
+
+        def step():
+            for p, grad in zip(net.params, grads):  # Muon drops them
+                p.grad = grad
+            net.optimizer.step()
+
         seconds = interleaved({name: step}, device, a.repeats, 1)
         kept = sum(t.nbytes for state in net.optimizer.state.values() for t in state.values() if torch.is_tensor(t))
         table.row(zero=zero, optimizer=name, ms=1e3 * seconds[name], state=kept / 2**20)
     write_json(a, device, table)
-
-
-def step_of(net, grads):
-    for p, grad in zip(net.params, grads):  # Muon drops them
-        p.grad = grad
-    net.optimizer.step()

@@ -23,8 +23,8 @@ def random_source(config, device):
     return lambda name: torch.randn(sizes[name], device=device).mul_(0.02).add_(len(sizes[name]) == 1)
 
 
-# The peers: the same strategies of PyTorch's own parts, so that our times can be judged. Each is a builder(config, s,
-# device, x, y, compiled) -> (step, its name). x, y: the micro-batches that ours trains on.
+# Each peer is a builder(config, s, device, x, y, compiled) -> (step, its name), which trains on the micro-batches x, y
+# of ours.
 
 def plain_model(config, device, compiled, dtype=torch.float32, pieces=None):
     """A GPT of the reference's classes, each block compiled if asked for."""
@@ -82,7 +82,7 @@ def torch_compiled(config, s, device, x, y, compiled):
 
 def world_mesh(device):
     """PyTorch's mesh of all ranks. It has the world's group, which stays, because DTensor's caches (of torch 2.11 at
-    least) take equal meshes for the same, and would use the group of an earlier one that `reset` has destroyed."""
+    least) take equal meshes for the same, and would use the group of an earlier one, which `free_memory` destroys."""
     return DeviceMesh.from_group(torch_dist.group.WORLD, device.type)
 
 

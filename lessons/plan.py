@@ -8,7 +8,8 @@ import torch
 
 import parallel
 from lessons.measure import say, Table, write_json
-from safe.flags import BadInput, check_parts, dashed, Settings, SIZES
+from safe.flags import check_parts, dashed, Settings, SIZES
+from safe.sizes import BadInput
 from theory.clock import stage_to_rank_in
 from theory.memory import ROOM, needed_bytes
 from theory.speed import describe_machine, mfu, mfu_note, predict, ring_hides

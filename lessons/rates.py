@@ -17,7 +17,7 @@ from fast.norm import FusedBlock
 from further.experts import resized
 from lessons.measure import interleaved, readable
 from model import GPTConfig
-from safe.flags import reject
+from safe.sizes import reject
 from theory import speed
 from theory.speed import MACHINES, Machine, matrices, passes
 from theory.traffic import HALVES, in_two_levels, sent

@@ -29,8 +29,8 @@ from lessons.measure import (
     interleaved, of_all_ranks, patched, plain_rows, say, Table, without_collectives, write_json)
 from lessons.plan import describe_model
 from lessons.rates import measure_machine, sent_in
-from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.messages import watched_link
+from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.run import WatchedTrainer
 from theory.clock import lists_of, stages_in
 from theory.memory import reducers_of

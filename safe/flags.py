@@ -173,10 +173,6 @@ def check_parts(s, c, world, local_world, processes):
     reject(replicas % within, f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: "
            f"give --zero-within {math.gcd(within, replicas)}")
     reject(s.zero_within and not s.zero, f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
-    if s.optimizer == "muon":
-        reject(s.zero == 3, "--optimizer muon steps whole matrices, and --zero 3 keeps parts of them: give --zero 2")
-        reject(c.hidden % s.tp, f"--optimizer muon: --tp {s.tp} does not divide the width of the MLP, {c.hidden}: give "
-               f"--tp {math.gcd(s.tp, c.hidden)}")
 
 
 def parts_of_sequence(s):
@@ -221,8 +217,6 @@ def check_device(s, config, world, local_world, processes):
     reject(world > local_world and s.device == "auto" and 0 < gpus < local,  # not the CPU: other nodes may have GPUs
            f"--device auto: {local} processes on this node {short}")
     s.device = device_for(s.device, local)
-    reject(s.optimizer == "muon" and s.zero and s.comm == "torch" and s.device == "cpu", "--comm torch --device cpu: "
-           "gloo gathers no parts of unlike sizes, as --optimizer muon with --zero has them: leave --comm out")
     able = s.device == "cuda" and replayable(s, config)
     on_triton = kernels.HAVE_TRITON and s.dtype != "fp64" and (kernels.INTERPRETED or s.device == "cuda")
     reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda, --zero 0 or 1 (2 or 3 with --pp "
@@ -235,6 +229,7 @@ def check_device(s, config, world, local_world, processes):
     reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
            + f", or a layout of {gpus}" * (gpus > 0))
     check_fp8(s, config)
+    check_muon(s, config)
     kernels.use(s.kernels)
     s.cuda_graphs = "on" if able and s.cuda_graphs != "off" else "off"
 
@@ -251,6 +246,17 @@ def check_fp8(s, c):
     tokens = s.batch_size // (s.dp * s.micro_batches) * c.seq_len
     for what, width in ("--n-embd", c.n_embd), ("tokens of a micro-batch on a rank:", tokens):
         reject(width % 16, f"--dtype fp8: {what} {width} is no multiple of 16: give --dtype bf16")
+
+
+def check_muon(s, c):
+    """Reject --optimizer muon where a rank has no whole matrices, or its parts cannot be sent."""
+    if s.optimizer != "muon":
+        return
+    reject(s.zero == 3, "--optimizer muon steps whole matrices, and --zero 3 keeps parts of them: give --zero 2")
+    reject(c.hidden % s.tp, f"--optimizer muon: --tp {s.tp} does not divide the width of the MLP, {c.hidden}: give "
+           f"--tp {math.gcd(s.tp, c.hidden)}")
+    reject(s.zero and s.comm == "torch" and s.device == "cpu", "--comm torch --device cpu: gloo gathers no parts of "
+           "unlike sizes, as --optimizer muon with --zero has them: leave --comm out")
 
 
 def gpus_here():

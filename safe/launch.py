@@ -14,7 +14,7 @@ import torch
 import torch.distributed as torch_dist
 
 from collectives import rendezvous
-from safe.sizes import reject
+from safe.sizes import BadInput, reject
 
 
 # --------------------------------------------------------------------------------------------------- starting processes
@@ -55,7 +55,7 @@ def started():
 
 def check_interfaces():
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    for name in names.split(",") * bool(names):
+    for name in filter(None, names.split(",")):
         try:
             torch_dist.ProcessGroupGloo.create_device(interface=name)
         except RuntimeError:
@@ -75,8 +75,8 @@ def interfaces():
 
 
 def no_interface(given, name):
-    reject(True, f"{given}: {name} is no network interface with an address; there are {', '.join(interfaces())}: name "
-           "one of them, or unset it")
+    raise BadInput(f"{given}: {name} is no network interface with an address; there are {', '.join(interfaces())}: "
+                   "name one of them, or unset it")
 
 
 def cores(root="/"):

@@ -69,7 +69,7 @@ class Watched(Link):
         named = dict(zip(arguments_of(name), arguments))
         dtypes = set()
         for key, value in named.items():
-            for t in tensors_among(value if isinstance(value, list) else (value,)):
+            for t in tensors_among([value]):
                 dtypes.add(t.dtype)
                 if t.device.type != self.device:
                     raise ValueError(f"{name}: a {self.backend} group takes {self.device.upper()} tensors, "

@@ -304,7 +304,8 @@ def seconds_by_axis(s, machine, items):
 
 
 def buckets_of(s, elements, units):
-    """Buckets as for `messages`, of so many elements on a rank. units: of ZeRO-3."""
+    """Buckets as for `messages`, of so many elements on a rank. units: of ZeRO-3, taken for equally large. (So the
+    embedding counts as gathered twice.)"""
     if s.zero == 3:
         return [(elements // units, 2)] * (units - 1) + [(elements // units, 1)]
     count = max(1, math.ceil(elements * widths(s)[1] / (100 << 20)))

@@ -204,7 +204,8 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
 
     stages: this rank's {number: pieces}.
     buckets: (elements, how often a micro-batch gathers them) of each bucket of its parameters. Under ZeRO-3 that is 2,
-        but 1 for a stage's last unit, which stays whole from forward to backward, and 0 for 1-D parameters.
+        but 1 for a stage's last unit, which stays whole from forward to backward, and for an embedding, whose backward
+        needs no weights; and 0 for 1-D parameters.
     of_experts: the same for the parameters that --ep cuts.
     rows: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1, ...),
         ...], [(from rank 0, ...), ...]); None: equally many for each expert.
