@@ -1,11 +1,13 @@
 """Processes start and end together."""
 
 import concurrent.futures
+import ctypes
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,42 +16,41 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed.run
 
 import collectives as dist
 import fast
-from tests.pool import forkserver, GPUS, in_new_process, on_linux, on_ranks, parametrize, table
+from tests.pool import forkserver, GPUS, HERE, in_new_process, on_linux, on_ranks, parametrize, table
 from tests.refusals import refusal_of_layout
-from tests.runs import TINY, TORCHRUN, Ranks, command, log_of, processes
+from tests.runs import TINY, Ranks, command, log_of, processes, ran
 import safe.launch
 from safe.checkpoints import checkpoints
 from safe.sizes import BadInput
 import train
 
 
-# Starts a command where there is no network but the loopback interface, and this machine's name means nothing.
-ALONE = "unshare", "-n", "-u", "sh", "-c", 'ip link set lo up && hostname made-up && exec "$@"', "sh"
-
-
+CLONE_NEWUTS, CLONE_NEWNET = 0x4000000, 0x40000000  # of sched.h
 FLAGS = [*TINY, *"--dp 2 --device cpu --eval-every 2 --sample 4 --data".split()]
 
 
+def alone():
+    """Where that can be had: there is no network but the loopback interface, and this machine's name means nothing."""
+    if not ctypes.CDLL(None).unshare(CLONE_NEWUTS | CLONE_NEWNET):
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        socket.sethostname("made-up")
+
+
+@on_linux
 def test_processes_start_together(text, tmp_path):
-    """train.py under a torchrun of one process starts two. It has no network but the loopback interface, and a name
-    that does not resolve, if this machine can do that."""
-    can_be_alone = shutil.which("unshare") and not subprocess.run([*ALONE, "true"], capture_output=True).returncode
-    words = *ALONE * bool(can_be_alone), *TORCHRUN, "train.py", *FLAGS, text, "--out", str(tmp_path), "--steps", "2"
-    printed = command(*words)
+    """train.py under a torchrun of one process starts two."""
+    words = ["--local-addr", "127.0.0.1", "--start-method", "fork", "--run-path", f"{HERE}/train.py", *FLAGS, text,
+             "--out", str(tmp_path), "--steps", "2"]
+    printed = ran(words, 1, tmp_path / "log", program=torch.distributed.run.__file__, launcher="fork", before=alone)
     assert not re.search(r"resolve hostname|\(made-up, ", printed), printed
     for said in ("device   cpu: 2 processes on this machine, ", "dp 2 x tp 1 = 2 processes, cpu (gloo)",
                  "step 2/2  loss", "validation loss", "--- sample, 4 tokens", "measured (predicted)"):
         assert printed.count(said) == 1, said
     assert log_of(tmp_path, "step") == [1, 2]
-
-
-ENDS = [  # what ends, by which signal, exit code, whether ranks are copies of their launcher or new processes
-    ("launcher", signal.SIGINT, 130, "fork"), ("launcher", signal.SIGTERM, 0, "fork"),
-    ("launcher", signal.SIGHUP, 0, "fork"), ("launcher", signal.SIGKILL, -9, "fork"),
-    ("rank", signal.SIGKILL, 1, "new")]
 
 
 def left_of(pids):
@@ -64,36 +65,58 @@ def left_of(pids):
 
 def by_nohup():
     """As nohup starts a program, among what others have left in the environment."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    by_a_terminal(signal.SIG_IGN)
     os.environ.update(PET_NNODES="2", PET_NPROC_PER_NODE="3", OMP_NUM_THREADS="0", WORLD_SIZE="1", LOCAL_RANK="1")
 
 
-def by_a_terminal():
-    """As a terminal starts a program, also where the tests themselves run under nohup."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def by_a_terminal(at_its_end=signal.SIG_DFL):
+    """As a terminal starts a program, also where the tests themselves run under nohup. Ranks that have saved, and that
+    nobody waits for, stay for a tenth of their time."""
+    signal.signal(signal.SIGHUP, at_its_end)
+    signal.alarm = lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds / 10)
 
 
 @on_linux
-@parametrize("victim, how, code, launcher", ENDS)
-def test_processes_end_together(text, tmp_path, victim, how, code, launcher):
-    """SIGTERM and a closed terminal leave a checkpoint, Ctrl-C no traceback, and a rank's death is told. Under nohup no
-    terminal ends them."""
-    run = Ranks([*FLAGS, text, "--out", str(tmp_path), "--steps", "1000000"], 1, tmp_path / "log", launcher=launcher,
-                before=by_nohup if how == signal.SIGTERM else by_a_terminal)
+@parametrize("how, code", [("SIGINT", 130), ("SIGTERM", 0), ("SIGHUP", 0), ("SIGKILL", -9)])
+def test_processes_end_with_their_launcher(text, tmp_path, how, code):
+    """SIGTERM and a closed terminal leave a checkpoint, Ctrl-C no traceback. Under nohup no terminal ends them."""
+    run = Ranks([*FLAGS, text, "--out", str(tmp_path), "--steps", "1000000"], 1, tmp_path / "log", launcher="fork",
+                before=by_nohup if how == "SIGTERM" else by_a_terminal)
     run.wait_for("\nstep ")
     pid = run.processes[0].pid
     ranks = processes(pid)
     assert len(ranks) == 2, run.printed()
-    if how == signal.SIGTERM:
+    if how == "SIGTERM":
         for process in (*ranks, pid):
             os.kill(process, signal.SIGHUP)
         run.since = os.path.getsize(run.log)
         run.wait_for("\nstep ")
-    os.kill(ranks[-1] if victim == "rank" else pid, how)
+    os.kill(pid, signal.Signals[how])
     assert not left_of([pid, *ranks]) and run.end() == [code], run.printed()
-    assert how not in (signal.SIGTERM, signal.SIGHUP) or checkpoints(tmp_path) and f"{how.name}: the" in run.printed()
-    assert how != signal.SIGINT or "Traceback" not in run.printed()
-    assert victim != "rank" or "ended with exit code -9; all others were stopped" in run.printed()
+    assert code != 0 or checkpoints(tmp_path) and f"{how}: the" in run.printed()
+    assert how != "SIGINT" or "Traceback" not in run.printed()
+
+
+NEW = """
+import os, signal, sys, time
+if "RANK" not in os.environ:
+    import safe.launch
+    safe.launch.start_again(2)
+print(f"pid {os.getpid()} of rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", *sys.argv[1:])
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+@on_linux
+def test_a_rank_that_dies_takes_the_others_along_and_is_named(tmp_path):
+    """Here ranks are new processes, as on a machine with GPUs."""
+    (tmp_path / "new.py").write_text(NEW)
+    said = ran(["--flag", "a b"], 1, tmp_path / "log", [1], program=str(tmp_path / "new.py"), launcher="new")
+    started = dict(re.findall(r"pid (\d+) of rank (\d) of 2 --flag a b\n", said))
+    assert {*started.values()} >= {"1"} and not left_of(map(int, started))
+    assert "rank 1 ended with exit code -9; all others were stopped" in said
 
 
 # What the environment has, and how many processes that means, or what is refused.

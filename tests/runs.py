@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import io
 import json
 import operator
@@ -127,6 +128,7 @@ def _rank(rank, size, port, flags, log, before, program, folder, forks):
     if size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    inspect.getmodule = lambda *_: None  # torchrun asks again and again, and this copy has thousands of modules
     if forks:  # this copy has none of the threads that were counted there
         safe.launch._imported = safe.launch.threads()
     if folder != HERE:
