@@ -2,7 +2,7 @@
 
     python train.py --together --dp 2 --tp 2               a breakpoint() stops in one rank, and the others stand still
     together.join(4)                                       in place of your own program's dist.initialize
-    together.run(4, body)                                  [what body() returns on each rank]; it joins as above
+    together.run(4, body)                                  [what body() returns on each of 4 ranks of a world]
 
 collectives.py, parallel.py and train.py run unchanged. PyTorch keeps groups for each thread, as its own tests want it,
 and `Queues` is a backend with isend and irecv. A rank runs until it waits for a message, or has sent one. Then a draw
@@ -18,6 +18,10 @@ import runpy
 import sys
 import threading
 from collections import defaultdict
+from concurrent.futures import Future
+from functools import partial
+from threading import current_thread
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as torch_dist
@@ -34,74 +38,56 @@ class Deadlock(RuntimeError):
 
 # -------------------------------------------------------------------------------------------------------------- threads
 
-class Task:
-    """A thread that runs when it is its turn: a rank, or an operation of one's worker. serves: what the operation is
-    for."""
+class Task(threading.Thread):
+    """Runs when it is its turn: a rank, or an operation of one's worker. serves: what the operation is for."""
 
     def __init__(self, world, name, body, rank=None, serves=""):
-        self.world, self.name, self.body, self.rank, self.serves = world, name, body, rank or self, serves
-        self.result = self.error = None  # of body()
-        self.waits_for, self.ended = "", False
+        super().__init__(name=name, daemon=True)
+        self.world, self.body, self.rank, self.serves = world, body, rank or self, serves
+        self.done, self.waits_for, self.turn = Future(), "", threading.Semaphore(0)
+        self.groups = SimpleNamespace()  # PyTorch's bookkeeping of them
         self.own = {"traffic_log": defaultdict(dist.Traffic), "links": defaultdict(dict), "registered": {}}
-        self.turn, self.thread = threading.Semaphore(0), threading.Thread(target=self.main, daemon=True)
-        self.thread.task = self
         world.can_go_on(self)
-        self.thread.start()
+        self.start()
 
-    def main(self):
+    def run(self):
         self.turn.acquire()
         try:
-            self.result = self.body()
-        except BaseException as error:  # noqa: BLE001  who joins it raises it
-            self.error = error
-        self.ended, self.body = True, None  # whose tensors may go
+            self.done.set_result(self.body())
+        except BaseException as error:  # noqa: BLE001  who asks for the result raises it
+            self.done.set_exception(error)
+        self.body = None  # whose tensors may go
         self.world.wake(self)
         self.world.pass_on()
 
-    def join(self, waits_for=""):
+    def result(self, waits_for=""):
         """What body() returns, when it has."""
-        while not self.ended:
+        while not self.done.done():
             self.world.sleep(self, waits_for)
         self.world.follow(self)
-        if self.error:
-            raise self.error
-        return self.result
+        return self.done.result()
 
     def frame(self):
         """Where it stands."""
-        return sys._current_frames()[self.thread.ident]
-
-
-class Worlds(ThreadLocalWorld):
-    """PyTorch's bookkeeping of groups, for each thread."""
-    comms = []  # before 2.12 it has none, and destroy_process_group asks
-
-
-def current():
-    """The Task that runs; None outside of all."""
-    return getattr(threading.current_thread(), "task", None)
+        return sys._current_frames()[self.ident]
 
 
 class Worker:
     """A rank's collectives.Worker. An operation is a thread, which waits for the one before."""
-
-    def __init__(self):
-        self.last, self.groups = None, ThreadLocalWorld._world.world
+    last = None
 
     def start(self, function):
-        me, before = current(), self.last
+        me, before = current_thread(), self.last
 
         def operation():
-            ThreadLocalWorld._world.world = self.groups
             me.world.follow(me)
             if before:
-                before.join()
+                before.result()
             return function()
 
         self.last = task = Task(me.world, f"{me.name}'s worker", operation, me, purpose(sys._getframe()))
-        if me.world.worker == "eager":
-            me.world.sleep()
-        return dist.Handle(lambda: task.join("its worker"), lambda: task.ended)
+        me.world.sleep()
+        return dist.Handle(lambda: task.result("its worker"), task.done.done)
 
     def close(self):
         """No thread is left when its operations have ended."""
@@ -124,14 +110,14 @@ class World:
         self.random, self.rendezvous, self.worker = random.Random(seed), rendezvous, worker
         self.ready, self.asleep, self.ranks, self.deadlock = ([], []), defaultdict(list), [], ""
         self.messages, self.posted, self.counts = {}, {}, defaultdict(itertools.count)
-        self.store, self.ended = torch_dist.HashStore(), threading.Event()
+        self.ended = threading.Event()
 
     def can_go_on(self, task):
         self.ready[task.rank is not task].append(task)
 
     def sleep(self, event=None, waits_for=""):
         """Until `wake(event)`; without one, let others run."""
-        me = current()
+        me = current_thread()
         me.waits_for = waits_for
         if event:
             self.asleep[event].append(me)
@@ -149,20 +135,25 @@ class World:
 
     def post(self, ticket, tensor, what):
         self.messages[ticket] = tensor, what
-        self.wake(ticket)
+        self.deliver(ticket)
 
-    def moved(self, ticket):
-        """Whether a message is where it belongs; it goes there if both its ends are here."""
+    def deliver(self, ticket):
+        """The message goes where it belongs, if both its ends are here."""
         if ticket in self.messages and ticket in self.posted:
             self.posted.pop(ticket).copy_(self.messages.pop(ticket)[0])
             self.wake(ticket)
-        return ticket not in self.messages and ticket not in self.posted
 
-    def follow(self, task):
-        """What runs needs what the task has done. For a subclass with a clock."""
+    def wait(self, ticket, waits_for):
+        """Until the message is where it belongs."""
+        if ticket in self.messages or ticket in self.posted:
+            self.sleep(ticket, waits_for)
+        self.follow(ticket)
+
+    def follow(self, event):
+        """What runs needs what a task has done, or a message. For a subclass with a clock."""
 
     def pass_on(self):
-        """Draw who runs next. What collectives.py keeps once a process becomes his."""
+        """Draw who runs next. What PyTorch and collectives.py keep once a process becomes his."""
         if not any(self.ready):
             self.deadlock = told(self)
             if not self.deadlock:
@@ -172,6 +163,7 @@ class World:
         able = [*filter(None, self.ready)]
         tasks = {"late": able[0], "eager": able[-1]}.get(self.worker) or self.random.choice(able)
         task = tasks.pop(self.random.randrange(len(tasks)))
+        ThreadLocalWorld._world = task.rank.groups
         vars(dist).update(task.rank.own)
         task.turn.release()
 
@@ -190,28 +182,20 @@ class Queues(torch_dist.ProcessGroup):
 
     def ticket(self, end, sender, receiver, tag):
         key = self.group_name, *(torch_dist.get_global_rank(self, rank) for rank in (sender, receiver)), tag
-        return *key, next(current().world.counts[end, key])
+        return *key, next(current_thread().world.counts[end, key])
 
     def send(self, tensors, dst, tag):
-        world, ticket = current().world, self.ticket("send", self.rank(), dst, tag)
-        tensor = tensors[0].detach() if world.rendezvous else tensors[0].detach().clone()
+        world, ticket = current_thread().world, self.ticket("send", self.rank(), dst, tag)
+        tensor = tensors[0].data if world.rendezvous else tensors[0].data.clone()
         world.post(ticket, tensor, operation(sys._getframe()))
         world.sleep()
-
-        def wait():
-            while world.rendezvous and not world.moved(ticket):
-                world.sleep(ticket, f"rank {ticket[2]} to receive")
-        return dist.Handle(wait)
+        return dist.Handle(lambda: world.rendezvous and world.wait(ticket, f"rank {ticket[2]} to receive"))
 
     def recv(self, tensors, src, tag):
-        world, ticket = current().world, self.ticket("receive", src, self.rank(), tag)
+        world, ticket = current_thread().world, self.ticket("receive", src, self.rank(), tag)
         world.posted[ticket] = tensors[0].data
-        world.wake(ticket)
-
-        def wait():
-            while not world.moved(ticket):
-                world.sleep(ticket, f"rank {ticket[1]}")
-        return dist.Handle(wait)
+        world.deliver(ticket)
+        return dist.Handle(lambda: world.wait(ticket, f"rank {ticket[1]}"))
 
 
 dist.DEVICE["together"] = "cpu"
@@ -222,40 +206,38 @@ if "together" not in torch_dist.Backend.backend_list:  # it may be imported anew
 
 # ---------------------------------------------------------------------------------------------------------------- start
 
+class Worlds(ThreadLocalWorld):
+    comms = []  # before 2.12 it has none, and destroy_process_group asks
+
+
 def run(n, body, world=None):
-    """[body() of each of n ranks]. Raises the first error, or the Deadlock."""
-    world, isolate = world or World(), torch._C._distributed_c10d._set_thread_isolation_mode
+    """[body() of each of n ranks, which have joined one another]. Raises the first error, or the Deadlock."""
+    world, store = world or World(), torch_dist.HashStore()
+
+    def joined(rank):
+        dist.init_process_group("together", rank=rank, world_size=n, store=store)
+        return body()
+
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     kept, groups, hook = {**vars(dist)}, c10d._world, sys.excepthook
     dist.Worker, c10d._world = Worker, Worlds()
     isolate(True)
     try:
-        world.ranks += [Task(world, f"rank {number}", body) for number in range(n)]
+        world.ranks += [Task(world, f"rank {rank}", partial(joined, rank)) for rank in range(n)]
         world.pass_on()
         world.ended.wait()
     finally:
         isolate(False)
         vars(dist).update(kept)
         c10d._world, sys.excepthook = groups, hook
-    errors = [rank.error for rank in world.ranks if rank.error]
-    for error in sorted(errors, key=lambda error: isinstance(error, Deadlock)):
-        raise error
-    return [rank.result for rank in world.ranks]
-
-
-def run_joined(n, body, world=None):
-    """As `run`, of ranks that have joined one another."""
-    def joined():
-        join(n)
-        return body()
-    return run(n, joined, world)
+    for rank in sorted(world.ranks, key=lambda rank: isinstance(rank.done.exception(), Deadlock)):
+        rank.done.result()  # raises what another rank may wait for in vain
+    return [rank.done.result() for rank in world.ranks]
 
 
 def join(n):
-    """As `dist.initialize`: join the others; returns the device. Outside of them, run this program again as each of n
-    ranks, and exit."""
-    me = current()
-    if not me:
+    """In place of `dist.initialize`: run this program again as each of n ranks, and exit. There, the device."""
+    if not isinstance(current_thread(), Task):
         run(n, lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
         sys.exit()
-    dist.init_process_group("together", rank=me.world.ranks.index(me), world_size=n, store=me.world.store)
     return torch.device("cpu")

@@ -9,7 +9,6 @@ sees what is off by more than it tolerates.
 """
 
 import contextlib
-import dataclasses
 import inspect
 import math
 import multiprocessing
@@ -19,14 +18,17 @@ import sys
 import tempfile
 from ast import literal_eval
 from collections import defaultdict
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 
 import collectives as dist
+from collectives import ReduceOp
+from lessons.pictures import box, COLOURS, words, write_rows
 from lessons.puzzles import HERE, loaded_from, write
+from parallel import PRECISIONS
 from safe.launch import cores
 
 HABITS = {  # name: (it sees what is off by more than this, what it is blind to)
@@ -73,16 +75,24 @@ def copy_with(bug, folder):
     write(folder, bug.file, f" {bug.new}\n".join(bug.halves()))
 
 
-NAMED = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
+@contextlib.contextmanager
+def with_line(bug):
+    """From here on this process runs the reference with the bug's line."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_with(bug, folder)
+        loaded_from(folder)
+        yield
+
+
 AXES = "dp", "tp", "cp", "pp"
 
 
 def value_of(word):
-    """A number, a truth value, None, what NAMED has of that name, or the word."""
+    """A number, a truth value, None, a dtype by the flag's name, or the word."""
     try:
         return literal_eval(word)
     except (ValueError, SyntaxError):
-        return NAMED.get(word, word)
+        return PRECISIONS.get(word, word)
 
 
 def case_of(row):
@@ -92,7 +102,6 @@ def case_of(row):
 
 # --------------------------------------------------------------------------------------------------------------- a run
 
-@cache
 def tokens_of(step, tokens, holes):
     """8 sequences and their targets: each counts up in steps of its own. holes: of the last two one target counts."""
     draw = torch.Generator().manual_seed(step)
@@ -110,12 +119,9 @@ def train_on(case, steps, optimizer, dtype):
     import model
     import train
     from further import experts
-
-    def chosen(kind):
-        return {field.name: case[field.name] for field in dataclasses.fields(kind) if field.name in case}
-
-    config = experts.resized(model.GPTConfig(37, 10, 2, 8, 32), **chosen(experts.ExpertsConfig))
-    layout = train.Layout(**chosen(train.Layout) | {"dtype": dtype})
+    config = experts.resized(model.GPTConfig(37, 10, 2, 8, 32), **case)
+    layout = train.Layout(**{name: value for name, value in case.items() if hasattr(train.Layout, name)}
+                          | {"dtype": dtype})
     net, log = train.parallelize(config, layout, "cpu", optimizer=optimizer), []
     for step in range(steps):
         x, y = (t.chunk(layout.dp)[train.dist.get_rank(net.groups.dp)].chunk(case.get("micro_batches", 1))
@@ -136,101 +142,97 @@ def looked_at(case, steps):
     """{habit: the tensors that it looks at}, of two steps of SGD in float64, one in bf16, and `steps` of AdamW in
     float32 or the row's own dtype."""
     from further import together
+
+    def all_ranks(*run):
+        """As `train_on`, with losses and norms the mean over ranks, as they are logged."""
+        ranks = together.run(math.prod(case.get(axis, 1) for axis in AXES), partial(train_on, case, *run))
+        logs, gradients, weights, sent = zip(*ranks)
+        return torch.stack(logs).mean(0), sum(gradients, []), sum(weights, []), torch.tensor(sent)
+
     sgd, adamw = partial(torch.optim.SGD, lr=0.5), partial(torch.optim.AdamW, lr=3e-3, fused=True)
-    exact, half, curve = (
-        [*zip(*together.run_joined(math.prod(case.get(axis, 1) for axis in AXES), partial(train_on, case, *run)))]
-        for run in ((2, sgd, torch.float64), (1, sgd, torch.bfloat16),
-                    (steps, adamw, case.get("dtype", torch.float32))))
-    exact_log, curve_log = (torch.stack(some[0]).mean(0) for some in (exact, curve))  # over ranks, as it is logged
-    return {"loss curve": [curve_log[-10:, 0].mean()], "first loss": exact_log[0, :1], "first norm": exact_log[0, 1:],
-            "bf16 gradients": sum(half[1], []), "bytes": torch.tensor(exact[3]),
-            "float64": [*exact_log.T, *sum(exact[1] + exact[2], [])]}
+    log, gradients, weights, sent = all_ranks(2, sgd, torch.float64)
+    _, rounded, *_ = all_ranks(1, sgd, torch.bfloat16)
+    curve, *_ = all_ranks(steps, adamw, case.get("dtype", torch.float32))
+    return {"loss curve": [curve[-10:, 0].mean()], "first loss": log[0, :1], "first norm": log[0, 1:],
+            "bf16 gradients": rounded, "bytes": sent, "float64": [*log.T, *gradients, *weights]}
 
 
 def off(ours, theirs):
-    """The largest relative error of a tensor; infinite where one is not finite, or has another shape."""
-    errors = [((a - b).double().norm() / b.double().norm().clamp(min=1e-12)).item() if a.shape == b.shape else math.inf
-              for a, b in zip(ours, theirs)]
-    return max(error if math.isfinite(error) else math.inf for error in errors)
+    """The largest relative error of a tensor; infinite where one is not finite."""
+    errors = [(a - b).double().norm() / b.double().norm().clamp(min=1e-12) for a, b in zip(ours, theirs)]
+    return torch.stack(errors).nan_to_num(math.inf, math.inf).max().item()
 
 
 # ------------------------------------------------------------------------------------------------------------- mutants
 
-CALLS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "batch_isend_irecv",
-         "isend")
+CALLS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter",
+         "all_gather", "batch_isend_irecv", "isend")
+KINDS = {  # of mutants: what becomes of a call's arguments; None: nothing is called
+    "out": lambda given: None,
+    "one": lambda given: None if dist.get_rank() == 1 else given,
+    "op": lambda given: given | {"op": ReduceOp.AVG if given["op"] == ReduceOp.SUM else ReduceOp.SUM},
+    "alone": lambda given: given | {"group": dist.new_group([dist.get_rank()], use_local_synchronization=True)}}
 
 
-@contextlib.contextmanager
-def mutated(call=None, place=None, kind=None, found=None):
-    """Change the collective `call` where the function `place` calls it. kind: "out": nobody calls it; "one": rank 1
-    does not; "op": a sum in place of a mean, or the other way round; "alone": in a group of this rank alone.
-    found: a set that gets (call, place, kind) of all that could be changed."""
+def intercepted(change):
+    """Inside, each of CALLS is called with change(its name, the code that calls it, {argument: value})."""
     def stand_in(name, real, *values, **options):
-        here, bound = (name, sys._getframe(1).f_code.co_name), inspect.signature(real).bind(*values, **options)
+        bound = inspect.signature(real).bind(*values, **options)
         bound.apply_defaults()
-        given = bound.arguments
-        if found is not None and dist.get_world_size(given.get("group")) > 1:
-            found.update((*here, kind) for kind in ("out", "one", *("op", "alone") * ("op" in given)))
-        if here != (call, place):
-            return real(**given)
-        if kind == "out" or kind == "one" and dist.get_rank() == 1:
+        given = change(name, sys._getframe(1).f_code, bound.arguments)
+        if given is None:
             return [] if name == "batch_isend_irecv" else dist.Handle()
-        if kind == "op":
-            given["op"] = dist.ReduceOp.AVG if given["op"] == dist.ReduceOp.SUM else dist.ReduceOp.SUM
-        if kind == "alone":
-            given["group"] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return real(**given)
 
-    with patch.multiple(dist, **{name: partial(stand_in, name, getattr(dist, name)) for name in CALLS}):
-        yield
+    return patch.multiple(dist, **{name: partial(stand_in, name, getattr(dist, name)) for name in CALLS})
+
+
+def mutated(call, place, kind):
+    """Inside, the collective `call` is changed where the function `place` calls it."""
+    return intercepted(lambda name, code, given: KINDS[kind](given) if (name, code.co_name) == (call, place) else given)
 
 
 # -------------------------------------------------------------------------------------------------------------- matrix
 
 def compared(row, bugs, steps):
-    """{name: {habit: by how much it is off}} of a layout's bugs; without any, of its mutants. Infinite: it stops."""
+    """{name: [by how much each habit is off, ...]} of a layout's bugs; without any, of its mutants. Infinite: it
+    stops."""
+    def note(name, code, given):
+        if dist.get_world_size(given.get("group")) > 1:
+            mutants.update((name, code.co_name, kind) for kind in [*KINDS][:4 if "op" in given else 2])
+        return given
+
     torch.set_num_threads(1)
     case, mutants, found = case_of(row), set(), {}
-    with mutated(found=mutants):
+    with intercepted(note):
         right = looked_at(case, steps)
-    for change in bugs or sorted(mutants):
-        with contextlib.ExitStack() as around:
-            if bugs:
-                copy_with(change, folder := around.enter_context(tempfile.TemporaryDirectory()))
-                loaded_from(folder)
-            else:
-                around.enter_context(mutated(*change))
+    changes = {f"{bug.number:>2}  {bug.thread}": with_line(bug) for bug in bugs}
+    for name, change in (changes or {"{} in {}, {}".format(*some): mutated(*some) for some in mutants}).items():
+        with change:
             try:
-                ran = looked_at(case, steps)
-                off_by = {habit: off(ran[habit], right[habit]) for habit in HABITS}
+                found[name] = [*map(off, looked_at(case, steps).values(), right.values())]
             except Exception:  # noqa: BLE001  it stops, which everybody sees
-                off_by = dict.fromkeys(HABITS, math.inf)
-        found["{:>2}  {}".format(*change) if bugs else "{} in {}, {}".format(*change)] = off_by
+                found[name] = [math.inf] * len(HABITS)
     return found
 
 
 def matrix(jobs):
-    """{(kind, name): {habit: by how much it is off}} of jobs (kind, row, bugs, steps): each in a new process."""
+    """{(kind, name): [(by how much it is off, whether it is seen), a pair a habit]} of jobs (kind, row, bugs, steps):
+    each in a new process."""
     import torch._dynamo  # noqa: F401  or the first optimizer of each process would, which takes two seconds
     with multiprocessing.get_context("fork").Pool(cores(), maxtasksperchild=1) as pool:
         ran = pool.starmap(compared, [job for _, *job in jobs], chunksize=1)
-    return {(kind, name): off_by for (kind, *_), found in zip(jobs, ran) for name, off_by in found.items()}
-
-
-def sees(off_by):
-    return [off_by[habit] > limit for habit, (limit, _) in HABITS.items()]
+    return {(kind, name): [(n, n > limit) for n, (limit, _) in zip(off_by, HABITS.values())]
+            for (kind, *_), found in zip(jobs, ran) for name, off_by in found.items()}
 
 
 def draw(found, path):
     """A row a bug, a column a habit: filled where it sees the bug."""
-    from lessons.pictures import box, COLOURS, words, write_svg
-    parts = [words(430 + 100 * i, 16, habit, 12) for i, habit in enumerate(HABITS)]
-    for row, (name, off_by) in enumerate(found):
-        parts.append(words(360, 40 + 20 * row, name, 11, "end"))
-        for i, (is_seen, n) in enumerate(zip(sees(off_by), off_by.values())):
-            parts.append(box(385 + 100 * i, 28 + 20 * row, 90, 17, COLOURS[2] if is_seen else "#8882"))
-            parts.append(words(430 + 100 * i, 40 + 20 * row, f"{n:.2g}", 10))
-    write_svg(path, 36 + 20 * len(found), parts)
+    x, rows = range(430, 1000, 100), {}
+    for name, habits in found:
+        rows[name] = [box(middle - 45, 0, 90, 17, COLOURS[2] if is_seen else "#8882") + words(middle, 12, f"{n:.2g}", 10)
+                      for middle, (n, is_seen) in zip(x, habits)]
+    write_rows(path, 360, [words(middle, 16, habit, 12) for middle, habit in zip(x, HABITS)], rows)
 
 
 def demo_blind(quick, out):
@@ -240,18 +242,18 @@ def demo_blind(quick, out):
         rows[bug.layout].append(bug)
     found = matrix([("bugs", row, some, 60) for row, some in rows.items()]
                    + [(name, f"n_layer=1 {row}", [], 15) for name, row in strategies[:1 if quick else None]])
+    found = dict(sorted(found.items()))
     print("By how much each number is off; *: its habit sees it; inf: the run stops. Mutants: out: nobody calls the\n"
           "collective; one: rank 1 does not; op: a sum for a mean, or the other way round; alone: in a group of\n"
           f"one.\n\n{'':66}", *(f"{habit:>15}" for habit in HABITS))
     seen = defaultdict(list)
-    for (kind, name), off_by in sorted(found.items()):
-        seen[kind].append(sees(off_by))
-        marks = zip(seen[kind][-1], off_by.values())
-        print(f"{kind:12}{name:54}", *(f"{'*' * is_seen:>4} {n:10.2g}" for is_seen, n in marks))
+    for (kind, name), habits in found.items():
+        seen[kind].append([is_seen for _, is_seen in habits])
+        print(f"{kind:12}{name:54}", *(f"{'*' * is_seen:>4} {n:10.2g}" for n, is_seen in habits))
     print("\nHow many each habit sees")
     for kind, marks in seen.items():
         print(f"{kind:12}{len(marks):3}{'':51}", *(f"{sum(column):15}" for column in zip(*marks)))
     for habit, (limit, blind) in HABITS.items():
         print(f"{habit}, off by more than {limit:g}: {blind}")
     if out:
-        draw([(name, off_by) for (kind, name), off_by in sorted(found.items()) if kind == "bugs"], out)
+        draw([(name, habits) for (kind, name), habits in found.items() if kind == "bugs"], out)

@@ -55,7 +55,7 @@ def chunks(states, s, left, width):
 # The next pictures need no file. They call the code's own functions, the ring's on ranks that are threads.
 
 def draw_ring():
-    states = [*zip(*together.run_joined(4, ring_states))]  # [state][rank][chunk]
+    states = [*zip(*together.run(4, ring_states))]  # [state][rank][chunk]
     n, width = len(states[0]), 960 / len(states)
     names = ["start", *(f"{half} {s}" for half in ("reduce-scatter", "all-gather") for s in range(n - 1))]
     out = [words(40 + width * s + width / 2, 14, name) for s, name in enumerate(names)]
@@ -147,7 +147,7 @@ def draw_trace(found):
 # Frames of pictures that pages step through: [(height, parts, what happens)].
 
 def ring_frames():
-    states = [*zip(*together.run_joined(4, ring_states))]
+    states = [*zip(*together.run(4, ring_states))]
     ranks = [words(60, 39 + 30 * r, f"rank {r}", 12, "end") for r in range(4)]
     names = [words(190 + 236 * c, 14, f"chunk {c}", 12) for c in range(4)]
     return [(150, [*ranks, *names, *chunks(states, s, 70, 960)], said) for s, said in enumerate(ring_steps(4))]
@@ -164,7 +164,7 @@ def zero_frames():
     """What rank 0 of four keeps of each unit in a step of ZeRO-3: a quarter, or while it is needed the whole. Pale is
     what is on its way."""
     events = []
-    [units] = together.run_joined(1, lambda: fsdp_step(lambda *event: events.append(event)))
+    [units] = together.run(1, lambda: fsdp_step(lambda *event: events.append(event)))
     kept = {kind: dict.fromkeys(units, n) for kind, n in (("parameters", 1), ("gradients", 0), ("optimizer", 1))}
     left_after = {"gather": 4, "free": 1, "backward of": 4, "scatter": 1}  # how many quarters
     frames, coming = [], ""
@@ -200,7 +200,7 @@ TENSOR_STEPS = {  # the newest matrix: what happens
 
 def tensor_frames():
     """Two ranks' matrices, step by step. Blue is above 0, orange below, pale is near 0."""
-    ranks = together.run_joined(2, tensor_matrices)
+    ranks = together.run(2, tensor_matrices)
     names = [*ranks[0]]
     frames = []
     for newest, said in TENSOR_STEPS.items():
@@ -219,6 +219,14 @@ def tensor_frames():
 def svg_of(height, parts):
     frame = f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" viewBox="0 0 1000 {height}">'
     return "\n".join([frame, *parts, "</svg>"]) + "\n"
+
+
+def write_rows(path, left, head, rows):
+    """rows: {name: [parts]}, their y from 0; names end at `left`."""
+    parts = [*head]
+    for i, (name, row) in enumerate(rows.items()):
+        parts += [f'<g transform="translate(0 {28 + 20 * i})">', words(left, 12, name, 11, "end"), *row, "</g>"]
+    pathlib.Path(path).write_text(svg_of(36 + 20 * len(rows), parts))
 
 
 def pictures(a):

@@ -8,77 +8,72 @@
 import builtins
 import contextlib
 import functools
-import itertools
 import math
 import os
 import pdb
-import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from threading import current_thread
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 import collectives as dist
 import parallel
 import train
 from further import together
 from further.deadlock import waiting
+from lessons.pictures import box, COLOURS, legend, write_rows
 from lessons.puzzles import HERE
 from model import GPTConfig
 from theory.clock import simulate
 from theory.speed import MACHINES
 
-CONFIG = GPTConfig(vocab_size=256, seq_len=128, n_layer=4, n_head=8, n_embd=256)
 
+# ---------------------------------------------------------------------------------------------------------------- clock
 
 class Clock(together.World):
-    """A World with a clock for each thread: FLOPs and messages take a machine's time. spans: [(thread, what, start,
-    end)]; log: [(end, sender, receiver, bytes, operation)]."""
+    """A World with a clock for each thread: FLOPs and messages take a machine's time. now: {thread: its time, ticket:
+    when the message arrives}; spans: [(thread, what, start, end)]; log: [(end, sender, receiver, bytes, operation)]."""
 
     def __init__(self, machine):
         # An eager worker begins when it is started. By the draws of seed 2 some rank waits where `--break` stops.
         super().__init__(2, worker="eager")
-        self.machine, self.now, self.done, self.counters = machine, Counter(), Counter(), {}
-        self.arrives, self.spans, self.log = {}, [], []
+        self.machine, self.now, self.spans, self.log = machine, Counter(), [], []
 
     def spend(self, what, seconds):
-        me = together.current()
+        me = current_thread()
         if seconds > 0:
             self.spans.append((me.name, what, self.now[me], self.now[me] + seconds))
             self.now[me] += seconds
 
-    def compute(self):
-        """Count what this rank has computed since the last call."""
-        me = together.current()
-        if me in self.counters:
-            flops = self.counters[me].get_total_flops()
-            self.spend("compute", (flops - self.done[me]) / self.machine.matmul)
-            self.done[me] = flops
-
-    def until(self, moment):
-        self.compute()
-        self.spend("wait", moment - self.now[together.current()])
-
     def post(self, ticket, tensor, what):
-        self.compute()
         self.spend(what or "message", tensor.nbytes / self.machine.link)
-        self.arrives[ticket] = self.now[together.current()] + self.machine.hop
-        self.log.append((self.arrives[ticket], ticket[1], ticket[2], tensor.nbytes, what or "message"))
+        self.now[ticket] = self.now[current_thread()] + self.machine.hop
+        self.log.append((self.now[ticket], ticket[1], ticket[2], tensor.nbytes, what or "message"))
         super().post(ticket, tensor, what)
 
-    def moved(self, ticket):
-        if done := super().moved(ticket):
-            self.until(self.arrives.pop(ticket, 0))
-        return done
+    def follow(self, event):
+        me = current_thread()
+        if me is not me.rank:  # an operation, which begins when it is started
+            self.now.setdefault(me, self.now[event])
+        self.spend("wait", self.now[event] - self.now[me])
 
-    def follow(self, task):
-        self.now.setdefault(together.current(), self.now[task])  # an operation begins when it is started
-        self.compute()
-        self.until(self.now[task])
 
+class Computing(TorchDispatchMode):
+    """Inside, this rank's matrix products take time on its clock."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out, flops = op(*args, **kwargs or {}), flop_registry.get(op.overloadpacket)
+        if flops:
+            clock = current_thread().world
+            clock.spend("compute", flops(*args, **kwargs or {}, out_val=out) / clock.machine.matmul)
+        return out
+
+
+# ---------------------------------------------------------------------------------------------------------- in one rank
 
 class Seen:
     """A rank, as another one sees it in pdb: what it waits for, its line, its tensors. ranks[3]["x"] is its x."""
@@ -87,8 +82,9 @@ class Seen:
         self.task = task
 
     def frame(self):
+        """The innermost call of the five files."""
         frame = self.task.frame()
-        while frame and not re.match(rf"{HERE}/(?!further/|lessons/)", frame.f_code.co_filename):
+        while frame and os.path.dirname(frame.f_code.co_filename) != str(HERE):
             frame = frame.f_back
         return frame
 
@@ -100,47 +96,44 @@ class Seen:
         if not frame:
             return f"{task.name} has not begun, or has ended"
         tensors = [f"{name} {tuple(t.shape)}" for name, t in frame.f_locals.items() if isinstance(t, torch.Tensor)]
-        place = f"{os.path.relpath(frame.f_code.co_filename, HERE)}:{frame.f_lineno} {frame.f_code.co_name}"
+        place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
         return "; ".join([waiting(task) if task.waits_for else f"{task.name} can go on", place, *tensors])
 
 
-def stopping(name, world):
-    """dist's function of this name, with pdb before its first call."""
-    real, calls = getattr(dist, name), itertools.count()
+def stop_in(name, world):
+    """From now on the first call of dist's function of this name stops in pdb."""
+    real = getattr(dist, name)
 
     def stop(*arguments, **options):
-        if next(calls) == 0:
-            builtins.ranks = [*map(Seen, world.ranks)]
-            print(f"{together.current().name} calls {name}. `up` is its caller, `ranks` are all, `c` goes on.")
-            pdb.set_trace()
+        setattr(dist, name, real)
+        builtins.ranks = [*map(Seen, world.ranks)]
+        print(f"{current_thread().name} calls {name}. `up` is its caller, `ranks` are all, `c` goes on.")
+        pdb.set_trace()
         return real(*arguments, **options)
-    return patch.object(dist, name, stop)
+    setattr(dist, name, stop)
 
 
 def step_of(world, layout):
     """A training step on one rank; its loss."""
-    net = train.parallelize(CONFIG, layout, "cpu", optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    config = GPTConfig(vocab_size=256, seq_len=128, n_layer=4, n_head=8, n_embd=256)
+    net = train.parallelize(config, layout, "cpu", optimizer=functools.partial(torch.optim.SGD, lr=0.1))
     x = torch.arange(8 * 128).view(8, 128).remainder(251).chunk(layout.dp)[dist.get_rank(net.groups.dp)].chunk(2)
-    world.log.clear(), world.spans.clear(), world.now.clear()  # what made the model
-    with FlopCounterMode(display=False) as world.counters[together.current()]:
+    world.log.clear(), world.spans.clear()  # what made the model
+    world.now[current_thread()] = 0
+    with Computing():
         loss = net.forward_backward(x, x)
         net.clip_grad_norm_(1.0)
         net.optimizer.step()
-    world.compute()
     return loss.item()
 
 
 def draw(world, path):
     """A lane for each thread: what it computes, sends, and waits for, on the clock."""
-    from lessons.pictures import box, COLOURS, legend, words, write_svg
-    lanes = {name: 40 + 22 * i for i, name in enumerate(sorted({span[0] for span in world.spans}))}
-    kinds = dict(zip(dict.fromkeys(span[1] for span in world.spans), [*COLOURS, "#4443", "#a83", "#38a"]))
-    kinds["wait"] = "#8883"
-    unit = 830 / max(span[3] for span in world.spans)
-    parts = [*legend(6, 160, kinds), *(words(140, y + 12, name, 10, "end") for name, y in lanes.items())]
-    parts += [box(150 + start * unit, lanes[name], (end - start) * unit, 18, kinds[what])
-              for name, what, start, end in world.spans]
-    write_svg(path, 50 + 22 * len(lanes), parts)
+    kinds = dict(zip(dict.fromkeys(span[1] for span in world.spans), COLOURS)) | {"wait": "#8883"}
+    unit, lanes = 830 / max(span[3] for span in world.spans), defaultdict(list)
+    for name, what, start, end in sorted(world.spans):
+        lanes[name].append(box(150 + start * unit, 0, (end - start) * unit, 17, kinds[what]))
+    write_rows(path, 140, legend(6, 160, kinds), lanes)
 
 
 # ----------------------------------------------------------------------------------------------------------- many ranks
@@ -157,36 +150,29 @@ def fsdp():
     model.finish_grad_sync()
 
 
-class Tiny(torch.nn.Linear):
-    """A stage. F takes a unit of time, B two."""
-
-    def forward(self, x):
-        spend = together.current().world.spend
-        y = super().forward(x if x.is_floating_point() else x[..., None].float())
-        y.register_hook(lambda grad: spend("B", 2))
-        spend("F", 1)
-        return y
-
-
 def one_f_one_b(m=8):
+    """A stage is a product of two numbers, so F takes one product, and B two."""
     p, rank, mesh = dist.get_world_size(), dist.get_rank(), {"pp": SimpleNamespace(get_group=lambda: None)}
-    pipeline = parallel.Pipeline({rank: Tiny(1, 1)}, {r: r for r in range(p)}, mesh, lambda y, target: y.sum(),
+    stage = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(1, 1), torch.nn.Unflatten(1, (1, 1)))
+    pipeline = parallel.Pipeline({rank: stage}, {r: r for r in range(p)}, mesh, lambda y, target: y.sum(),
                                  torch.float32, 1, torch.device("cpu"))
     actions = parallel.lowered_lists(parallel.one_f_one_b, p, m, 1)[rank]
     alone = {rank: SimpleNamespace(no_sync=contextlib.nullcontext)}
-    pipeline.run(actions, [torch.ones(1, 1, dtype=torch.int64)] * m, [None] * m, torch.ones(()), alone)
+    with Computing():
+        pipeline.run(actions, [torch.ones(1, 1)] * m, [None] * m, torch.ones(()), alone)
 
 
 def many(n):
     """Messages and bytes of a rank, and time on the clock: counted, and by the formulas."""
-    machine, free = MACHINES["h200"], SimpleNamespace(matmul=1, link=math.inf, hop=0)
+    machine, units = MACHINES["h200"], SimpleNamespace(matmul=2, link=math.inf, hop=0)  # a product takes 1
     steps = 2 * (n - 1)
     rows = [("ring all-reduce", n, ring, machine, steps, 16, steps * (machine.hop + 16 / machine.link)),
             ("FSDP, 3 layers", n // 4, fsdp, machine, 8 * (n // 4 - 1), n, None),
-            ("1F1B, 8 micro-batches", 4 * n, one_f_one_b, free, 16, 4, simulate(parallel.one_f_one_b(4 * n, 8)).length)]
+            ("1F1B, 8 micro-batches", 4 * n, one_f_one_b, units, 16, 4,
+             simulate(parallel.one_f_one_b(4 * n, 8)).length)]
     for name, ranks, body, rates, messages, nbytes, formula in rows:
         world, start = Clock(rates), time.perf_counter()
-        logs = together.run_joined(ranks, lambda: body() or dist.traffic(), world)[ranks // 2].values()
+        logs = together.run(ranks, lambda: body() or dist.traffic(), world)[ranks // 2].values()
         sent, weighs = (sum(getattr(log, what) for log in logs) for what in ("messages", "bytes"))
         clock = f", {max(world.now.values()):.6g} on the clock ({formula:.6g})" if formula else ""
         print(f"{name}, {ranks} ranks: {sent} messages ({messages}), {weighs:,} bytes "
@@ -198,8 +184,9 @@ def demo_together(dp, tp, pp, out, many_ranks, **stop):
     if many_ranks:
         return many(many_ranks)
     world, layout = Clock(MACHINES["h200"]), train.Layout(dp=dp, tp=tp, pp=pp)
-    with stopping(stop["break"], world) if stop["break"] else contextlib.nullcontext():
-        losses = together.run_joined(dp * tp * pp, functools.partial(step_of, world, layout), world)
+    if stop["break"]:
+        stop_in(stop["break"], world)
+    losses = together.run(dp * tp * pp, functools.partial(step_of, world, layout), world)
     for moment, sender, receiver, nbytes, operation in world.log[-10:]:
         print(f"{1e6 * moment:9.1f} us  rank {sender} -> rank {receiver}  {nbytes:9,} bytes  {operation}")
     print(f"the last of {len(world.log)} messages; a step takes {1e6 * max(world.now.values()):.0f} us on an H200's "

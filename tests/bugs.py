@@ -84,7 +84,7 @@ def test_habits_see_what_they_look_at():
     jobs = [("bugs", bug.layout, [bug], steps) for bug, steps in ((BUGS[1], 20), (BUGS[11], 45))]
     jobs.append(("DDP", "n_layer=1 dp=2", [], 5))
     found = in_new_process(blind.matrix, jobs)
-    seen = {name: "".join(".x"[is_seen] for is_seen in blind.sees(off_by)) for (_, name), off_by in found.items()}
+    seen = {name: "".join(".x"[is_seen] for _, is_seen in habits) for (_, name), habits in found.items()}
     mutants = {name: seen.pop(name) for name in [*seen] if name.startswith("all_reduce in ")}
     assert [*seen.values()] == ["..x..x", "x....."] and len(mutants) == 12
     assert mutants["all_reduce in all_reduce_bucket, op"] == "..xx.x"

@@ -26,17 +26,13 @@ from tests.runs import TINY, log_of, output_of
 ORDERS = [*itertools.product(range(10), (False, True), ("drawn", "eager", "late"))]
 
 
-def in_threads(n, body, order):
-    return together.run_joined(n, body, together.World(*order))
-
-
 def steps_of(row, orders):
     """What the steps of a row of tests/layouts.py give on each rank, in each order."""
     torch.set_num_threads(1)
     place, options = layouts.arguments_of(layouts.case_of(row))
     with patch.object(torch_dist, "all_reduce", dist.all_reduce):  # there is no library's
-        return [in_threads(math.prod(place[0].values()), partial(layouts.in_layout, *place, **options), order)
-                for order in orders]
+        return [together.run(math.prod(place[0].values()), partial(layouts.in_layout, *place, **options),
+                             together.World(*order)) for order in orders]
 
 
 @pytest.mark.parametrize("row", ["dp=2 zero=0 micro_batches=2", "tp=2", "pp=2 micro_batches=4 schedule=zb-h1",
@@ -100,7 +96,7 @@ def found(body):
     said = set()
     for order in ORDERS:
         try:
-            said.add(str(in_threads(2, body, order)))
+            said.add(str(together.run(2, body, together.World(*order))))
         except together.Deadlock as deadlock:
             said |= {*str(deadlock).split("; ")}
     return said

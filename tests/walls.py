@@ -287,9 +287,9 @@ ENTERED = {  # a layout, and the rows that it enters
                                "further.context.attend_backward",
     "dp=2 ep=2 experts=4": "further.experts.Experts further.expert_parallel.visit "
                            "further.expert_parallel.through_experts further.experts.grouped_linear",
-    "dp=1 choice=triton dtype=float32 batch=1 tokens=4 seq_len=4 n_layer=1 n_head=2":
+    "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_layer=1 n_head=2":
         "kernels.LayerNorm kernels.flash_attention",
-    "dp=1 choice=triton dtype=float32 batch=1 tokens=4 seq_len=4 n_layer=1 n_head=2 arch=llama n_kv_head=1":
+    "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_layer=1 n_head=2 arch=llama n_kv_head=1":
         "further.rms_norm.RowNorm further.llama.swiglu further.llama.rotary",
 }
 
