@@ -57,10 +57,6 @@ class Bug(NamedTuple):
     old: str       # a line that stands in the file once, in this function
     new: str
 
-    def halves(self):
-        """The file's text before the line, and after it."""
-        return (HERE / self.file).read_text().split(f" {self.old}\n")
-
 
 def bugs():
     """Those of docs/bugs.md."""
@@ -72,7 +68,7 @@ def bugs():
 
 def copy_with(bug, folder):
     """The reference into a folder, with the bug's line."""
-    write(folder, bug.file, f" {bug.new}\n".join(bug.halves()))
+    write(folder, bug.file, (HERE / bug.file).read_text().replace(f" {bug.old}\n", f" {bug.new}\n"))
 
 
 @contextlib.contextmanager
@@ -158,9 +154,10 @@ def looked_at(case, steps):
 
 
 def off(ours, theirs):
-    """The largest relative error of a tensor; infinite where one is not finite."""
-    errors = [(a - b).double().norm() / b.double().norm().clamp(min=1e-12) for a, b in zip(ours, theirs)]
-    return torch.stack(errors).nan_to_num(math.inf, math.inf).max().item()
+    """The largest relative error of a tensor; infinite where one is not finite, or has another shape."""
+    errors = [((a - b).double().norm() / b.double().norm().clamp(min=1e-12)).item() if a.shape == b.shape else math.inf
+              for a, b in zip(ours, theirs)]
+    return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 # ------------------------------------------------------------------------------------------------------------- mutants
@@ -177,9 +174,7 @@ KINDS = {  # of mutants: what becomes of a call's arguments; None: nothing is ca
 def intercepted(change):
     """Inside, each of CALLS is called with change(its name, the code that calls it, {argument: value})."""
     def stand_in(name, real, *values, **options):
-        bound = inspect.signature(real).bind(*values, **options)
-        bound.apply_defaults()
-        given = change(name, sys._getframe(1).f_code, bound.arguments)
+        given = change(name, sys._getframe(1).f_code, inspect.getcallargs(real, *values, **options))
         if given is None:
             return [] if name == "batch_isend_irecv" else dist.Handle()
         return real(**given)
@@ -194,44 +189,43 @@ def mutated(call, place, kind):
 
 # -------------------------------------------------------------------------------------------------------------- matrix
 
-def compared(row, bugs, steps):
-    """{name: [by how much each habit is off, ...]} of a layout's bugs; without any, of its mutants. Infinite: it
-    stops."""
+def compared(kind, row, bugs, steps):
+    """[(kind, name, [(by how much it is off, whether it is seen), a pair a habit]), ...] of a layout's bugs; without
+    any, of its mutants. Infinite: it stops."""
     def note(name, code, given):
         if dist.get_world_size(given.get("group")) > 1:
             mutants.update((name, code.co_name, kind) for kind in [*KINDS][:4 if "op" in given else 2])
         return given
 
     torch.set_num_threads(1)
-    case, mutants, found = case_of(row), set(), {}
+    case, mutants, found = case_of(row), set(), []
     with intercepted(note):
         right = looked_at(case, steps)
     changes = {f"{bug.number:>2}  {bug.thread}": with_line(bug) for bug in bugs}
     for name, change in (changes or {"{} in {}, {}".format(*some): mutated(*some) for some in mutants}).items():
         with change:
             try:
-                found[name] = [*map(off, looked_at(case, steps).values(), right.values())]
+                off_by = [*map(off, looked_at(case, steps).values(), right.values())]
             except Exception:  # noqa: BLE001  it stops, which everybody sees
-                found[name] = [math.inf] * len(HABITS)
+                off_by = [math.inf] * len(HABITS)
+        found.append((kind, name, [(n, n > limit) for n, (limit, _) in zip(off_by, HABITS.values())]))
     return found
 
 
 def matrix(jobs):
-    """{(kind, name): [(by how much it is off, whether it is seen), a pair a habit]} of jobs (kind, row, bugs, steps):
-    each in a new process."""
+    """What `compared` returns of all jobs, each its arguments and in a new process."""
     import torch._dynamo  # noqa: F401  or the first optimizer of each process would, which takes two seconds
     with multiprocessing.get_context("fork").Pool(cores(), maxtasksperchild=1) as pool:
-        ran = pool.starmap(compared, [job for _, *job in jobs], chunksize=1)
-    return {(kind, name): [(n, n > limit) for n, (limit, _) in zip(off_by, HABITS.values())]
-            for (kind, *_), found in zip(jobs, ran) for name, off_by in found.items()}
+        return sorted(sum(pool.starmap(compared, jobs, chunksize=1), []))
 
 
 def draw(found, path):
     """A row a bug, a column a habit: filled where it sees the bug."""
     x, rows = range(430, 1000, 100), {}
-    for name, habits in found:
-        rows[name] = [box(middle - 45, 0, 90, 17, COLOURS[2] if is_seen else "#8882") + words(middle, 12, f"{n:.2g}", 10)
-                      for middle, (n, is_seen) in zip(x, habits)]
+    for kind, name, habits in found:
+        if kind == "bugs":
+            rows[name] = [box(middle - 45, 0, 90, 17, COLOURS[2] if is_seen else "#8882")
+                          + words(middle, 12, f"{n:.2g}", 10) for middle, (n, is_seen) in zip(x, habits)]
     write_rows(path, 360, [words(middle, 16, habit, 12) for middle, habit in zip(x, HABITS)], rows)
 
 
@@ -242,12 +236,11 @@ def demo_blind(quick, out):
         rows[bug.layout].append(bug)
     found = matrix([("bugs", row, some, 60) for row, some in rows.items()]
                    + [(name, f"n_layer=1 {row}", [], 15) for name, row in strategies[:1 if quick else None]])
-    found = dict(sorted(found.items()))
     print("By how much each number is off; *: its habit sees it; inf: the run stops. Mutants: out: nobody calls the\n"
           "collective; one: rank 1 does not; op: a sum for a mean, or the other way round; alone: in a group of\n"
           f"one.\n\n{'':66}", *(f"{habit:>15}" for habit in HABITS))
     seen = defaultdict(list)
-    for (kind, name), habits in found.items():
+    for kind, name, habits in found:
         seen[kind].append([is_seen for _, is_seen in habits])
         print(f"{kind:12}{name:54}", *(f"{'*' * is_seen:>4} {n:10.2g}" for n, is_seen in habits))
     print("\nHow many each habit sees")
@@ -256,4 +249,4 @@ def demo_blind(quick, out):
     for habit, (limit, blind) in HABITS.items():
         print(f"{habit}, off by more than {limit:g}: {blind}")
     if out:
-        draw([(name, habits) for (kind, name), habits in found.items() if kind == "bugs"], out)
+        draw(found, out)

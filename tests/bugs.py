@@ -10,7 +10,7 @@ import torch
 
 from lessons import blind
 from lessons.blind import bugs, copy_with
-from lessons.puzzles import loaded_from
+from lessons.puzzles import HERE, loaded_from
 from tests import layouts
 from tests.pool import close, in_new_process, parametrize
 from tests.puzzles import code_is_kept, ranks
@@ -64,7 +64,8 @@ def symptom(results, want, tolerance):
 def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
     """Without it test_layout_equals_one_process is green, which has the same row."""
     copy_with(bug, tmp_path)
-    inside = [re.findall(pattern, bug.halves()[0])[-1] for pattern in (r"(?m)^(?:class|def) (\w+)", r"\bdef (\w+)")]
+    before, _ = (HERE / bug.file).read_text().split(f" {bug.old}\n")
+    inside = [re.findall(pattern, before)[-1] for pattern in (r"(?m)^(?:class|def) (\w+)", r"\bdef (\w+)")]
     assert inside == [bug.function.split(".")[0], bug.function.split(".")[-1]]
     (layout, optimizer, micro_batches, change), options = layouts.arguments_of(blind.case_of(bug.layout))
     results = ranks(math.prod(layout.values())).run(code_is_kept, in_layout_by, tmp_path, layout, optimizer,
@@ -84,7 +85,7 @@ def test_habits_see_what_they_look_at():
     jobs = [("bugs", bug.layout, [bug], steps) for bug, steps in ((BUGS[1], 20), (BUGS[11], 45))]
     jobs.append(("DDP", "n_layer=1 dp=2", [], 5))
     found = in_new_process(blind.matrix, jobs)
-    seen = {name: "".join(".x"[is_seen] for _, is_seen in habits) for (_, name), habits in found.items()}
+    seen = {name: "".join(".x"[is_seen] for _, is_seen in habits) for _, name, habits in found}
     mutants = {name: seen.pop(name) for name in [*seen] if name.startswith("all_reduce in ")}
     assert [*seen.values()] == ["..x..x", "x....."] and len(mutants) == 12
     assert mutants["all_reduce in all_reduce_bucket, op"] == "..xx.x"
