@@ -801,7 +801,7 @@ class Prefetcher:
         for unit, flats in flats_of.items():
             unit.register_forward_pre_hook(self.before_forward, prepend=True)
             unit.register_forward_hook(self.after_forward)
-            for layer in unit.children():
+            for layer in [*unit.modules()][1:]:
                 layer.register_forward_pre_hook(partial(self.before_layer, flats))
 
     def before_forward(self, unit, inputs):
