@@ -125,19 +125,17 @@ def in_layout_on_tape(*args, without=None, **options):
 
 
 REPLAYED = """
-    dp=1,2
-    dp=2 micro_batches=4 zero=0,1
-    dp=2 micro_batches=4 schedule=gpipe
-    dp=2 tp=2 schedule=zb-h1
-    pp=4 micro_batches=4 schedule=gpipe,1f1b
+    dp=2
+    dp=2 micro_batches=4 zero=0,1,2,3
+    tp=2 schedule=zb-h1
+    pp=2 micro_batches=4 schedule=gpipe
     pp=2 micro_batches=4 schedule=interleaved virtual_stages=2
-    dp=2 pp=2 micro_batches=4 schedule=zb-h1,dualpipe-v zero=1
-    pp=2 micro_batches=4 schedule=zb-v
-    tp=2 pp=2 micro_batches=4 recompute=block
+    dp=2 pp=2 micro_batches=4 schedule=zb-h1 zero=1
+    pp=2 micro_batches=2 schedule=zb-v
+    tp=2 micro_batches=2 recompute=block
     dp=1 micro_batches=2 zero=3
-    dp=2 micro_batches=1,4 zero=2,3
+    dp=2 zero=3
     dp=4 micro_batches=2 zero=2 zero_within=2
-    dp=4 zero=3 zero_within=2
     dp=2 tp=2 micro_batches=2 zero=3 recompute=block sp=1
 """
 

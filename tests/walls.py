@@ -25,9 +25,6 @@ import fast
 import kernels
 import parallel
 import safe
-from tests.collectives import (
-    COLLECTIVES, test_between_nodes_every_rank_sends_its_share, test_blocks_may_be_uneven,
-    test_bytes_sent_are_the_formulas, test_collective_equals_library, test_point_to_point)
 from tests.kernels import random
 from tests.layouts import arguments_of, case_of, in_layout
 from tests.pool import close, HERE, in_new_process, on_cpus, on_plain, on_ranks, parametrize, table
@@ -54,26 +51,12 @@ def room_of(file):
 
 # ------------------------------------------------------------------------------------------------------ the reference
 
-@parametrize("test, arguments", [
-    *((test_bytes_sent_are_the_formulas, {"size": size, "ways": (), "elements": 400}) for size in (3, 4)),
-    (test_between_nodes_every_rank_sends_its_share, {"size": 4, "node": 2}),
-    (test_point_to_point, {"size": 4}), (test_blocks_may_be_uneven, {"size": 4, "way": "plain"}),
-    *((test_collective_equals_library, {"size": 3, "name": name}) for name in COLLECTIVES)],
-    ids=lambda value: getattr(value, "__name__", str(value)))
-def test_the_reference_s_collectives_alone_pass(plain_pool, test, arguments):
-    test(plain_pool, **arguments)
-
-
 # Processes, flags, whether further/ is there, too.
 PROGRAMS = """
-    4  --dp 2 --tp 2 --sp --zero 2                    further
-    4  --cp 2 --dp 2 --ep 2 --experts 4               further
-    4  --zero 3 --zero-within 2                       further
-    2  --pp 2 --schedule zb-v                         further
-    2  --dtype bf16 --zero 1                          further
+    4  --tp 2 --sp --pp 2 --schedule zb-v             further
+    4  --cp 2 --ep 2 --experts 4 --zero 2 --zero-within 2      further
     2  --dtype fp16 --zero 3                          further
-    2  --dp 2 --zero 1
-    2  --tp 2
+    4  --dp 2 --tp 2 --zero 1
     2  --pp 2"""
 
 
@@ -287,16 +270,16 @@ ENTERED = {  # a layout, and the rows that it enters
                                "further.context.attend_backward",
     "dp=2 ep=2 experts=4": "further.experts.Experts further.expert_parallel.visit "
                            "further.expert_parallel.through_experts further.experts.grouped_linear",
-    "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_layer=1 n_head=2":
+    "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11":
         "kernels.LayerNorm kernels.flash_attention",
-    "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_layer=1 n_head=2 arch=llama n_kv_head=1":
+    "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11 arch=llama n_kv_head=1":
         "further.rms_norm.RowNorm further.llama.swiglu further.llama.rotary",
 }
 
 
 @parametrize("layout", ENTERED)
 def test_rows_are_entered(pool, layout):
-    place, options = arguments_of(case_of(layout))
+    place, options = arguments_of(case_of(f"steps=1 n_layer=1 {layout}"))
     for entered in pool(math.prod(place[0].values())).run(rows_entered, in_layout, *place, **options):
         assert set(ENTERED[layout].split()) <= entered
 

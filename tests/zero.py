@@ -66,7 +66,7 @@ def test_at_most_two_buckets_are_under_way(stage):
 
 
 @on_cpus_both
-@parametrize("zero, within", [(0, 4), (1, 4), (2, 4), (3, 4), (2, 2), (3, 2)])
+@parametrize("zero, within", [(0, 4), (1, 4), (2, 2), (3, 4)])
 @on_ranks(4)
 def test_zero_keeps_what_the_table_says(zero, within):
     """Between backward and step, in bf16 with AdamW, on any device."""
@@ -86,7 +86,7 @@ def test_zero_keeps_what_the_table_says(zero, within):
 
 
 @parametrize("zero, schedule", [(1, "interleaved"), (2, "interleaved"), *(
-    (0, schedule) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v"))])
+    (0, schedule) for schedule in ("1f1b", "zb-h1", "dualpipe-v"))])
 @on_ranks(4)
 def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backward(zero, schedule):
     """At stage 2 once a micro-batch. Nothing is left to `finish_grad_sync`, or to `step`."""
@@ -254,19 +254,19 @@ def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
 @parametrize("way", [0, 1, 2, 3])
 @on_ranks(2)
 def test_16_bit_gradients_add_up_in_float32(way):
-    """Of 300 backwards that leave a parameter of the bucket out. (bf16 itself cannot count beyond 256.)"""
+    """Of 12 backwards that leave a parameter of the bucket out. (bf16 itself would lose 2 beside 2048.)"""
     net, x = Forks(1), torch.ones(1, 4, dtype=torch.bfloat16)
     for param in net.parameters():
         nn.init.zeros_(param)
     model, sync, optimizer = laid_out(net, way, lr=1.0, compute_dtype=torch.bfloat16)
-    for i in range(300):
-        with sync.no_sync() if i < 299 else contextlib.nullcontext():
-            model(x, both=False).sum().backward()  # 2 for each of 4 x 4 weights
+    for i in range(12):
+        with sync.no_sync() if i < 11 else contextlib.nullcontext():
+            (model(x, both=False).sum() * (1 if i else 1024)).backward()  # 2 for each of 4 x 4 weights, at first 2048
     sync.finish_grad_sync()
     total = sum(shard.grad.sum() for shard in stepped_by(optimizer))
     if way:
         dist.all_reduce(total)
-    assert total == 300 * 2 * 4 * 4
+    assert total == (1024 + 11) * 2 * 4 * 4
 
 
 @on_both
