@@ -72,4 +72,5 @@ def demo_lecture8():
         right, loss, error = beside_one_process(strategy)
         sent = ", ".join(f"{op} {log.bytes:,} bytes" for op, log in dist.traffic().items() if log.bytes)
         say(f"\n{strategy.__name__}, one process's loss {right:.6f}: ranks' losses, what they send, gradients' errors")
-        say_in_order(f"  rank {dist.get_rank()}   loss {loss or '-'!s:.8}   {sent}   {error:.0e}")
+        said = "-" if loss is None else f"{loss:.6f}"  # a pipeline's ranks have none of the whole batch
+        say_in_order(f"  rank {dist.get_rank()}   loss {said}   {sent}   {error:.0e}")

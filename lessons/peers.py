@@ -31,13 +31,16 @@ def plain_model(config, device, compiled, dtype=torch.float32, pieces=None):
     with patched(plain_rows(model)):
         net = GPT(config, seed=None, pieces=pieces)
     materialize(net, random_source(config, device), device, dtype)
-    for block in net.h.values() if config.rotates else ():  # a compiler would compute cos and sin in each block
-        block.attn.table = partial(same, block.attn.table(torch.empty(0, device=device)))
+    if config.rotates:  # a compiler would compute cos and sin in each block
+        for block in net.h.values():
+            block.attn.table = partial(same, block.attn.table(torch.empty(0, device=device)))
     # All blocks share compiled code, and each kind of input needs its own. An error, should there be too many: PyTorch
     # would go on without compiling.
-    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
-    for block in net.h.values() if compiled else ():
-        block.forward = torch.compile(block.forward)
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    if compiled:
+        for block in net.h.values():
+            block.forward = torch.compile(block.forward)
     return net
 
 

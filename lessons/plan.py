@@ -9,6 +9,7 @@ import torch
 import parallel
 from lessons.measure import say, Table, write_json
 from safe.flags import check_parts, dashed, Settings, SIZES
+from safe.reports import parameters_in_words
 from safe.sizes import BadInput
 from theory.clock import stage_to_rank_in
 from theory.memory import ROOM, needed_bytes
@@ -78,12 +79,8 @@ def describe_layout(s):
 
 def describe_model(a):
     """The preset, the flags that change it, and its parameters."""
-    config = a.config
     flags = "".join(f" {dashed(name)} {getattr(a, name)}" for name in SIZES if getattr(a, name) is not None)
-    said = f"{a.model}{flags}, {config.parameters():,} parameters"
-    if not config.experts:
-        return said
-    return f"{said} ({config.active_parameters():,} a token: {config.top_k} of {config.experts} experts)"
+    return f"{a.model}{flags}, {parameters_in_words(a.config)}"
 
 
 def rows_of(a):
@@ -104,7 +101,7 @@ def rows_of(a):
         limit = max(shares.keys() - {"compute"}, key=shares.get)
         yield dict(layout=describe_layout(s), ms=1e3 * step, tokens=tokens / step, gib=max(needed) / 2**30,
                    ranks=" ".join(f"{n / 2**30:.1f}" for n in needed) if s.pp > 1 else "",
-                   mfu=mfu(config, tokens / step, machine), settings=dataclasses.asdict(s),
+                   mfu=mfu(config, tokens / step, machine.peak), settings=dataclasses.asdict(s),
                    limits=f"{limit} {shares[limit]:.0f} %", **shares)
 
 

@@ -370,7 +370,7 @@ def measure_strategy(name, s, a, device, machine):
         found["communication"] = communication(trainer, device, ours, a.repeats, calls)
     for (who, took), peak in zip(seconds.items(), peaks):
         speed = tokens / took
-        yield {"strategy": name, "who": who, "ms": 1e3 * took, "tokens": speed, "mfu": mfu(config, speed, machine),
+        yield {"strategy": name, "who": who, "ms": 1e3 * took, "tokens": speed, "mfu": mfu(config, speed, machine.peak),
                "peak": peak, **found}
         found = {}  # all of it is about ours
     for who in failed:

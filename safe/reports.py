@@ -129,7 +129,6 @@ def describe(trainer):
     gpus = gpus_here()
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
     axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + f" x pp {s.pp} ({s.schedule_file or s.schedule})" * (s.pp > 1)
-    experts = f" ({c.active_parameters():,} a token: {c.top_k} of {c.experts} experts)" if c.experts else ""
     left_out = "; " * bool(run.left_out) + about_left_out(run.left_out)
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trainer.say(
@@ -139,7 +138,7 @@ def describe(trainer):
         f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}"
         f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}\n"
         f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
-        f"{c.parameters():,} parameters{experts}, {s.dtype}\n"
+        f"{parameters_in_words(c)}, {s.dtype}\n"
         f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s to train on, "
         f"{len(trainer.held_out):,} held out{left_out}{about_vocabulary(trainer)}\n"
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
@@ -148,6 +147,13 @@ def describe(trainer):
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
     if speed.half_counted(c) and speed.peak_flops(trainer.device):
         trainer.say(f"speed    {speed.HALF_COUNTED}")
+
+
+def parameters_in_words(config):
+    said = f"{config.parameters():,} parameters"
+    if not config.experts:
+        return said
+    return f"{said} ({config.active_parameters():,} a token: {config.top_k} of {config.experts} experts)"
 
 
 def about_vocabulary(trainer):

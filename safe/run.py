@@ -155,9 +155,9 @@ class WatchedTrainer(Trainer):
             more += f"scale {self.scaler.scale:g} ({self.skipped} skipped)  "
         if "load_max" in entry:
             more += f"load {entry['load_max']:.2f} x mean  "
-        if peak := speed.peak_flops(self.device):
-            entry["mfu"] = rate * speed.counted_flops(self.config) / peak / self.net.mesh.size()
-            more += f"MFU {100 * entry['mfu']:.1f} %  "
+        if mfu := speed.mfu(self.config, rate / self.net.mesh.size(), speed.peak_flops(self.device)):
+            entry["mfu"] = mfu / 100
+            more += f"MFU {mfu:.1f} %  "
         if s.log_every:
             left = int((s.steps - done) * tokens / rate)
             self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {entry['grad_norm']:.2f}  "

@@ -392,9 +392,9 @@ def counted_flops(config):
     return config.flops_per_token() - 6 * scores * half_counted(config)
 
 
-def mfu(config, tokens, machine):
-    """Percent of the machine's peak FLOP/s that so many tokens/s a GPU use; None if the peak is not known."""
-    return 100 * tokens * counted_flops(config) / machine.peak if machine.peak else None
+def mfu(config, tokens, peak):
+    """Percent of `peak` FLOP/s that so many tokens/s a GPU use; None if the peak is not known."""
+    return 100 * tokens * counted_flops(config) / peak if peak else None
 
 
 def mfu_note(config):
