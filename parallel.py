@@ -160,7 +160,7 @@ class Bucket:
         message = self.begin_message()
         for param in self.params:
             if param.grad is not None and param.requires_grad:
-                self.view(message, param).add_(param.grad)
+                self.view(message, param).add_(param.grad)  # which may hold sums, a FlatBucket's `total`
                 param.grad = None
         if self.placement.divide_by > 1:
             message /= self.placement.divide_by
@@ -171,7 +171,7 @@ class Bucket:
 
 
 def all_reduce_bucket(bucket):
-    """Start to average a bucket: 2(N-1)/N x K elements sent. Returns (handle, input, output), as each `send`."""
+    """Start to average a bucket: 2(N-1)/N x K elements sent. Returns (handle, input, output), as a Reducer's `send`."""
     message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
         return dist.Handle(), message, message
@@ -265,7 +265,7 @@ class Reducer:
         self.store(bucket, output)
 
     def unsent(self):
-        """The buckets that have not left. All ranks must agree."""
+        """The buckets that have not left yet: `finish` sends them."""
         return self.buckets[self.next:]
 
     def finish(self):
@@ -355,14 +355,13 @@ def call_when_computed(params, method):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
-# Besides, stage 2 has three buckets' whole gradients, stage 3 also two units' parameters, and those of tied weights. (A
-# unit is what it gathers at a time. The last unit and tied weights are gathered only once, because they stay, and so is
-# an embedding, whose backward needs no weights.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# Besides, stage 2 has three buckets' whole gradients. Stage 3 has the weights of two layers, and gathers those of some
+# only once. Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 # The lecture's own forms of stages 1 and 3 come first. They take a tensor at a time, and wait for each collective.
 
 def in_nths(tensor, ranks):
-    """A tensor's numbers in N rows of one length, padded with zeros: (N, K/N rounded up)."""
+    """A tensor's numbers in N rows of one length, (N, K/N rounded up). 11 for 2 ranks: (2, 6), the last one is 0."""
     return F.pad(tensor.flatten(), (0, -tensor.numel() % ranks)).view(ranks, -1)
 
 
@@ -419,7 +418,7 @@ class ZeRO3:
             self.shape[param], self.whole[param] = param.shape, in_nths(param.detach(), self.ranks).clone()
             self.nth[param] = self.whole[param][self.rank].clone()
             param.register_post_accumulate_grad_hook(self.scatter)
-        self.free(self.shape)
+        self.free(module.parameters())
         for layer in module.modules():
             layer.register_forward_pre_hook(self.gather)
             layer.register_forward_hook(lambda layer, *_: self.free(layer.parameters(recurse=False)))
@@ -554,8 +553,8 @@ def cast_masters(buckets):
 def reduce_scatter_bucket(bucket, in_place=False):
     """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
 
-    The average gets a tensor of its own, so that the full vector can be freed. in_place (stage 1): the average is a
-    view of the full vector, so all of that stays in memory until zero_grad (the table's 4K).
+    The average gets a tensor of its own, so that the message can be freed. in_place (stage 1, all of whose messages
+    live until `finish` anyway): it is a view of the message, which stays until zero_grad. That is the table's 4K.
     """
     message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
@@ -596,17 +595,17 @@ class FlatOptimizer(Averager):
     bucket_class = FlatBucket
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None, **kwargs):
-        one_process = optimizer_class(params, **kwargs)
-        param_groups = one_process.param_groups  # a list of parameters is one group
-        group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # the number of its parameter group
+        throwaway = optimizer_class(params, **kwargs)  # it knows what param_groups `params` make: of a list, one
+        param_groups = throwaway.param_groups
+        options_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # the number of its param_group
         self.group, self.stage = group_or_world(group), stage
-        new_bucket = getattr(one_process, "new_bucket", self.bucket_class)
+        new_bucket = getattr(throwaway, "new_bucket", self.bucket_class)
         self.buckets = [new_bucket(some, self.group, stage > 0, compute_dtype)
-                        for some in make_buckets([*group_of], bucket_mb, group_of.get)]
+                        for some in make_buckets([*options_of], bucket_mb, options_of.get)]
         self.shards = [bucket.shard for bucket in self.buckets]
         for i, g in enumerate(param_groups):
             g.pop("param_names", None)  # shards have none
-            g["params"] = [bucket.shard for bucket in self.buckets if group_of[bucket.params[0]] == i]
+            g["params"] = [bucket.shard for bucket in self.buckets if options_of[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         reducer = (EveryBackward if stage == 2 else FlatReducer)(self.buckets, send[stage], add_to_shard)
@@ -783,7 +782,8 @@ class Prefetcher:
     Backward needs a weight when autograd asks for what forward has saved of it (`unpack`), or when a `checkpoint`
     inside of the unit runs its layers again (`before_layer`).
 
-    flats_of: {unit: the FlatParameters that it computes with}.
+    flats_of: {unit: the FlatParameters that it computes with}. Mostly one; a tied weight has two units, and a frozen
+    one or another dtype a flat of its own.
     """
 
     def __init__(self, flats_of):
@@ -873,7 +873,7 @@ class FlatFSDP(Averager, nn.Module):
     """ZeRO-3: parameters exist whole only while their layer computes.
 
         model = FlatFSDP(module, group)                           not inside of another module
-        optimizer = torch.optim.AdamW(model.parameters(), ...)    on this rank's shards, few vectors without names
+        optimizer = torch.optim.AdamW(model.parameters(), ...)    on this rank's shards, 1-D, without names
         with model.no_sync(): loss.backward()                     every micro-batch but the last
         loss.backward(); model.finish_grad_sync(); optimizer.step(); model.zero_grad()
 
@@ -1376,7 +1376,8 @@ def even_pieces(config, stages):
 class MicroBatch:
     """One micro-batch in one stage: forward, later backward. loss(output, target): the last stage's, else None.
 
-    In between it holds the stage's input, and the edge in autograd's graph where backward starts. The output may go.
+    In between it holds the stage's input, and the edge in autograd's graph where backward starts. The output itself,
+    BTC numbers, may be freed. (`gpipe_step` keeps it.)
     """
 
     def __init__(self, module, loss):

@@ -82,7 +82,7 @@ class Layout:
     dtype: torch.dtype = torch.float32  # of the layers
 
     @property
-    def shards_optimizer(self):
+    def flat_optimizer(self):
         """Whether a FlatOptimizer averages gradients: at ZeRO 1 and 2, and at 0 if weights have 16 bits, because it
         keeps their float32 masters."""
         return self.zero in (1, 2) or self.zero == 0 and self.dtype != parallel.master_dtype(self.dtype)
@@ -271,7 +271,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
         #    BucketDDP           here: ZeRO 0
         #    FlatOptimizer       in `ParallelGPT`, one for all stages of this rank: ZeRO 1 and 2, and 0 in 16 bits
         #    FlatFSDP            in step 4: ZeRO 3, because it shards weights as they come; parameters stay the same
-        if layout.zero == 0 and not layout.shards_optimizer:
+        if layout.zero == 0 and not layout.flat_optimizer:
             model = parallel.BucketDDP(model, groups.dp_cp)
         stages[stage] = model
     return (gpt or ParallelGPT)(config, layout, device, mesh, groups, stages, stage_to_rank, optimizer)
@@ -423,22 +423,21 @@ class ParallelGPT:
             self.lowered_lists = checked
         self.pipeline = pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd, self.device,
                                  layout.tp if layout.sp else 1)
-        if layout.shards_optimizer and optimizer:
+        if layout.flat_optimizer and optimizer:
             self.optimizer = parallel.FlatOptimizer(self.param_groups(), optimizer, groups.shard, layout.zero,
                                                     compute_dtype=layout.dtype)
             self.params = self.optimizer.shards
             self.averagers = dict.fromkeys(stages, self.optimizer)
             self.bucket_of = self.optimizer.bucket_of
-            return
-        self.optimizer = optimizer and optimizer(self.param_groups())
-        self.params = [p for group in self.param_groups() for _, p in group["params"]]
-        self.averagers = stages
-        self.bucket_of = {}
-        for model in stages.values():
-            self.bucket_of |= getattr(model, "bucket_of", {})
-        if layout.shards_optimizer:  # the layers get their 16 bits from the optimizer that is not there
+        else:
+            self.optimizer = optimizer and optimizer(self.param_groups())
+            self.params = [p for group in self.param_groups() for _, p in group["params"]]
+            self.averagers = stages  # each a BucketDDP or a FlatFSDP, which averages its own
+            self.bucket_of = {}
             for model in stages.values():
-                model.to(layout.dtype)
+                self.bucket_of |= getattr(model, "bucket_of", {})
+                if layout.flat_optimizer:  # layers get their 16 bits from the optimizer, which is not there
+                    model.to(layout.dtype)
 
     def param_groups(self):
         """For an optimizer: matrices have weight decay, biases and norms have none. Each stage has its own groups, so
@@ -476,8 +475,7 @@ class ParallelGPT:
     def forward_backward(self, x, y, scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
         lists of (B, T) that may differ. The loss is the mean over all replicas' targets that are not -1 or -100; 0 if
-        there are none. Returns, on all ranks that got these micro-batches, the sum of their losses times
-        `weight_of_a_target`: the mean over dp is the loss."""
+        there are none. Returns a number whose mean over dp is the loss, the same on all ranks of tp, cp and pp."""
         if not self.optimizer:
             raise RuntimeError("this GPT was built for evaluation: give parallelize(..., optimizer=...) to train it")
         if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice

@@ -222,11 +222,12 @@ def matrix(jobs):
 
 def draw(found, path):
     """A row a bug, a column a habit: filled where it sees the bug."""
-    x, rows = range(430, 1000, 100), {}
+    x = range(430, 1000, 100)
+    rows = defaultdict(list)
     for kind, name, habits in found:
-        if kind == "bugs":
-            rows[name] = [box(middle - 45, 0, 90, 17, COLOURS[2] if is_seen else "#8882")
-                          + words(middle, 12, f"{n:.2g}", 10) for middle, (n, is_seen) in zip(x, habits)]
+        for middle, (n, is_seen) in zip(x, habits if kind == "bugs" else ()):
+            colour = COLOURS[2] if is_seen else "#8882"
+            rows[name].append(box(middle - 45, 0, 90, 17, colour) + words(middle, 12, f"{n:.2g}", 10))
     write_rows(path, 360, [words(middle, 16, habit, 12) for middle, habit in zip(x, HABITS)], rows)
 
 
