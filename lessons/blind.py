@@ -199,10 +199,12 @@ def compared(kind, row, bugs, steps):
         return given
 
     torch.set_num_threads(1)
-    case, mutants, found = case_of(row), set(), []
+    case = case_of(row)
+    mutants = set()
     with intercepted(note):
         right = looked_at(case, steps)
     changes = {f"{bug.number:>2}  {bug.thread}": with_line(bug) for bug in bugs}
+    found = []
     for name, change in (changes or {"{} in {}, {}".format(*some): mutated(*some) for some in mutants}).items():
         with change:
             try:
@@ -233,7 +235,8 @@ def draw(found, path):
 
 def demo_blind(quick, out):
     """Which of six habits would have seen each bug that shipped, and each mutant of a collective."""
-    rows, strategies = defaultdict(list), [*STRATEGIES.items()]
+    rows = defaultdict(list)
+    strategies = [*STRATEGIES.items()]
     for bug in bugs()[::8 if quick else 1]:
         rows[bug.layout].append(bug)
     found = matrix([("bugs", row, some, 60) for row, some in rows.items()]
