@@ -317,7 +317,8 @@ def layer_norm(x, weight, bias, eps=1e-5):
 # block of rows, but from L2. FLOPs: 4 Tq Tk D a head forward, half that under a causal mask, whose blocks above the
 # diagonal are never visited. That is T / 2 FLOPs a byte, or T / 4: the tensor cores are the limit.
 # Backward as written above is 5 matmuls to forward's 2. We do 7: one kernel owns rows (dQ), the other keys (dK, dV),
-# and both make S and dP. One kernel for all would add up dQ over programs with atomics: in another order every run.
+# and both make S and dP. One kernel for all would add up dQ over programs in memory, in another order every run
+# (fast/hopper.py has it).
 #
 # Grouped queries: G heads of queries may share one head of keys and values. Head h then reads that of h // G, from the
 # same place in memory, and dK, dV add up over the G heads. (Ainslie et al. 2023; GPT-2 has G = 1.)
