@@ -136,7 +136,7 @@ REPLAYED = """
     dp=1 micro_batches=2 zero=3
     dp=2 zero=3
     dp=4 micro_batches=2 zero=2 zero_within=2
-    dp=2 tp=2 micro_batches=2 zero=3 recompute=block sp=1
+    dp=2 tp=2 zero=3 recompute=block sp=1
 """
 
 

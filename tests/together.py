@@ -5,8 +5,6 @@ import itertools
 import math
 import pdb
 import re
-import runpy
-import sys
 import xml.etree.ElementTree
 from functools import partial
 from unittest.mock import patch
@@ -20,8 +18,8 @@ import lessons.demos
 import parallel
 from further import together
 from tests import layouts
-from tests.pool import close, in_new_process
-from tests.runs import TINY, log_of, output_of
+from tests.pool import in_new_process
+from tests.runs import output_of
 
 ORDERS = [*itertools.product(range(10), (False, True), ("drawn", "eager", "late"))]
 
@@ -29,7 +27,7 @@ ORDERS = [*itertools.product(range(10), (False, True), ("drawn", "eager", "late"
 def steps_of(row, orders):
     """What the steps of a row of tests/layouts.py give on each rank, in each order."""
     torch.set_num_threads(1)
-    place, options = layouts.arguments_of(layouts.case_of(f"n_layer=1 {row}"))
+    place, options = layouts.arguments_of(layouts.case_of(f"steps=1 n_layer=1 {row}"))
     with patch.object(torch_dist, "all_reduce", dist.all_reduce):  # there is no library's
         return [together.run(math.prod(place[0].values()), partial(layouts.in_layout, *place, **options),
                              together.World(*order)) for order in orders]
@@ -38,7 +36,7 @@ def steps_of(row, orders):
 @pytest.mark.parametrize("row", ["dp=2 zero=0 micro_batches=2", "tp=2", "pp=2 micro_batches=2 schedule=zb-h1",
                                  "dp=2 zero=3 recompute=block", "cp=2 tokens=8", "dp=2 ep=2 experts=4 tokens=8"])
 def test_ranks_that_are_threads_give_the_bits_of_processes_in_every_order(plain_pool, row):
-    place, options = layouts.arguments_of(layouts.case_of(f"n_layer=1 {row}"))
+    place, options = layouts.arguments_of(layouts.case_of(f"steps=1 n_layer=1 {row}"))
     want = plain_pool(2).run(layouts.in_layout, *place, **options)
     for got in in_new_process(steps_of, row, ORDERS[:6]):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -115,21 +113,6 @@ def test_orders_find_what_is_wrong_in_some_and_a_deadlock_is_named(body, some):
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
-
-def trained_together(*flags):
-    sys.argv = ["train.py", "--together", *TINY, *flags]
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path("train.py", run_name="__main__")
-    assert not ended.value.code
-
-
-def test_train_py_runs_again_as_each_rank(text, tmp_path):
-    flags = ["--data", text, "--steps", "2", "--sample", "0", "--dtype", "fp64"]
-    for name, layout in ("four", ["--dp", "2", "--tp", "2"]), ("one", []):
-        in_new_process(trained_together, *flags, "--out", str(tmp_path / name), *layout)
-    four, one = (log_of(tmp_path / name, "step", "loss", "grad_norm") for name in ("four", "one"))
-    assert len(one) == 2 and close(four, one)
-
 
 def lesson(*words):
     def stopped():

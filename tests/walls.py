@@ -51,11 +51,11 @@ def room_of(file):
 
 # ------------------------------------------------------------------------------------------------------ the reference
 
-# Processes, flags, whether further/ is there, too.
+# Ranks, flags, whether further/ is there, too: it has them as threads of one process.
 PROGRAMS = """
     4  --tp 2 --sp --pp 2 --schedule zb-v             further
-    4  --cp 2 --ep 2 --experts 4 --zero 2 --zero-within 2      further
-    2  --dtype fp16 --zero 3                          further
+    4  --dp 2 --cp 2 --ep 2 --experts 4 --zero 2 --zero-within 2      further
+    2  --dp 2 --dtype fp16 --zero 3                   further
     4  --dp 2 --tp 2 --zero 1
     2  --pp 2"""
 
@@ -86,7 +86,11 @@ def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(start, traine
     tolerance = 1e-3 if "--dtype" in flags else 1e-10
     keys = ["step", "loss", "grad_norm", "lr"] + ["load_max", "load_entropy"] * ("--experts" in flags)
     flags = f"--n-layer 2 --steps 3 --micro-batches 2 --dtype fp64 {flags} --out OUT/"
-    printed = start(flags + "plain", size, folder=reference_in(REFERENCE if further else CORE)).said()
+    if further:
+        alone = start(flags + "plain --together", folder=reference_in(REFERENCE))
+    else:
+        alone = start(flags + "plain", size, folder=reference_in(CORE))
+    printed = alone.said()
     trained(size, flags + "whole")
     plain, whole = (log_of(tmp_path / name, *keys) for name in ("plain", "whole"))
     assert "mode     plain" in printed and len(plain) == 3 and close(plain, whole, tolerance)
