@@ -780,7 +780,8 @@ class Prefetcher:
     gathers some too early, and some only when they are needed.
 
     Backward needs a weight when autograd asks for what forward has saved of it (`unpack`), or when a `checkpoint`
-    inside of the unit runs its layers again (`before_layer`).
+    inside of the unit runs its layers again (`before_layer`). ZeRO3's backward hooks would say so, too, but under them
+    nobody may change a unit's output in place.
 
     flats_of: {unit: the FlatParameters that it computes with}. Mostly one; a tied weight has two units, and a frozen
     one or another dtype a flat of its own.
