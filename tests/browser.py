@@ -14,7 +14,7 @@ CHROMIUM = shutil.which("chromium")
 class Browser:
     """One page. errors: what it has written to its console as errors, and exceptions that nobody caught."""
 
-    def __init__(self, folder, width=1440, height=1200, dark=False):
+    def __init__(self, folder):
         (theirs, self.to), (self.of, ours) = os.pipe(), os.pipe()
 
         def place():  # the protocol's: it reads from 3 and writes to 4
@@ -31,9 +31,7 @@ class Browser:
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in "Page", "Runtime", "Log":
             self.call(f"{domain}.enable")
-        self.resize(width, height)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.resize(1440, 1200)
 
     def resize(self, width, height):
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
@@ -81,6 +79,9 @@ class Browser:
             time.sleep(0.02)
 
     def open(self, url, ready):
+        """Of a page that is there, another place is no new page, so there is none between."""
+        self.call("Page.navigate", url="about:blank")
+        self.wait("location.href === 'about:blank'")
         self.call("Page.navigate", url=url)
         self.wait(f"location.href !== 'about:blank' && document.readyState === 'complete' && ({ready})")
 

@@ -71,30 +71,32 @@ def test_resumed_run_is_the_same_to_the_bit(trained, tmp_path, row):
     assert end_of(tmp_path) == want
 
 
-MOVES = [  # a model, and through which layouts a run of it moves
-    ("", [(4, "--tp 2 --sp --zero 2"), (4, "--pp 2 --zero 1 --micro-batches 2"), (1, ""),
-          (4, "--zero 3 --zero-within 2"), (3, "--pp 3"), (2, "--cp 2 --zero 2")]),
-    ("--n-layer 2 --experts 4", [(2, "--dp 2 --ep 2"), (4, "--tp 2 --ep 2"), (2, "--pp 2 --schedule zb-v"),
-                                 (2, "--dp 2 --ep 2 --zero 3")]),
-    ("--n-layer 2 --optimizer muon", [(4, "--tp 2 --zero 1"), (2, "--pp 2"), (1, "")])]
+# Through which layouts of how many processes a run moves, and a model.
+MOVES = """
+    4 --tp 2 --sp --zero 2, 4 --pp 2 --zero 1 --micro-batches 2, 1, 4 --zero 3 --zero-within 2, 2 --cp 2 --zero 2
+    2 --dp 2 --ep 2, 4 --tp 2 --ep 2, 2 --pp 2 --schedule zb-v, 2 --dp 2 --ep 2 --zero 3  --n-layer 2 --experts 4
+    4 --tp 2 --zero 1, 2 --pp 2, 1  --n-layer 2 --optimizer muon"""
 
 
-@parametrize("model,moves", MOVES)
-def test_checkpoint_fits_every_layout(trained, tmp_path, model, moves):
+@parametrize("row", table(MOVES), ids=str)
+def test_checkpoint_fits_every_layout(trained, tmp_path, row):
     """A step in each: one process's losses, weights and moments, and to the bit its routers' biases, which move by
     whole steps."""
     whole, moved = tmp_path / "whole", tmp_path / "moved"
-    flags, logged = f"{model} --lr 0.01 --clip 0.5 --dtype fp64 --steps", ("step", "loss", "grad_norm", "lr")
+    moves, *model = row
+    moves = moves.split(", ")
+    flags, logged = f"{' '.join(model)} --lr 0.01 --clip 0.5 --dtype fp64 --steps", ("step", "loss", "grad_norm", "lr")
     trained(1, f"{flags} {len(moves)} --out OUT/whole")
-    for step, (size, layout) in enumerate(moves, 1):
-        trained(size, f"{flags} {step} --out OUT/moved {layout}" + " --resume" * (step > 1))
+    for step, move in enumerate(moves, 1):
+        size, _, layout = move.partition(" ")
+        trained(int(size), f"{flags} {step} --out OUT/moved {layout}" + " --resume" * (step > 1))
         assert close(log_of(moved, *logged), log_of(whole, *logged)[:step]), layout
     for file in ("model", "optimizer"):
         want, got = (read_safetensors(out / f"step-{len(moves):08}" / f"{file}.safetensors") for out in (whole, moved))
         assert want.keys() == got.keys() and all(t.dtype == torch.float64 for t in got.values())
         assert all(close(got[name], t) for name, t in want.items())
         biases = [name for name in want if name.endswith("router.bias")]
-        assert bool(biases) == ("experts" in model and file == "model")
+        assert bool(biases) == ("experts" in flags and file == "model")
         assert all(got[name].equal(want[name]) for name in biases)
 
 
@@ -231,12 +233,12 @@ def at_step_20(sig):
 
 @on_cpus
 def test_sigterm_saves_and_the_run_goes_on(start, trained, tmp_path):
-    flags, out = "--steps 100 --save-every 0 --dp 2 --out OUT/", tmp_path / "run"
+    flags, out = "--steps 60 --save-every 0 --dp 2 --out OUT/", tmp_path / "run"
     trained(2, flags + "whole")
     said = start(flags + "run", 2, before=functools.partial(at_step_20, signal.SIGTERM)).said()
     assert "SIGTERM: the same command goes on from here" in said
     step = end_of(out)[0]
-    assert 20 <= step < 100 and max(log_of(out, "step")) == step
+    assert 20 <= step < 60 and max(log_of(out, "step")) == step
     assert f"after step {step}" in start(flags + "run", 2).said()
     assert end_of(out) == end_of(tmp_path / "whole")
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+from unittest.mock import patch
 
 import pytest
 
@@ -13,7 +14,7 @@ import model
 import parallel
 import theory.clock
 from tests.benchmark import H200, asked
-from tests.pool import close, parametrize
+from tests.pool import close, parametrize, table
 from tests.runs import parse
 from lessons.plan import SPLIT, all_layouts, describe_layout
 from further.experts import ExpertsConfig
@@ -159,26 +160,28 @@ def test_plan_lets_large_micro_batches_hide_launches():
 
 LARGE = "--n-layer 24 --n-head 96 --n-embd 12288"  # a quarter of GPT-3
 VERY_LONG = f"--gpus 16 --batch-size 2 --seq-len 131072 --machine h100 {LARGE}"
-CONSIDERED = [  # flags of `bench.py plan`, an axis, and how long that is in the layouts that are considered
-    ("--gpus 16", "cp", {1}), (VERY_LONG, "cp", {1, 2, 4, 8, 16}),  # 1024 tokens are not cut
-    ("--gpus 16 --batch-size 16 --seq-len 98312", "cp", {1, 2, 4}),  # 25 heads; what some tp and cp do not divide
-    ("--gpus 12 --batch-size 24 --experts 12 --expert-every 3", "ep", {1, 2, 3, 4, 6, 12})]
+# Flags of `bench.py plan`, an axis, and how long that is in the layouts that are considered. 1024 tokens are not cut;
+# the third has 25 heads, and what some tp and cp do not divide.
+CONSIDERED = f"""
+    --gpus 16  cp  1
+    {VERY_LONG}  cp  1 2 4 8 16
+    --gpus 16 --batch-size 16 --seq-len 98312  cp  1 2 4
+    --gpus 12 --batch-size 24 --experts 12 --expert-every 3  ep  1 2 3 4 6 12"""
 
 
-@parametrize("flags, axis, sizes", CONSIDERED)
+@parametrize("flags, axis, sizes", table(CONSIDERED))
 def test_layouts_that_plan_considers_can_run(flags, axis, sizes):
     """One of each set of axes is tried."""
     a = asked(f"plan {flags}")
     found = list(all_layouts(a.config, a.gpus, a.batch_size, a.dtype, a.machine))
-    assert {getattr(s, axis) for s in found} == sizes
+    assert {getattr(s, axis) for s in found} == {*map(int, str(sizes).split())}
     assert all(s.recompute == "none" and s.micro_batches >= s.pp for s in found if s.schedule in SPLIT)
     for s in {(s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.sp): s for s in found}.values():
         assert check_layout(dataclasses.replace(s, device="cpu"), a.config, a.gpus, min(8, a.gpus)) == a.gpus
 
 
 LISTED = [  # flags, how many layouts are listed, and what is true of each
-    ("--gpus 8 --batch-size 64", 15, lambda s: s.cp == 1),
-    ("--gpus 12 --batch-size 24 --top 40", 40, lambda s: s.cp == 1),
+    ("--gpus 12 --batch-size 24", 15, lambda s: s.cp == 1),
     (f"--gpus 1 {LARGE}", 0, None),
     # All that fit: sequences are cut where nothing else does, experts shared out, states sharded or layers cut.
     (VERY_LONG + " --top 1000", 40, lambda s: s.cp > 1),
@@ -192,7 +195,8 @@ def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
     small = tmp_path / "small.json"
     small.write_text(json.dumps({"machine": dataclasses.asdict(H200) | {"memory": 12 * 2**30}}))
     a = asked(f"plan {flags.replace('SMALL', str(small))} --json {tmp_path / 'plan.json'}")
-    lessons.plan.plan(a)
+    with patch("signal.signal"):  # this process shall survive a pipe that is closed
+        lessons.plan.plan(a)
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert len(rows) == number and [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)
     for row in rows:

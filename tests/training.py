@@ -62,10 +62,8 @@ def plain_log(text):
 LAYOUTS = """
     1  --dp 1
     2  --tp 2 --comm ring
-    2  --tp 2 --comm torch
-    2  --dp 2 --zero 1
-    4  --dp 2 --tp 2 --zero 3
-    4  --dp 2 --pp 2 --schedule zb-h1
+    4  --dp 2 --tp 2 --zero 3 --comm torch
+    4  --dp 2 --pp 2 --zero 1 --schedule zb-h1
     3  --pp 3"""
 
 
