@@ -222,7 +222,7 @@ class Row(NamedTuple):
 def sizes(text):
     """A table's rows. Those behind "GPU", which are large, are for one; the interpreter takes those before."""
     small, _, large = text.partition("GPU")
-    return table(small + large * bool(GPUS))
+    return table(small.rstrip() + large * bool(GPUS))
 
 
 # Rows, width.
