@@ -478,8 +478,7 @@ def test_a_unit_waits_for_its_own_weights_alone(stage):
                 x = layer(x)
                 on_their_way.append([opt.bucket_of[other.weight] in opt.gathering for other in net])
             x.square().mean().backward()
-            if late:  # else step() does it
-                opt.finish_grad_sync()
+            opt.finish_grad_sync()
             opt.step()
             opt.zero_grad()
         left = len(opt.gathering)
