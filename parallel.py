@@ -160,7 +160,7 @@ class Bucket:
         message = self.begin_message()
         for param in self.params:
             if param.grad is not None and param.requires_grad:
-                self.view(message, param).add_(param.grad)  # which may hold sums, a FlatBucket's `total`
+                self.view(message, param).add_(param.grad)  # a FlatBucket's message may hold sums before
                 param.grad = None
         if self.placement.divide_by > 1:
             message /= self.placement.divide_by
@@ -290,7 +290,7 @@ class Averager:
     """What averages gradients by `reducers`: BucketDDP and FlatOptimizer have one, FlatFSDP has two."""
 
     def no_sync(self):
-        return self.reducers[-1].no_sync()
+        return self.reducers[-1].no_sync()  # FlatFSDP's other one sends in every backward
 
     def finish_grad_sync(self):
         """Send the gradients that have not left, and wait for all averages."""
@@ -355,8 +355,8 @@ def call_when_computed(params, method):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
-# Besides, stage 2 has three buckets' whole gradients. Stage 3 has the weights of two layers, and gathers those of some
-# only once. Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# Besides, stages 2 and 3 have three buckets' whole gradients. Stage 3 has the weights of two layers and tied ones, and
+# gathers those of some layers only once. Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 
 # The lecture's own forms of stages 1 and 3 come first. They take a tensor at a time, and wait for each collective.
 
@@ -474,8 +474,9 @@ class FlatBucket(Bucket):
     def __init__(self, params, group, sharded=True, compute_dtype=None, device=None):
         super().__init__(params, group)
         self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
-        self.share_out(*(dist.get_world_size(self.group), dist.get_rank(self.group)) if sharded else (1, 0))
-        values = self.zeros(self.dtype)
+        ranks, rank = (dist.get_world_size(self.group), dist.get_rank(self.group)) if sharded else (1, 0)
+        self.share_out(ranks, rank)
+        values = self.zeros(self.dtype)  # as they come; in float32 `weights` is this tensor
         if not params[0].is_meta:
             for p in params:
                 self.view(values, p).copy_(p.detach())
@@ -553,8 +554,9 @@ def cast_masters(buckets):
 def reduce_scatter_bucket(bucket, in_place=False):
     """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
 
-    The average gets a tensor of its own, so that the message can be freed. in_place (stage 1, all of whose messages
-    live until `finish` anyway): it is a view of the message, which stays until zero_grad. That is the table's 4K.
+    The average gets a tensor of its own, so that the message can be freed. in_place (stage 1): it is a view of the
+    message, which stays until zero_grad, the table's 4K. Messages wait for `finish` there, all of them, so tensors of
+    their own would come on top.
     """
     message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
@@ -597,15 +599,15 @@ class FlatOptimizer(Averager):
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None, **kwargs):
         throwaway = optimizer_class(params, **kwargs)  # it knows what param_groups `params` make: of a list, one
         param_groups = throwaway.param_groups
-        options_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # the number of its param_group
+        param_group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # by number
         self.group, self.stage = group_or_world(group), stage
         new_bucket = getattr(throwaway, "new_bucket", self.bucket_class)
         self.buckets = [new_bucket(some, self.group, stage > 0, compute_dtype)
-                        for some in make_buckets([*options_of], bucket_mb, options_of.get)]
+                        for some in make_buckets([*param_group_of], bucket_mb, param_group_of.get)]
         self.shards = [bucket.shard for bucket in self.buckets]
         for i, g in enumerate(param_groups):
             g.pop("param_names", None)  # shards have none
-            g["params"] = [bucket.shard for bucket in self.buckets if options_of[bucket.params[0]] == i]
+            g["params"] = [bucket.shard for bucket in self.buckets if param_group_of[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         reducer = (EveryBackward if stage == 2 else FlatReducer)(self.buckets, send[stage], add_to_shard)
@@ -634,7 +636,7 @@ class FlatOptimizer(Averager):
         self.gather_weights(changing)
 
     def update(self, buckets):
-        """A shard is a view of the weights, or a float32 master that `cast_masters` writes into them."""
+        """Step every shard that has a gradient. Write float32 masters, if any, into these buckets' weights."""
         self.inner.step()
         cast_masters(buckets)
 
@@ -698,7 +700,7 @@ class FlatParameter(FlatBucket):
         make_whole             memory     None      True        views of `weights`
         free(keep=True)        memory     None      False       NaN
 
-    Memory lives on while anybody has a view of it.
+    Memory lives on while anybody has a view of it, so neither the shard nor autograd may have one.
     """
 
     def __init__(self, *options):
@@ -763,7 +765,7 @@ class Prefetcher:
         a unit's forward begins                  before_forward       end its gather (or make it), begin the next one's
         it has ended                             after_forward        free it
         backward needs one of its weights        need                 end its gather, begin the previous one's, free
-                                                                      the next one's (a frozen one got no gradient)
+                                                                      the next if frozen: no gradient has freed it
         its last weight gradient is there        EveryBackward.start  free_and_scatter
 
     Three units a, b, c; a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
@@ -795,7 +797,7 @@ class Prefetcher:
         self.next = dict(zip(sharded, sharded[1:]))
         used = [unit for unit in sharded if not isinstance(unit, EMBEDDINGS)]  # in backward, too
         self.previous = dict(zip(used[1:], used))
-        self.unit_of = {flat: unit for unit in sharded for flat in flats_of[unit]}  # of several the last
+        self.unit_of = {flat: unit for unit in sharded for flat in flats_of[unit]}  # a tied one's last
         last = flats_of[sharded[-1]] if sharded else []
         self.until_backward = {flat for flat in uses if uses[flat] > 1 or flat in last}  # their memory is kept
         self.in_forward = False
@@ -898,11 +900,11 @@ class FlatFSDP(Averager, nn.Module):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
         units = self.units_of(module)
-        unit_of = {p: unit for unit, params in reversed(units) for p in params}  # a tied one is of the first
+        first_unit_of = {p: unit for unit, params in reversed(units) for p in params}  # a tied one lies with its first
         matrices = [p for p in module.parameters() if is_matrix(p)]
         vectors = [p for p in module.parameters() if not is_matrix(p)]
         self.flats = [self.flat_class(some, self.group, True, compute_dtype, device)
-                      for some in make_buckets(matrices, math.inf, unit_of.get)]  # a whole unit each, however large
+                      for some in make_buckets(matrices, math.inf, first_unit_of.get)]  # a whole unit each
         self.vectors = [FlatBucket(some, self.group, False, compute_dtype, device)
                         for some in make_buckets(vectors, math.inf)]
         self.buckets = self.flats + self.vectors
@@ -1234,7 +1236,7 @@ def gpipe_step(stage, loss, x, y, like, group=None):
 
 class Action(NamedTuple):
     """What a rank does for one micro-batch in one stage. kind: F or B; after `lower` also SF and RF, which send and
-    receive what that F has made, and SB and RB."""
+    receive what that F has made, and SB and RB. `stage` is that of the F or B: RF0 of stage 0 is for stage 1's rank."""
     kind: str
     stage: int
     micro_batch: int
@@ -1487,7 +1489,8 @@ class Pipeline:
         return self.dloss if s == self.last_stage else self.wait_for(Action("B", s + 1, i))
 
     def averaging(self, action):
-        """A stage's gradients are averaged in its last backward; until then they only add up."""
+        """A stage's gradients are averaged in its last backward; until then they only add up. (But ZeRO 2 and 3 send in
+        each, whatever no_sync says.)"""
         last = self.last_backward[action.stage] == action
         return nullcontext() if last else self.averagers[action.stage].no_sync()
 

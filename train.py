@@ -267,10 +267,10 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
             model.load(source)
         else:
             materialize(model, source, device, master, parallel.cut_like)
-        # 5. What averages gradients hooks parameters, so it comes after the steps that replace them:
+        # 5. What averages gradients hangs hooks on parameters, so it comes after the steps that replace them:
         #    BucketDDP           here: ZeRO 0
         #    FlatOptimizer       in `ParallelGPT`, one for all stages of this rank: ZeRO 1 and 2, and 0 in 16 bits
-        #    FlatFSDP            in step 4: ZeRO 3, because it shards weights as they come; parameters stay the same
+        #    FlatFSDP            in step 4: ZeRO 3, because it shards weights as they come; it replaces no parameter
         if layout.zero == 0 and not layout.flat_optimizer:
             model = parallel.BucketDDP(model, groups.dp_cp)
         stages[stage] = model
@@ -532,8 +532,8 @@ class ParallelGPT:
         """What each replica multiplies the sum of its losses by. With losses a, b, c on one replica and d on another it
         is 2/4: the mean of 2/4 (a + b + c) and 2/4 d is (a + b + c + d) / 4. (A mean of the replicas' means would weigh
         d as much as the other three.) In general R / n, of R replicas and n targets that count on all of them together:
-        the mean over replicas divides by R, which leaves the sum of all losses / n. Backward starts from it, because
-        gradients are sent while backward runs.
+        the mean over replicas divides by R, which leaves the sum of all losses / n. Backward starts from it,
+        which spares a pass over the gradients.
 
         A tensor, so that nothing waits for the GPU."""
         count = kernels.that_count(torch.cat([tokens.flatten() for tokens in y])).sum()
