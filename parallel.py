@@ -629,7 +629,7 @@ class FlatOptimizer(Averager):
     @torch.no_grad()
     def step(self):
         """Step the shards, then all-gather the other ranks' Nths."""
-        if self.reducers[0].under_way or any(bucket.holds_gradients() for bucket in self.buckets):
+        if not self.reducers[0].finished:
             raise RuntimeError("a step before finish_grad_sync(): its gradients have not been averaged")
         changing = [bucket for bucket in self.buckets if bucket.shard.grad is not None]
         self.update(changing)
@@ -649,6 +649,11 @@ class FlatOptimizer(Averager):
 
 class FlatReducer(Reducer):
     """A Reducer of FlatBuckets."""
+
+    @property
+    def finished(self):
+        """Whether all gradients have been averaged."""
+        return not (self.next or self.under_way or any(bucket.holds_gradients() for bucket in self.buckets))
 
     def computed(self, param):
         bucket = self.bucket_of[param]

@@ -21,7 +21,6 @@ def large_buckets(params, megabytes=None, *same):
 class TotalBucket(Bucket):
     """DDP's Bucket with a total, as FlatBuckets have, into which few kernels move gradients, or a CUDA graph does."""
     begin_message = FlatBucket.begin_message
-    holds_gradients = FlatBucket.holds_gradients
     zeros = FlatBucket.zeros
 
     def __init__(self, params, group):
@@ -92,10 +91,6 @@ class FastReducer(Reducer):
         super().reset()
         for bucket in self.buckets:
             bucket.total = None
-
-    @property
-    def finished(self):
-        return not (self.next or self.under_way or any(bucket.holds_gradients() for bucket in self.buckets))
 
 
 class FastFlatReducer(FastReducer, FlatReducer):
