@@ -44,7 +44,7 @@ from lessons.muon import KINDS, optimizers
 from lessons.pictures import draw_trace, pictures
 from lessons.plan import plan
 from lessons.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
-from lessons.strategies import configs_of, layouts, pieces, strategies
+from lessons.strategies import configs_of, layouts, OF_EDITION, pieces, strategies
 from model import PRESETS
 from safe import launch
 from safe.files import check_folder
@@ -218,7 +218,7 @@ FLAGS = [
            action="store_true"),
     number("strategies scaling optimizers", "--repeats", "timed runs of each step; left out, 7, but 3 with --quick"),
     option("strategies", "--without", "time ours without these pieces of fast/, one at a time; no names: all of "
-           + ", ".join(pieces()), nargs="*", choices=list(pieces()), metavar="PIECE"),
+           + ", ".join([*pieces(), *OF_EDITION]), nargs="*", choices=[*pieces(), *OF_EDITION], metavar="PIECE"),
     option("scaling", "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong"], default="weak"),
     option("plan", "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
     number("plan", "--top", "layouts to print", default=15),
@@ -303,8 +303,8 @@ def check_processes(a, world):
 def check_strategies(a):
     """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
     that --only names and that cannot run."""
-    a.without = list(pieces()) if a.without == [] else a.without
-    given = {"dtype": a.dtype, "device": a.device, "plain": a.plain, "comm": a.comm, "batch_size": a.batch_size,
+    a.without = [*pieces(), *OF_EDITION] if a.without == [] else a.without
+    given = {"dtype": a.dtype, "device": a.device, "plain": a.plain, "form": "lecture" if a.plain else "fast", "comm": a.comm, "batch_size": a.batch_size,
              "micro_batches": a.micro_batches or 1, "cuda_graphs": "off" if a.plain else a.cuda_graphs}
     asked = a.config.experts
     a.config, routed, twin = configs_of(a.config)

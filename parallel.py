@@ -1,17 +1,19 @@
 """Parallel training, applied to a model from outside. In lecture order, each section adds one idea:
 
     mesh        which ranks form which group: axes (pp, dp, cp, tp), tensor parallel innermost
-    data        replicas average their gradients: one all-reduce a parameter, then one a bucket
+    data        replicas average their gradients: one all-reduce a parameter
     ZeRO        stage 1 shards the optimizer, stage 2 the gradients too, stage 3 (FSDP) the parameters too
     tensor      every matrix is cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
     pipeline    layers are spread over ranks: GPipe and 1F1B, as lists of actions
     norm        one gradient norm over any combination
     whole       whole tensors from cut ones and back, for checkpoints
+    edition     `Lecture`: the classes above that a GPT is trained with. further/full.py and fast/edition.py have others
 
 train.py puts them together, in an order that works: `parallelize`.
 
 further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, and groups on several
-nodes. `parallel.DDP`, `ShardedOptimizer` and `FSDP`, for any nn.Module, are there, too: the last function finds them.
+nodes; and buckets.py, flat.py, prefetch.py, what makes data parallelism and ZeRO fast. DDP, ShardedOptimizer and FSDP
+for a module of your own are in further/, too: ddp.py, zero.py, fsdp.py.
 
 `python -m lessons data`, `memory`, `fsdp`, `tensor`, `pipeline`, and for further/ `context`, `experts`: on a laptop.
 
@@ -22,12 +24,10 @@ as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the cha
 """
 
 import functools
-import importlib
 import itertools
 import math
-import weakref
-from collections import Counter, defaultdict, deque
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict, deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 
 import collectives as dist
@@ -124,225 +124,29 @@ def is_matrix(param):
 # an all-reduce of K elements, 2(N-1)/N x K sent by each rank and step, however many micro-batches the step has.
 
 def average_gradients(module, group=None):
-    """The lecture's data parallelism: after backward, one all-reduce a parameter. Each tensor, however small, pays the
-    latency of a collective, and nothing computes meanwhile. A rank that has no gradient of a parameter sends zeros."""
+    """After backward, one all-reduce a parameter. Each tensor, however small, pays the latency of a collective, and
+    nothing computes meanwhile: further/buckets.py sends many together, under backward."""
     for param in module.parameters():
         if param.requires_grad:
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
-            dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)
+            average_gradient(param, group)
 
 
-class Bucket:
-    """Parameters whose gradients travel together, in one collective. group: the N ranks that average them.
-
-        params     W (2, 3)             b (2)   V (2, 2)
-        message    0  1  2  3  4  5     6  7    8  9 10 11       `view(message, W)` is the first six, as (2, 3)
-
-    Gradients of several micro-batches add up in .grad; when the bucket leaves, `take_message` lays them side by side.
-    """
-
-    def __init__(self, params, group):
-        self.params = params
-        self.placement = placement_of(params[0])
-        self.group = self.placement.average_over or group  # few ranks keep the same expert (further/experts.py)
-        self.first, self.numel = {}, 0
-        for p in params:
-            self.first[p] = self.numel  # where in the message it begins
-            self.numel += p.numel()
-
-    def view(self, flat, param):
-        """A parameter's part of a flat vector, in the parameter's shape."""
-        return flat[self.first[param]:][:param.numel()].view(param.shape)
-
-    @torch.no_grad()
-    def take_message(self):
-        """The gradients side by side, to be sent; every .grad is dropped. A parameter without one counts as zero."""
-        message = self.begin_message()
-        for param in self.params:
-            if param.grad is not None and param.requires_grad:
-                self.view(message, param).add_(param.grad)  # a FlatBucket's message may hold sums before
-                param.grad = None
-        if self.placement.divide_by > 1:
-            message /= self.placement.divide_by
-        return message
-
-    def begin_message(self):
-        return torch.zeros(self.numel, dtype=self.params[0].dtype, device=self.params[0].device)
+def average_gradient(param, group):
+    """Make .grad its mean over the ranks. A rank that has none sends zeros."""
+    param.grad = own_gradient(param)
+    dist.all_reduce(param.grad, dist.ReduceOp.AVG, averaging_group(param, group))
 
 
-def all_reduce_bucket(bucket):
-    """Start to average a bucket: 2(N-1)/N x K elements sent. Returns (handle, input, output), as a Reducer's `send`."""
-    message = bucket.take_message()
-    if dist.get_world_size(bucket.group) == 1:
-        return dist.Handle(), message, message
-    handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.group, async_op=True)
-    return handle, message, message
+def own_gradient(param):
+    """This rank's gradient. An expert's adds up the losses of `divide_by` ranks, whose mean counts."""
+    if param.grad is None:
+        return torch.zeros_like(param, dtype=param.grad_dtype)
+    return param.grad.to_dense() / placement_of(param).divide_by
 
 
-def split_into_grads(bucket, average):
-    """Make each parameter's .grad its part of the average. Frozen ones have none, so an optimizer leaves them alone."""
-    for param in bucket.params:
-        if param.requires_grad:
-            param.grad = bucket.view(average, param)
-
-
-def make_buckets(params, megabytes=None, same=lambda param: None):
-    """Lists of parameters, each of about `megabytes` (25, as PyTorch's), in the order in which they fill up from the
-    last layer back, because backward computes the last gradients first. Those of a list have one dtype, device,
-    placement and requires_grad, and the same value of same(param)."""
-    limit = (megabytes or 25) * 2**20
-    filling, full = {}, []
-    for param in reversed(params):
-        key = param.dtype, param.device, placement_of(param), param.requires_grad, same(param)
-        if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
-            full.append(filling.pop(key))
-        filling[key] = [*filling.pop(key, []), param]  # moved to the end: lists leave as they fill up
-    return [*full, *filling.values()]
-
-
-class Reducer:
-    """Sends buckets while backward still computes: each leaves when its last gradient is there and all before it left.
-
-    All ranks must start the same collectives in the same order, or one bucket would be added to another. So buckets
-    leave in the order of the list. A parameter that gets no gradient therefore holds up its bucket, and those after it
-    in the list, until `finish`. Three buckets, the last layer's first:
-
-        backward computes      gradients of 0     gradients of 1     gradients of 2
-        the network                               all-reduce of 0    all-reduce of 1    all-reduce of 2
-                                                                                        `finish` waits
-
-    send(bucket): starts a collective; returns (handle, its input, its output). store(bucket, output): once it is done.
-    """
-
-    def __init__(self, buckets, send, store):
-        self.buckets, self.send, self.store = buckets, send, store
-        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
-        self.under_way = deque()  # (bucket, handle, input, output): the tensors must live until handle.wait()
-        self.syncing = True       # whether this backward sends
-        self.begin_step()
-        call_when_computed(self.bucket_of, self.computed)
-
-    def begin_step(self):
-        self.next = 0  # the bucket that leaves next
-        self.missing = {bucket: set(bucket.params) for bucket in self.buckets}  # gradients that are still to come
-
-    @contextmanager
-    def no_sync(self):
-        """Goes around every backward but the step's last one: gradients add up, and are not sent."""
-        before, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = before
-
-    def computed(self, param):
-        """Autograd calls this when it has added all of a backward's gradient to param.grad."""
-        if self.syncing:
-            self.mark_ready(self.bucket_of[param], param)
-
-    def mark_ready(self, bucket, param):
-        """A bucket waits for one gradient less, and may leave."""
-        if param not in self.missing[bucket]:
-            raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync(); "
-                               "to drop a step, call zero_grad() of the model, or of the ShardedOptimizer")
-        self.missing[bucket].discard(param)
-        while self.next < len(self.buckets) and self.complete(self.buckets[self.next]):
-            self.start(self.buckets[self.next])
-            self.next += 1
-
-    def complete(self, bucket):
-        """Whether all gradients are there. Frozen parameters have none."""
-        return not any(p.requires_grad for p in self.missing[bucket])
-
-    def start(self, bucket):
-        if any(p.requires_grad for p in bucket.params):
-            self.under_way.append((bucket, *self.send(bucket)))
-
-    @torch.no_grad()
-    def finish_oldest(self):
-        bucket, handle, _, output = self.under_way.popleft()
-        handle.wait()
-        self.store(bucket, output)
-
-    def unsent(self):
-        """The buckets that have not left yet: `finish` sends them."""
-        return self.buckets[self.next:]
-
-    def finish(self):
-        """Send what has not left, and wait for all averages. Call it after the step's last backward, on every rank."""
-        for bucket in self.unsent():
-            self.start(bucket)
-        while self.under_way:
-            self.finish_oldest()
-        self.begin_step()
-
-    def reset(self):
-        """Drop the gradients of an unfinished step, for example after its backward raised on all ranks. (If it raised
-        on some, they have sent other buckets than the rest, and the group is of no more use.) Call it on all ranks."""
-        while self.under_way:
-            self.under_way.popleft()[1].wait()
-        for param in self.bucket_of:
-            param.grad = None
-        self.begin_step()
-
-
-class Averager:
-    """What averages gradients by `reducers`: BucketDDP and FlatOptimizer have one, FlatFSDP has two."""
-
-    def no_sync(self):
-        return self.reducers[-1].no_sync()  # FlatFSDP's other one sends in every backward
-
-    def finish_grad_sync(self):
-        """Send the gradients that have not left, and wait for all averages."""
-        for reducer in self.reducers:
-            reducer.finish()
-
-    def zero_grad(self, set_to_none=True):
-        """Drop all gradients, and an unfinished step. Call it on all ranks."""
-        for reducer in self.reducers:
-            reducer.reset()
-
-
-class BucketDDP(Averager, nn.Module):
-    """Data parallel over any module: gradients are averaged bucket by bucket, while backward still computes.
-
-        model = BucketDDP(module, group)            the first rank broadcasts its parameters
-        with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
-        loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
-
-    A parameter that a rank did not use counts as zero there, so one that nobody used has a gradient of zero, not None.
-    Parameters may be frozen and unfrozen between steps, on all ranks alike. Buffers, such as BatchNorm's statistics,
-    are each rank's own: further/ddp.py sends them, and refuses ranks whose models differ.
-    Li et al., "PyTorch Distributed" (2020). CS336 lecture 8, data parallelism.
-    """
-
-    def __init__(self, module, group=None, bucket_mb=None):
-        super().__init__()
-        self.module, self.group = module, group_or_world(group)
-        self.buckets = [Bucket(params, self.group) for params in make_buckets([*module.parameters()], bucket_mb)]
-        for bucket in self.buckets:
-            for param in bucket.params:
-                dist.broadcast(param.detach(), group=bucket.group, group_src=0)
-        self.reducers = [Reducer(self.buckets, all_reduce_bucket, split_into_grads)]
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-
-def call_when_computed(params, method):
-    """Let autograd call method(param) when a backward has added all it has to param.grad."""
-    method = weakref.WeakMethod(method)  # or parameters and buckets would keep each other alive
-
-    def call(param):
-        if alive := method():
-            alive(param)
-
-    for param in params:
-        is_trained = param.requires_grad
-        if param.is_floating_point() or param.is_complex():
-            param.requires_grad_(True)  # else it takes no hook, and it may be trained later
-            param.register_post_accumulate_grad_hook(call)
-            param.requires_grad_(is_trained)
+def averaging_group(param, group):
+    """The ranks that average a parameter's gradient. Few ranks keep the same expert (further/experts.py)."""
+    return group_or_world(placement_of(param).average_over or group)
 
 
 # ------------------------------------------------------------------------------------------------- ZeRO: sharded states
@@ -355,264 +159,42 @@ def call_when_computed(params, method):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
-# Besides, stages 2 and 3 have three buckets' whole gradients. Stage 3 has the weights of two layers and tied ones, and
-# gathers those of some layers only once. Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
-
-# The lecture's own forms of stages 1 and 3 come first. They take a tensor at a time, and wait for each collective.
-
-def in_nths(tensor, ranks):
-    """A tensor's numbers in N rows of one length, (N, K/N rounded up). 11 for 2 ranks: (2, 6), the last one is 0."""
-    return F.pad(tensor.flatten(), (0, -tensor.numel() % ranks)).view(ranks, -1)
-
-
-class ZeRO1:
-    """The lecture's ZeRO-1: reduce-scatter each gradient, step my Nth of each tensor, all-gather the Nths.
-
-        optimizer = ZeRO1(module.parameters(), torch.optim.AdamW, group, lr=1e-3)
-        loss.backward(); optimizer.step()
-
-    `inner` keeps states of this rank's Nths. Every parameter needs a gradient, and starts alike on all ranks.
-    """
-
-    def __init__(self, params, optimizer_class, group=None, **options):
-        self.params, self.group = list(params), group
-        self.ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.nths = [nn.Parameter(in_nths(p.detach(), self.ranks)[rank].clone()) for p in self.params]
-        self.inner = optimizer_class(self.nths, **options)
-
-    @torch.no_grad()
-    def step(self):
-        for param, nth in zip(self.params, self.nths):
-            nth.grad = torch.empty_like(nth)
-            dist.reduce_scatter_tensor(nth.grad, in_nths(param.grad, self.ranks), dist.ReduceOp.AVG, self.group)
-            param.grad = None
-        self.inner.step()
-        for param, nth in zip(self.params, self.nths):
-            whole = nth.new_empty(self.ranks * len(nth))
-            dist.all_gather_into_tensor(whole, nth, self.group)
-            param.copy_(whole[:param.numel()].view(param.shape))
-
-
-class ZeRO3:
-    """The lecture's ZeRO-3: gather a layer's weights, compute, free; in backward gather again, and scatter gradients.
-
-        ZeRO3(module, group)                                       each parameter becomes this rank's Nth of it, 1-D
-        optimizer = torch.optim.AdamW(module.parameters(), ...)
-        loss.backward(); optimizer.step(); optimizer.zero_grad()   one backward a step
-
-        a parameter     storage of `whole`    .data         .grad
-        gather          all bytes             whole         None
-        free            0 bytes               this Nth      None
-        gather again    all bytes             whole         None; then, in backward, the whole gradient
-        scatter         0 bytes               this Nth      the average's Nth
-
-    .data changes because the optimizer steps the Nth. That alone frees nothing: autograd has saved views of `whole`. So
-    the storage under them shrinks and grows back. When dW is there, W may go: a layer makes dX together with it. Every
-    parameter must be trained, and used in its own layer's forward alone. (nn.MultiheadAttention uses its out_proj's.)
-    """
-
-    def __init__(self, module, group=None):
-        self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        self.shape, self.whole, self.nth = {}, {}, {}
-        for param in module.parameters():
-            self.shape[param], self.whole[param] = param.shape, in_nths(param.detach(), self.ranks).clone()
-            self.nth[param] = self.whole[param][self.rank].clone()
-            param.register_post_accumulate_grad_hook(self.scatter)
-        self.free(module.parameters())
-        for layer in module.modules():
-            layer.register_forward_pre_hook(self.gather)
-            layer.register_forward_hook(lambda layer, *_: self.free(layer.parameters(recurse=False)))
-            layer.register_full_backward_pre_hook(self.gather)
-
-    def gather(self, layer, *_):
-        for param in layer.parameters(recurse=False):
-            whole = self.whole[param]
-            whole.untyped_storage().resize_(whole.nbytes)
-            dist.all_gather_into_tensor(whole, self.nth[param], self.group)
-            param.data = whole.view(-1)[:self.shape[param].numel()].view(self.shape[param])
-
-    def free(self, params):
-        for param in params:
-            param.data = self.nth[param]
-            self.whole[param].untyped_storage().resize_(0)
-
-    def scatter(self, param):
-        average = torch.empty_like(self.nth[param])
-        dist.reduce_scatter_tensor(average, in_nths(param.grad, self.ranks), dist.ReduceOp.AVG, self.group)
-        param.grad = None  # of the whole tensor's shape, which .grad must have while the tensor is whole
-        self.free([param])
-        param.grad = average
-
-
-# Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them, which here are
-# the shards. Gradients add up in float32, too.
+# Each stage below is the one before with one thing changed. They take a tensor at a time, and wait for each collective.
+# further/ has the same stages for speed: buckets.py, flat.py, prefetch.py. Besides the table's bytes, stages 2 and 3
+# have one tensor's whole gradient, and stage 3 has one layer's weights and tied ones. Rajbhandari et al., "ZeRO"
+# (2020). CS336 lecture 7.
+#
+# Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them. Gradients are
+# added up in float32, too. bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02.
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
               "fp8": torch.bfloat16}  # all but the products of blocks, in fast/fp8.py
 
 
 def master_dtype(dtype):
-    """What weights are kept and gradients added up in: bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02."""
+    """What the optimizer steps weights of this dtype in, and gradients are added up in."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-class FlatBucket(Bucket):
-    """A Bucket whose weights lie side by side, too: its parameters become views of one vector, `weights`, zero-padded
-    to a multiple of N, so that one all-gather gathers them all. Their values are the first rank's.
+class ZeRO0:
+    """Data parallelism as an optimizer: every rank keeps all states and steps all parameters.
 
-    shard: the Parameter that an optimizer steps, weights[own]: this rank's Nth, or all if not `sharded`. Averages of
-    gradients end up in its .grad. Rank 1 of 2 with parameters of 6, 2 and 3 elements:
+        optimizer = ZeRO0(module.parameters(), torch.optim.AdamW, group, lr=1e-3)
+        loss.backward()                     of each micro-batch; gradients add up in .grad
+        optimizer.finish_grad_sync()        on all ranks
+        optimizer.step(); optimizer.zero_grad()
 
-        float32    weights   W W W W W W b b V V V 0      all float32; W, b and V are views
-                   shard                 ^^^^^^^^^^^      a view of weights[6:12], so a step changes the weights
-        bf16       weights   w w w w w w b b v v v 0      all bf16
-                   shard                 B B V V V 0      float32 of its own, the master; `cast_masters` writes it there
-
-    Gradients of 16-bit weights must not add up in 16 bits, so each backward's go into `total`, float32, at once.
+    params: parameters or parameter groups, named or not, alike on all ranks of the group. optimizer_class: of `inner`,
+    which steps self.stepped[param] in place of each parameter. compute_dtype: of the layers, if not the parameters'.
     """
 
-    def __init__(self, params, group, sharded=True, compute_dtype=None, device=None):
-        super().__init__(params, group)
-        self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
-        ranks, rank = (dist.get_world_size(self.group), dist.get_rank(self.group)) if sharded else (1, 0)
-        self.share_out(ranks, rank)
-        values = self.zeros(self.dtype)  # as they come; in float32 `weights` is this tensor
-        if not params[0].is_meta:
-            for p in params:
-                self.view(values, p).copy_(p.detach())
-            dist.broadcast(values, group=self.group, group_src=0)
-        if compute_dtype and self.dtype.is_floating_point:  # frozen parameters may be whole numbers
-            self.dtype = compute_dtype
-        self.weights = values.to(self.dtype)
-        for p in params:
-            point_into(p, self.view(self.weights, p))
-        mine = self.weights[self.own]  # a view: to step the shard is to change the weights
-        if self.dtype != master_dtype(self.dtype):
-            mine = values[self.own].to(torch.float32, copy=True)  # `cast_masters` writes it into the weights
-        self.shard = nn.Parameter(mine, params[0].requires_grad)
-        self.total, self.total_dtype = None, self.shard.dtype  # gradients side by side, and what they add up in
-        over = self.placement.sharded_over + ((self.group,) if sharded else ())
-        self.shard.placement = replace(self.placement, sharded_over=over, cuts=(), decays=all(map(is_matrix, params)))
-
-    def share_out(self, ranks, rank):
-        width = -(-self.numel // ranks)  # of an Nth, rounded up
-        self.numel = ranks * width  # padded, as the message is
-        self.own = slice(rank * width, (rank + 1) * width)
-
-    def zeros(self, dtype):
-        return torch.zeros(self.numel, dtype=dtype, device=self.device)
-
-    @torch.no_grad()
-    def collect(self, param):
-        """Move .grad into its part of the total."""
-        if self.total is None:
-            self.total = self.zeros(self.total_dtype)
-        self.view(self.total, param).add_(param.grad)
-        param.grad = None
-
-    def begin_message(self):
-        total, self.total = self.total, None
-        return self.zeros(self.total_dtype) if total is None else total
-
-    def holds_gradients(self):
-        return self.total is not None or any(p.grad is not None and p.requires_grad for p in self.params)
-
-    def kept(self, param):
-        """What this rank keeps of a parameter: (the shard, where in it that lies, where in the flat parameter)."""
-        start = self.first[param]
-        low = max(start, self.own.start)
-        high = max(low, min(start + param.numel(), self.own.stop))
-        return self.shard, slice(low - self.own.start, high - self.own.start), slice(low - start, high - start)
-
-    def reduce_scatter(self, message, average):
-        """Start to average a message: this rank's Nth goes into `average`."""
-        return dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, self.group, async_op=True)
-
-    def all_gather(self):
-        """Start to gather `weights`: this rank gives its Nth."""
-        return dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
-
-
-def point_into(param, view):
-    """Let a parameter's numbers lie in this memory. It stays the same object, so nobody has to be told."""
-    if not param.is_meta:
-        param.data = view
-    else:  # .data of a tensor without memory takes none
-        new = type(param)(view.data, param.requires_grad)
-        new.__dict__.update(param.__dict__)
-        torch.utils.swap_tensors(param, new)
-
-
-@torch.no_grad()
-def cast_masters(buckets):
-    """Float32 masters into 16-bit weights. Without masters, the shards are views of the weights."""
-    for bucket in buckets:
-        if bucket.dtype != bucket.shard.dtype:
-            bucket.weights[bucket.own].copy_(bucket.shard)
-
-
-def reduce_scatter_bucket(bucket, in_place=False):
-    """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
-
-    The average gets a tensor of its own, so that the message can be freed. in_place (stage 1): it is a view of the
-    message, which stays until zero_grad, the table's 4K. Messages wait for `finish` there, all of them, so tensors of
-    their own would come on top.
-    """
-    message = bucket.take_message()
-    if dist.get_world_size(bucket.group) == 1:
-        return dist.Handle(), message, message
-    average = message[bucket.own]
-    if not in_place:
-        average = torch.empty_like(average)
-    return bucket.reduce_scatter(message, average), message, average
-
-
-def add_to_shard(bucket, average):
-    """Add an average to the shard's .grad, which several micro-batches share at stage 2."""
-    if bucket.shard.grad is None:
-        bucket.shard.grad = average
-    else:
-        bucket.shard.grad += average
-
-
-class FlatOptimizer(Averager):
-    """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its Nth of the parameters, and steps it.
-
-        optimizer = FlatOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
-        with optimizer.no_sync(): loss.backward()              every micro-batch but the last
-        loss.backward(); optimizer.finish_grad_sync()          gradients: reduce-scatter
-        clip_grad_norm_(optimizer.shards, 1.0, [group])
-        optimizer.step(); optimizer.zero_grad()                own Nth stepped, parameters: all-gather
-
-    params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
-    optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
-    One that needs whole tensors brings buckets that do not cut them (further/muon.py).
-    stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
-    the same parameters in each backward then. stage=0 shards nothing. compute_dtype: see mixed precision, above.
-
-    `inner`, of that class, steps the shards: PyTorch's schedulers take it, and its state_dict is this rank's. It must
-    be made after parameters were frozen, and overwrites what is written into 16-bit weights later: ShardedOptimizer of
-    further/zero.py lets you freeze and write between steps.
-    """
-    bucket_class = FlatBucket
-
-    def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None, **kwargs):
-        throwaway = optimizer_class(params, **kwargs)  # it knows what param_groups `params` make: of a list, one
-        param_groups = throwaway.param_groups
-        param_group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # by number
-        self.group, self.stage = group_or_world(group), stage
-        new_bucket = getattr(throwaway, "new_bucket", self.bucket_class)
-        self.buckets = [new_bucket(some, self.group, stage > 0, compute_dtype)
-                        for some in make_buckets([*param_group_of], bucket_mb, param_group_of.get)]
-        self.shards = [bucket.shard for bucket in self.buckets]
-        for i, g in enumerate(param_groups):
-            g.pop("param_names", None)  # shards have none
-            g["params"] = [bucket.shard for bucket in self.buckets if param_group_of[bucket.params[0]] == i]
-        self.inner = optimizer_class(param_groups, **kwargs)
-        send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
-        reducer = (EveryBackward if stage == 2 else FlatReducer)(self.buckets, send[stage], add_to_shard)
-        self.reducers = [reducer]
-        self.bucket_of = reducer.bucket_of
+    def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
+        self.group, self.compute_dtype = group, compute_dtype
+        param_groups = torch.optim.Optimizer(params, {}).param_groups
+        self.stepped = {param: self.shard(param) for some in param_groups for param in some["params"]}
+        for some in param_groups:
+            some["params"] = [self.stepped[param] for param in some["params"]]
+        self.inner = optimizer_class(param_groups, **options)
 
     @property
     def param_groups(self):
@@ -622,327 +204,197 @@ class FlatOptimizer(Averager):
     def state(self):
         return self.inner.state
 
-    def zero_grad(self, set_to_none=True):
-        super().zero_grad()
-        self.inner.zero_grad(set_to_none)
+    def shard(self, param):
+        """What `inner` steps for a parameter: the parameter; if layers compute in 16 bits, a float32 master of it."""
+        dtype = self.compute_dtype or param.dtype
+        if dtype == master_dtype(dtype):
+            return param
+        master = placed(param.detach().clone(), param)
+        param.data = param.to(dtype)
+        param.grad_dtype = master.dtype
+        return master
+
+    def no_sync(self):
+        """Goes around all backwards of a step but the last. Here nothing leaves in backward, so nothing changes."""
+        return nullcontext()
+
+    def finish_grad_sync(self):
+        """Average what has not been averaged. Call it after a step's last backward, on all ranks."""
+        for param in self.stepped:
+            if param.requires_grad:
+                self.average(param)
+
+    def average(self, param):
+        average_gradient(param, self.group)
+        average = param.grad
+        param.grad = None
+        self.stepped[param].grad = average
 
     @torch.no_grad()
     def step(self):
-        """Step the shards, then all-gather the other ranks' Nths."""
-        if not self.reducers[0].finished:
-            raise RuntimeError("a step before finish_grad_sync(): its gradients have not been averaged")
-        changing = [bucket for bucket in self.buckets if bucket.shard.grad is not None]
-        self.update(changing)
-        self.gather_weights(changing)
-
-    def update(self, buckets):
-        """Step every shard that has a gradient. Write float32 masters, if any, into these buckets' weights."""
         self.inner.step()
-        cast_masters(buckets)
+        for param in self.stepped:
+            self.refresh(param)
 
-    def gather_weights(self, buckets):
-        """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
-        if self.stage:
-            for bucket in buckets:
-                bucket.all_gather().wait()
+    def refresh(self, param):
+        """Let a parameter have the values that `inner` has stepped."""
+        if self.stepped[param] is not param:
+            param.copy_(self.stepped[param])
 
+    def zero_grad(self, set_to_none=True):
+        """Drop all gradients, also those of an unfinished step."""
+        for param, stepped in self.stepped.items():
+            param.grad = stepped.grad = None
 
-class FlatReducer(Reducer):
-    """A Reducer of FlatBuckets."""
-
-    @property
-    def finished(self):
-        """Whether all gradients have been averaged."""
-        return not (self.next or self.under_way or any(bucket.holds_gradients() for bucket in self.buckets))
-
-    def computed(self, param):
-        bucket = self.bucket_of[param]
-        if bucket.total_dtype != bucket.dtype:
-            bucket.collect(param)
-        super().computed(param)
-
-    def reset(self):
-        super().reset()
-        for bucket in self.buckets:
-            bucket.total = None
+    def kept(self, param):
+        """Where this rank keeps a parameter, for checkpoints: (what is stepped, the slice of it, the slice of the flat
+        parameter that it is)."""
+        return self.stepped[param], slice(None), slice(None)
 
 
-class EveryBackward(FlatReducer):
-    """ZeRO-2's and 3's Reducer: a bucket leaves in each backward, so whole gradients never add up.
+class ZeRO1(ZeRO0):
+    """ZeRO-1: reduce-scatter each gradient, step this rank's shard of each tensor, all-gather the shards.
 
-    All ranks must use the same parameters in each. Then autograd completes buckets in the same order on all of them, so
-    a bucket need not wait for those before it in the list.
+    whole[param]: the tensor in N rows. The parameter is a view of them, so that an all-gather of shards changes it.
     """
 
-    @contextmanager
-    def no_sync(self):
-        yield  # it changes nothing
+    def __init__(self, *args, **options):
+        self.whole = {}
+        super().__init__(*args, **options)
 
-    def mark_ready(self, bucket, param):
-        self.missing[bucket].discard(param)
-        if self.complete(bucket):
-            self.start(bucket)
+    def shard(self, param):
+        group, placement = averaging_group(param, self.group), placement_of(param)
+        dtype = self.compute_dtype or param.dtype
+        rows = in_rows(param.detach(), dist.get_world_size(group))
+        shard = placed(rows[dist.get_rank(group)].to(master_dtype(dtype), copy=True), param)
+        shard.placement = replace(placement, sharded_over=placement.sharded_over + (group,), cuts=(), whole=None,
+                                  decays=is_matrix(param))
+        self.whole[param] = rows.to(dtype, copy=True)
+        self.show(param)
+        param.grad_dtype = shard.dtype
+        return shard
 
-    def start(self, bucket):
-        # Full gradients cost the memory of two messages under way, and of the next one's gradients. (On GPUs more may
-        # be in memory: Python runs ahead, and freed memory is used again only when its stream is done with it.)
-        while len(self.under_way) > 1:
-            self.finish_oldest()
-        super().start(bucket)
-        self.missing[bucket] = set(bucket.params)  # for the next backward
+    def show(self, param):
+        """Let the parameter's numbers be those of its rows."""
+        param.data = self.whole[param].view(-1)[:param.numel()].view(param.shape)
 
-    def unsent(self):
-        """Those of which a backward has computed some gradients, not all."""
-        return [bucket for bucket in self.buckets if bucket.holds_gradients()]
+    def average(self, param):
+        group, shard = averaging_group(param, self.group), self.stepped[param]
+        rows = in_rows(own_gradient(param), dist.get_world_size(group))
+        average = torch.empty_like(shard)
+        dist.reduce_scatter_tensor(average, rows, dist.ReduceOp.AVG, group)
+        shard.grad = average if shard.grad is None else shard.grad + average
+        param.grad = None
 
-
-class FlatParameter(FlatBucket):
-    """The FlatBucket of one unit of FSDP, of which this rank keeps the shard alone. (The name is PyTorch's.)
-
-        after                  weights    handle    is_whole    parameters
-        free                   None       None      False       NaN
-        begin_gather           memory     handle    False       NaN, so none shows half-gathered values
-        make_whole             memory     None      True        views of `weights`
-        free(keep=True)        memory     None      False       NaN
-
-    Memory lives on while anybody has a view of it, so neither the shard nor autograd may have one.
-    """
-
-    def __init__(self, *options):
-        super().__init__(*options)
-        self.shard.data = self.shard.data.clone()  # as a view it would keep all of `weights`
-        self.nothing = torch.full((), math.nan).to(self.weights)
-        self.handle = None  # of a gather under way
-        self.is_whole = True
-        self.free()
-
-    @torch.inference_mode(False)  # or training could not use what an evaluation has gathered
     @torch.no_grad()
-    def begin_gather(self):
-        """Begin to make the parameters whole, in the compute dtype: an all-gather, (N-1)/N x K elements sent."""
-        if self.weights is None:
-            self.weights = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-            self.weights[self.own] = self.shard  # the cast from the master's dtype
-            self.handle = self.all_gather()
+    def refresh(self, param):
+        whole, shard = self.whole[param], self.stepped[param].detach()
+        dist.all_gather_into_tensor(whole, shard.to(whole.dtype), averaging_group(param, self.group))
 
-    def end_gather(self):
-        handle, self.handle = self.handle, None  # first, so that a gather that failed is not waited for again
-        if handle:
-            handle.wait()
-
-    def make_whole(self):
-        self.begin_gather()
-        self.end_gather()
-        self.is_whole = True
-        for p in self.params:
-            p.data = self.view(self.weights, p)
-
-    def free(self, keep=False):
-        """keep: the memory, for the next use."""
-        self.end_gather()
-        if not keep:
-            self.weights = None
-        if self.is_whole:
-            self.is_whole = False
-            for p in self.params:
-                p.data = self.nothing.expand(p.shape)
+    def kept(self, param):
+        shard = self.stepped[param]
+        first = len(shard) * dist.get_rank(averaging_group(param, self.group))
+        there = slice(*slice(first, first + len(shard)).indices(param.numel()))  # the last rows are padded
+        return shard, slice(0, max(0, there.stop - there.start)), there
 
 
-def free_and_scatter(flat):
-    """What FSDP does when a unit's last gradient is there. A layer's backward makes dx together with dW, so that is
-    there, too, and the unit's weights are no longer needed."""
-    flat.free()
-    return reduce_scatter_bucket(flat)
+class ZeRO2(ZeRO1):
+    """ZeRO-2: each gradient leaves in the backward that has made it, so whole gradients never add up.
 
-
-def fsdp_units(module):
-    """[(module, parameters that its forward alone uses)]: what FSDP gathers at a time. Of a GPT wte, wpe, each child of
-    the container h, ln_f, lm_head. (Nested modules: further/lend.py.)"""
-    containers = nn.ModuleList, nn.ModuleDict, nn.Sequential
-    layers = [child.children() if isinstance(child, containers) else [child] for child in module.children()]
-    return [(unit, list(unit.parameters())) for unit in itertools.chain(*layers)]
-
-
-class Prefetcher:
-    """Keeps the matrices of each unit whole while it computes, and gathers the next one meanwhile.
-
-        when                                     who hears of it      what it does
-        a unit's forward begins                  before_forward       end its gather (or make it), begin the next one's
-        it has ended                             after_forward        free it
-        backward needs one of its weights        need                 end its gather, begin the previous one's, free
-                                                                      the next if frozen: no gradient has freed it
-        its last weight gradient is there        EveryBackward.start  free_and_scatter
-
-    Three units a, b, c; a gather is an all-gather of parameters, a scatter a reduce-scatter of gradients:
-
-                 forward                              backward
-        compute  a            b            c          c            b                a
-        network  gather b     gather c                gather b     scatter c,       scatter b    scatter a
-                                                                   gather a
-        freed             a            b                       c               b               a
-
-    The last unit's memory is kept in between, because backward begins with it; so is a tied parameter's, from its first
-    use on. A frozen one stays whole until backward reaches the unit before it. Next is next in the list of units with
-    matrices, previous among those whose backward needs them: no embedding. A model that uses units in another order
-    gathers some too early, and some only when they are needed.
-
-    Backward needs a weight when autograd asks for what forward has saved of it (`unpack`), or when a `checkpoint`
-    inside of the unit runs its layers again (`before_layer`). ZeRO3's backward hooks would say so, too, but under them
-    nobody may change a unit's output in place.
-
-    flats_of: {unit: the FlatParameters that it computes with}. Mostly one; a tied weight has two units, and a frozen
-    one or another dtype a flat of its own.
+    All ranks must use the same parameters in each backward. Autograd then completes them in the same order.
     """
 
-    def __init__(self, flats_of):
-        self.flats_of = flats_of
-        uses = Counter(flat for flats in flats_of.values() for flat in flats)
-        self.flats = [*uses]
-        sharded = [unit for unit, flats in flats_of.items() if flats]
-        self.next = dict(zip(sharded, sharded[1:]))
-        used = [unit for unit in sharded if not isinstance(unit, EMBEDDINGS)]  # in backward, too
-        self.previous = dict(zip(used[1:], used))
-        self.unit_of = {flat: unit for unit in sharded for flat in flats_of[unit]}  # a tied one's last
-        last = flats_of[sharded[-1]] if sharded else []
-        self.until_backward = {flat for flat in uses if uses[flat] > 1 or flat in last}  # their memory is kept
-        self.in_forward = False
-        for unit, flats in flats_of.items():
-            unit.register_forward_pre_hook(self.before_forward, prepend=True)
-            unit.register_forward_hook(self.after_forward)
-            for layer in [*unit.modules()][1:]:
-                layer.register_forward_pre_hook(partial(self.before_layer, flats))
-
-    def before_forward(self, unit, inputs):
-        for flat in self.flats_of[unit]:
-            self.need(flat)
-        if self.in_forward:
-            self.prefetch(self.next.get(unit))
-
-    def before_layer(self, flats, *_):
-        for flat in flats:
-            self.need(flat)
-
-    def after_forward(self, unit, inputs, output):
-        if self.in_forward:  # else a `checkpoint` around the unit runs it again, in backward, which will free it
-            for flat in self.flats_of[unit]:
-                flat.free(keep=flat in self.until_backward)
-
-    def need(self, flat):
-        """Make a flat whole. If forward is over, its unit's backward has begun."""
-        if not flat.is_whole:
-            flat.make_whole()
-            if not self.in_forward:
-                self.begin_backward(self.unit_of[flat])
-
-    def begin_backward(self, unit):
-        self.prefetch(self.previous.get(unit))
-        for done in self.flats_of.get(self.next.get(unit), ()):
-            if done not in self.until_backward:
-                done.free()
-
-    def prefetch(self, unit):
-        """Begin to gather a unit; `need` will wait for it."""
-        for flat in self.flats_of.get(unit, ()):
-            flat.begin_gather()
-
-    @contextmanager
-    def forward(self):
-        """Goes around the model's forward. For weights, autograd saves which flat they are in and where, no memory."""
-        self.free()  # because the optimizer may have stepped the shards
-        self.in_forward = True
-        try:
-            with saved_tensors_hooks(self.pack, self.unpack):
-                yield
-        finally:
-            self.in_forward = False
-            if not torch.is_grad_enabled():
-                self.free()
-
-    def pack(self, tensor):
-        memory = tensor.untyped_storage().data_ptr()
-        for flat in self.flats:
-            if flat.is_whole and flat.weights.data_ptr() == memory:
-                return flat, (tensor.size(), tensor.stride(), tensor.storage_offset())
-        return None, tensor.detach()
-
-    def unpack(self, saved):
-        flat, what = saved  # a tensor, or where in the flat it is
-        if flat is None:
-            return what
-        self.need(flat)
-        return flat.weights.as_strided(*what)
-
-    def free(self):
-        for flat in self.flats:
-            flat.free()
-
-
-class FlatFSDP(Averager, nn.Module):
-    """ZeRO-3: parameters exist whole only while their layer computes.
-
-        model = FlatFSDP(module, group)                           not inside of another module
-        optimizer = torch.optim.AdamW(model.parameters(), ...)    on this rank's shards, 1-D, without names
-        with model.no_sync(): loss.backward()                     every micro-batch but the last
-        loss.backward(); model.finish_grad_sync(); optimizer.step(); model.zero_grad()
-
-    A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each child outside of those.
-    Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too.
-    Vectors (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must use
-    the same parameters in each backward. (PyTorch's shards vectors, too, and under no_sync keeps whole gradients.)
-
-    A parameter may be used in its unit's forward alone, and written never: elsewhere it is NaN. FSDP of further/fsdp.py
-    has no such rules, and its parameters keep their names.
-
-    compute_dtype: that of layers and inputs, e.g. torch.bfloat16; shards and their gradients have its `master_dtype`.
-    Shards are vectors: for weight decay ask `is_matrix`, not their shape. A module on the meta device is never whole
-    anywhere: name its device, and give its values to `load`. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7.
-    """
-    units_of = staticmethod(fsdp_units)
-    flat_class = FlatParameter
-    prefetcher_class = Prefetcher
-
-    def __init__(self, module, group=None, compute_dtype=None, device=None):
-        super().__init__()
-        self.module, self.group = module, group_or_world(group)
-        units = self.units_of(module)
-        first_unit_of = {p: unit for unit, params in reversed(units) for p in params}  # a tied one lies with its first
-        matrices = [p for p in module.parameters() if is_matrix(p)]
-        vectors = [p for p in module.parameters() if not is_matrix(p)]
-        self.flats = [self.flat_class(some, self.group, True, compute_dtype, device)
-                      for some in make_buckets(matrices, math.inf, first_unit_of.get)]  # a whole unit each
-        self.vectors = [FlatBucket(some, self.group, False, compute_dtype, device)
-                        for some in make_buckets(vectors, math.inf)]
-        self.buckets = self.flats + self.vectors
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.reducers = [EveryBackward(self.flats, free_and_scatter, add_to_shard),
-                         FlatReducer(self.vectors, all_reduce_bucket, add_to_shard)]
-        flats_of = {unit: list(dict.fromkeys(self.bucket_of[p] for p in params if is_matrix(p)))
-                    for unit, params in units}
-        self.prefetcher = self.prefetcher_class(flats_of)
-
-    def forward(self, *args, **kwargs):
-        cast_masters(self.vectors)
-        with self.prefetcher.forward():
-            return self.module(*args, **kwargs)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        for param in self.stepped:
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(self.average)
 
     def finish_grad_sync(self):
-        super().finish_grad_sync()
-        self.prefetcher.free()
+        for param, shard in self.stepped.items():
+            if param.requires_grad and shard.grad is None:  # no backward has used it
+                self.average(param)
+
+
+class ZeRO3(ZeRO2):
+    """ZeRO-3: gather a layer's weights, compute, free; in backward gather them again, and scatter gradients.
+
+        optimizer = ZeRO3(module.parameters(), torch.optim.AdamW, group, [module], lr=1e-3)
+
+        a matrix        storage of its rows    .data     .grad
+        gather          all bytes              whole     None
+        free            0 bytes                NaN       None
+        gather again    all bytes              whole     None; then, in backward, the whole gradient
+        average         0 bytes                NaN       None; the shard's .grad has grown
+
+    Autograd has saved views of the rows for backward, so the rows must not move. Their storage shrinks to 0 bytes and
+    grows back. .data is NaN meanwhile, so that nobody computes with memory that is not there. A layer makes dX together
+    with dW, so when dW is there, W may go; a tied weight goes when its last layer's dW is there. Vectors (biases and
+    norms, a thousandth of GPT-2's K) stay whole.
+
+    `checkpoint` runs a layer's forward again within its backward: in_backward says which matrices must stay then. Every
+    matrix must be trained, and used in its own layer's forward alone. (nn.MultiheadAttention uses its out_proj's.)
+    """
+
+    def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
+        super().__init__(params, optimizer_class, group, modules, compute_dtype, **options)
+        self.in_backward = set()
+        self.zero_grad()
+        for layer in [layer for module in modules for layer in module.modules()]:
+            if matrices := [param for param in layer.parameters(recurse=False) if is_matrix(param)]:
+                layer.register_forward_pre_hook(lambda *_, matrices=matrices: self.gather(matrices))
+                layer.register_forward_hook(lambda *_, matrices=matrices: self.free(matrices))
+                if not isinstance(layer, EMBEDDINGS):  # their backward needs tokens alone
+                    layer.register_full_backward_pre_hook(lambda *_, matrices=matrices: self.begin_backward(matrices))
+
+    def gather(self, matrices):
+        for param in matrices:
+            storage = self.whole[param].untyped_storage()
+            if storage.size() == 0:
+                storage.resize_(self.whole[param].nbytes)
+                self.refresh(param)
+                self.show(param)
+
+    def begin_backward(self, matrices):
+        self.gather(matrices)
+        self.in_backward.update(matrices)
+
+    def free(self, matrices):
+        for param in matrices:
+            if param not in self.in_backward:
+                param.data = torch.full((), math.nan).to(param).expand(param.shape)
+                self.whole[param].untyped_storage().resize_(0)
+
+    def average(self, param):
+        super().average(param)
+        if is_matrix(param):
+            self.in_backward.discard(param)
+            self.free([param])
+
+    @torch.no_grad()
+    def step(self):
+        self.inner.step()
+        for param in self.stepped:
+            if not is_matrix(param):  # forward gathers the matrices
+                self.refresh(param)
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad()
-        for bucket in self.buckets:
-            bucket.shard.grad = None
+        self.in_backward.clear()
+        self.free(filter(is_matrix, self.stepped))  # an unfinished step has left some whole
 
-    def named_parameters(self, *args, **kwargs):
-        """What an optimizer steps: this rank's shards, of vectors all. (parameters() asks here.)"""
-        return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
 
-    @torch.no_grad()
-    def load(self, source):
-        """Set every parameter to source(name), a whole tensor, of which this rank keeps its part."""
-        for name, param in self.module.named_parameters():
-            take_part(self.bucket_of[param].kept(param), param, source(name))
+def in_rows(tensor, ranks):
+    """A tensor's numbers in N rows of equal length, (N, K/N rounded up), padded with zeros. Row r is rank r's shard. Of
+    11 numbers 2 rows of 6, of which the last number is the padding."""
+    return F.pad(tensor.flatten(), (0, -tensor.numel() % ranks)).view(ranks, -1)
+
+
+def placed(values, param):
+    """A parameter of these values, trained and placed as another one."""
+    new = PlacedParameter(values, param.requires_grad)
+    new.placement = placement_of(param)
+    return new
 
 
 # --------------------------------------------------------------------------------------------- tensor parallel: f and g
@@ -1156,9 +608,9 @@ def cross_entropy(logits, targets, vocab_size, group=None):
     return VocabParallelCrossEntropy.apply(logits, targets, group, Cut(group, 0).first(vocab_size)) * factor
 
 
-def gpt2_plan(f, g):
+def gpt2_plan(f, g, columns=ColumnParallelLinear):
     """How each layer of a GPT-2 is cut, with this f and g. What is not named (layer norms, positions) stays whole."""
-    column, row = partial(ColumnParallelLinear, f=f), partial(RowParallelLinear, g=g)
+    column, row = partial(columns, f=f), partial(RowParallelLinear, g=g)
     return {
         "wte": partial(VocabParallelEmbedding, g=g),
         "attn.c_attn": partial(column, fused=(1, 1, 1)),
@@ -1296,13 +748,20 @@ def stages_on(rank, stage_to_rank):
 
 def needs(action, stages):
     """The actions whose results an F or a B computes with: B0 of stage 0 with the activations of its own F0, and with
-    the gradient that B0 of stage 1 has made. stages: all that there are."""
+    the gradient that B0 of stage 1 has made. stages: all that there are. (I and W: halves of a B, further/schedules.py)
+    """
     kind, s, i = action
-    if kind == "F":
-        needed = [Action("F", s - 1, i)]
-    else:
-        needed = [Action("F", s, i), Action("B", s + 1, i)]
+    needed = {"F": [Action("F", s - 1, i)], "W": [Action("B", s, i)]}
+    needed = needed.get(kind, [Action("F", s, i), Action("B", s + 1, i)])
     return [action for action in needed if action.stage in stages]  # not before the first one, or after the last
+
+
+def result_of(action):
+    """The action under whose name others know what this one makes: an I makes what a B makes for the stage before. None
+    for a W, for which nobody waits, and for transfers."""
+    if action.kind == "I":
+        return action._replace(kind="B")
+    return action if action.kind in ("F", "B") else None
 
 
 def goes_to(action):
@@ -1329,12 +788,12 @@ def in_order(lists):
                 if actions and done.issuperset(needs(actions[0], stages))]
         if not turn:
             raise ValueError("deadlock: each rank waits for another one's result")
-        done.update(action for _, action in turn)
+        done.update(result_of(action) for _, action in turn)
         order += turn
     return order
 
 
-def lower(lists):
+def lower(lists, in_order=in_order):
     """Lower lists to what runs: add the transfers. A result that another rank needs is sent as soon as it is made. The
     send is appended to its rank's list, the receive to the other's, after all that the other has run so far. (A receive
     only posts a buffer, so it may stand early.) 1F1B for p = 2, m = 2, before and after:
@@ -1351,7 +810,8 @@ def lower(lists):
     lowered = [[] for _ in lists]
     for rank, action in in_order(lists):
         lowered[rank].append(action)
-        add_transfer(lowered, action, rank, stage_to_rank.get(goes_to(action)))
+        if result := result_of(action):
+            add_transfer(lowered, result, rank, stage_to_rank.get(goes_to(result)))
     return lowered
 
 
@@ -1426,25 +886,25 @@ class Pipeline:
         self.device = device
         self.cut = cut
 
-    def run(self, actions, x, y, dloss=None, averagers=None):
+    def run(self, actions, x, y, dloss=None, sync=None):
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
 
-        dloss: the gradient of each loss, from which its backward starts, a tensor of one number. averagers: {stage:
-        what averages its gradients}, for no_sync(); None for forwards alone. After an exception the process group is of
+        dloss: the gradient of each loss, from which its backward starts, a tensor of one number. sync: the optimizer
+        that averages gradients, for its no_sync(); None for forwards alone. After an exception the process group is of
         no more use, because messages may still be under way.
         """
-        self.begin(actions, x, y, dloss, averagers)
+        self.begin(actions, x, y, dloss, sync)
         for action in actions:
             self.do(action)
         self.wait_for_sent(0)
         return self.losses
 
-    def begin(self, actions, x, y, dloss, averagers):
+    def begin(self, actions, x, y, dloss, sync):
         """Of the last step nothing is left."""
         self.x = x
         self.y = y
         self.dloss = dloss
-        self.averagers = averagers
+        self.sync = sync
         self.last_backward = {action.stage: action for action in actions if action.kind == "B"}
         self.micro_batches = {}  # (stage, number) -> MicroBatch, until its backward has ended
         self.results = {}        # an F or a B -> (handle, what it made), until a stage or a send takes it
@@ -1494,10 +954,10 @@ class Pipeline:
         return self.dloss if s == self.last_stage else self.wait_for(Action("B", s + 1, i))
 
     def averaging(self, action):
-        """A stage's gradients are averaged in its last backward; until then they only add up. (But ZeRO 2 and 3 send in
+        """A stage's gradients may leave from its last backward on; until then they only add up. (ZeRO 2 and 3 send in
         each, whatever no_sync says.)"""
         last = self.last_backward[action.stage] == action
-        return nullcontext() if last else self.averagers[action.stage].no_sync()
+        return nullcontext() if last else self.sync.no_sync()
 
     def wait_for(self, result):
         """What an action has made, on another rank, which has sent it, or in another stage of this one."""
@@ -1561,6 +1021,11 @@ def inside(group, groups):
     """Whether one of `groups` has all ranks of a group."""
     ranks = torch.distributed.get_process_group_ranks
     return any(set(ranks(group)) <= set(ranks(other)) for other in groups)
+
+
+def params_of(optimizer):
+    """What an optimizer steps; None steps nothing."""
+    return [param for group in optimizer.param_groups for param in group["params"]] if optimizer else []
 
 
 def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
@@ -1658,16 +1123,31 @@ def put_together(shape, here, values, groups):
     return whole.view(shape)
 
 
-# ------------------------------------------------------------------------------------------------------- any nn.Module
-#
-# BucketDDP, FlatOptimizer and FlatFSDP serve a GPT. What a model of anybody needs besides (checks that ranks agree,
-# buffers, layers frozen between steps, weights written, parameters with names) are subclasses of them, in further/.
+# -------------------------------------------------------------------------------------------------------------- edition
 
-OF_ANY_MODULE = {"DDP": "further.ddp", "ShardedOptimizer": "further.zero", "FSDP": "further.fsdp"}
+class Lecture:
+    """What train.parallelize makes a GPT in a layout of, as the lecture has it. A subclass changes some.
 
+    zero: the class of each ZeRO stage. sharded: wraps a stage's module at ZeRO-3 before it has weights, so that it
+    is never whole on a rank (further/prefetch.py); None: it is whole once, while the model is built. muon: the highest
+    ZeRO stage with --optimizer muon, which needs whole matrices. sequence: f and g of sequence parallelism; None:
+    further/sequence.py's. context, experts: options of context_parallel and expert_parallel.
+    """
+    zero = ZeRO0, ZeRO1, ZeRO2, ZeRO3
+    sharded = None
+    muon = 0
+    columns = ColumnParallelLinear
+    pieces_of = staticmethod(even_pieces)
+    pipeline = Pipeline
+    sequence = None
+    context = {}
+    experts = {}
 
-def __getattr__(name):
-    """Python asks here for a name that this module lacks."""
-    if name not in OF_ANY_MODULE:
-        raise AttributeError(f"module 'parallel' has no attribute '{name}'")
-    return getattr(importlib.import_module(OF_ANY_MODULE[name]), name)
+    @classmethod
+    def optimizer(cls, zero, params, optimizer_class, group, modules, dtype):
+        """What steps the parameters of this rank's stages, `modules`, and averages their gradients over the group."""
+        return cls.zero[zero](params, optimizer_class, group, modules, dtype)
+
+    @classmethod
+    def clip_grad_norm_(cls, optimizer, max_norm, groups, scale):
+        return clip_grad_norm_(params_of(optimizer), max_norm, groups, scale)

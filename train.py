@@ -81,12 +81,6 @@ class Layout:
     recompute: str = flag("none", "layers that backward runs again", choices=["none", "block", "attention"])
     dtype: torch.dtype = torch.float32  # of the layers
 
-    @property
-    def flat_optimizer(self):
-        """Whether a FlatOptimizer averages gradients: at ZeRO 1 and 2, and at 0 if weights have 16 bits, because it
-        keeps their float32 masters."""
-        return self.zero in (1, 2) or self.zero == 0 and self.dtype != parallel.master_dtype(self.dtype)
-
 
 @dataclass
 class Flags(Layout):
@@ -122,6 +116,9 @@ class Flags(Layout):
                       choices=["fp32", "bf16", "fp16", "fp64"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "auto: Triton from Hopper on, in 16 bits or fp32", choices=["auto", "torch", "triton"])
+    form: str = flag(None, "of the strategies: as the lecture has them, with buckets and prefetching, or with all of "
+                           "fast/ (default: lecture with --plain and --together, else full on CPUs, fast on GPUs)",
+                     choices=["lecture", "full", "fast"])
     comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=["ours", "ring", "torch"])
     plain: bool = flag(False, "run the reference alone, without fast/ and safe/; several processes need torchrun then")
     together: bool = flag(False, "run the reference alone, with all ranks as threads of this process, to step through")
@@ -235,11 +232,11 @@ def batch(tokens, seed, step, batch_size, seq_len, samples):
 
 # --------------------------------------------------------------------------------------------------------------- recipe
 
-def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
+def parallelize(config, layout, device, source=None, optimizer=None, edition=parallel.Lecture):
     """Build the GPT of `config` on this rank; returns a ParallelGPT. Call it on all ranks: it makes groups.
 
     source(name) gives a parameter's whole initial value; left out, seed 0 and the name decide it. optimizer: a class
-    from torch.optim with its options, as a partial; None: for evaluation. gpt: a subclass of ParallelGPT.
+    from torch.optim with its options, as a partial; None: for evaluation. edition: whose classes it is made of.
     """
     stage_to_rank = stage_to_rank_of(config, layout)
     mesh = parallel.make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
@@ -247,13 +244,13 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
     source = source or partial(initial_weight, config, seed=0)
     stages = {}
     master = parallel.master_dtype(layout.dtype)
-    pieces_of = parallel.even_pieces(config, len(stage_to_rank))
+    pieces_of = edition.pieces_of(config, len(stage_to_rank))
     for stage in parallel.stages_on(dist.get_rank(groups.pp), stage_to_rank):
         # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
         model = GPT(config, seed=None, pieces=pieces_of[stage])
         # 2. Cut the layers, because what follows must see this rank's parameters. They have no values yet. Each
         # remembers its `cuts`, so that `cut_like` can cut its values likewise in step 4.
-        cut_layers(model, layout, groups)
+        cut_layers(model, layout, groups, edition)
         mark_stage(model, len(stage_to_rank), groups)
         # 3. Recomputation: what backward runs again. ZeRO-3's hooks go around it, so that it finds whole weights.
         if layout.recompute != "none":
@@ -261,20 +258,15 @@ def parallelize(config, layout, device, source=None, optimizer=None, gpt=None):
                 layer = block if layout.recompute == "block" else block.attn
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
-        if layout.zero == 3:
+        if layout.zero == 3 and edition.sharded:
             materialize_buffers(model.to(master), source, device)
-            model = parallel.FlatFSDP(model, groups.shard, layout.dtype, device)
+            model = edition.sharded(model, groups.shard, layout.dtype, device)
             model.load(source)
         else:
             materialize(model, source, device, master, parallel.cut_like)
-        # 5. What averages gradients hangs hooks on parameters, so it comes after the steps that replace them:
-        #    BucketDDP           here: ZeRO 0
-        #    FlatOptimizer       in `ParallelGPT`, one for all stages of this rank: ZeRO 1 and 2, and 0 in 16 bits
-        #    FlatFSDP            in step 4: ZeRO 3, because it shards weights as they come; it replaces no parameter
-        if layout.zero == 0 and not layout.flat_optimizer:
-            model = parallel.BucketDDP(model, groups.dp_cp)
         stages[stage] = model
-    return (gpt or ParallelGPT)(config, layout, device, mesh, groups, stages, stage_to_rank, optimizer)
+    # 5. The optimizer of the ZeRO stage. It hangs hooks on parameters, so it comes after the steps that replace them.
+    return ParallelGPT(config, layout, device, mesh, groups, stages, stage_to_rank, optimizer, edition)
 
 
 def stage_to_rank_of(config, layout):
@@ -339,31 +331,32 @@ def make_groups(mesh, layout, stage_to_rank, tied):
     return groups
 
 
-def cut_layers(model, layout, groups):
+def cut_layers(model, layout, groups, edition):
     """Over cp, ep and tp, in place."""
     if layout.cp > 1:
         from further.context import context_parallel
-        context_parallel(model, groups.cp, layout.cp_kind)
+        context_parallel(model, groups.cp, layout.cp_kind, **edition.context)
     if layout.ep > 1:
         from further.expert_parallel import expert_parallel
-        expert_parallel(model, groups.ep, groups.same_experts)
+        expert_parallel(model, groups.ep, groups.same_experts, **edition.experts)
     if layout.tp > 1 and layout.sp:
         from further.sequence import gathered, scattered, sequence_parallel
-        sequence_parallel(model, groups.tp, tensor_plan(model.config, gathered, scattered))
+        f, g = edition.sequence or (gathered, scattered)
+        sequence_parallel(model, groups.tp, tensor_plan(model.config, f, g, edition.columns))
     elif layout.tp > 1:
-        plan = tensor_plan(model.config, parallel.CopyToGroup.apply, parallel.ReduceFromGroup.apply)
-        parallel.tensor_parallel(model, groups.tp, plan)
+        f, g = parallel.CopyToGroup.apply, parallel.ReduceFromGroup.apply
+        parallel.tensor_parallel(model, groups.tp, tensor_plan(model.config, f, g, edition.columns))
 
 
-def tensor_plan(config, f, g):
-    """How tensor parallelism cuts each layer of a GPT, with this f and g."""
-    plan = parallel.gpt2_plan(f, g)
+def tensor_plan(config, f, g, columns):
+    """How tensor parallelism cuts each layer of a GPT, with this f and g, and this class of layers cut by columns."""
+    plan = parallel.gpt2_plan(f, g, columns)
     if config.experts:
         from further.expert_parallel import expert_plan
         plan |= expert_plan(f, g)
     if config.arch == "llama":
         from further.llama import llama_plan
-        plan |= llama_plan(config, f)
+        plan |= llama_plan(config, f, columns)
     return plan
 
 
@@ -398,13 +391,13 @@ class ParallelGPT:
         loss = net.forward_backward(x, y)                  x, y: this rank's micro-batches
         norm = net.clip_grad_norm_(1.0); net.optimizer.step()
 
-    params: what `optimizer` steps, parameters or shards. averagers: {stage: the BucketDDP, FlatFSDP or
-    FlatOptimizer that averages its gradients}.
+    optimizer: the edition's, of all stages of this rank; it averages their gradients, too. None: for evaluation.
     """
 
-    def __init__(self, config, layout, device, mesh, groups, stages, stage_to_rank, optimizer):
+    def __init__(self, config, layout, device, mesh, groups, stages, stage_to_rank, optimizer, edition):
         self.config = config
         self.layout = layout
+        self.edition = edition
         self.device = torch.device(device)
         self.mesh = mesh
         self.groups = groups
@@ -414,30 +407,22 @@ class ParallelGPT:
         if config.experts:
             from further.experts import routers
             self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        pipeline = parallel.Pipeline
+        pipeline = edition.pipeline
         self.lowered_lists = parallel.lowered_lists
         if layout.schedule not in parallel.SCHEDULES:
             from further.lists import checked
             from further.schedules import HalvedPipeline
-            pipeline = HalvedPipeline
+            pipeline = pipeline if issubclass(pipeline, HalvedPipeline) else HalvedPipeline
             self.lowered_lists = checked
         self.pipeline = pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd, self.device,
                                  layout.tp if layout.sp else 1)
-        if layout.flat_optimizer and optimizer:
-            self.optimizer = parallel.FlatOptimizer(self.param_groups(), optimizer, groups.shard, layout.zero,
-                                                    compute_dtype=layout.dtype)
-            self.params = self.optimizer.shards
-            self.averagers = dict.fromkeys(stages, self.optimizer)
-            self.bucket_of = self.optimizer.bucket_of
-        else:
-            self.optimizer = optimizer and optimizer(self.param_groups())
-            self.params = [p for group in self.param_groups() for _, p in group["params"]]
-            self.averagers = stages  # each a BucketDDP or a FlatFSDP, which averages its own
-            self.bucket_of = {}
+        self.optimizer = None
+        if optimizer:
+            self.optimizer = edition.optimizer(layout.zero, self.param_groups(), optimizer, groups.shard,
+                                               [*stages.values()], layout.dtype)
+        elif not (layout.zero == 3 and edition.sharded):  # layers get their 16 bits from an optimizer, if there is one
             for model in stages.values():
-                self.bucket_of |= getattr(model, "bucket_of", {})
-                if layout.flat_optimizer:  # layers get their 16 bits from the optimizer, which is not there
-                    model.to(layout.dtype)
+                model.to(layout.dtype)
 
     def param_groups(self):
         """For an optimizer: matrices have weight decay, biases and norms have none. Each stage has its own groups, so
@@ -449,14 +434,18 @@ class ParallelGPT:
                 param_groups += [{"params": params, **options}] if params else []
         return param_groups
 
+    @property
+    def params(self):
+        """What the optimizer steps: parameters, or this rank's shards."""
+        return parallel.params_of(self.optimizer)
+
     def all_groups(self):
         """Every group that carries messages of this model; None: all ranks."""
         return [*dict.fromkeys(vars(self.groups).values()), None]
 
     def zero_grad(self):
         """Drop all gradients, also those that an unfinished step has left. Call it on all ranks."""
-        for averager in dict.fromkeys(self.averagers.values()):
-            averager.zero_grad()
+        self.optimizer.zero_grad()
 
     def actions(self, m, training=True):
         """This rank's lowered list for m micro-batches; without `training`, of forwards alone."""
@@ -482,9 +471,8 @@ class ParallelGPT:
             raise RuntimeError("a second forward_backward before zero_grad(): give one all micro-batches of a step")
         for router in self.routers.values():
             router.load = 0
-        loss = self.run(x, y, self.actions(len(x)), scale, self.averagers)
-        for averager in dict.fromkeys(self.averagers.values()):
-            averager.finish_grad_sync()
+        loss = self.run(x, y, self.actions(len(x)), scale, self.optimizer)
+        self.optimizer.finish_grad_sync()
         if self.groups.replicate:
             from further.nodes import average_between
             average_between(self.params, self.groups.replicate)
@@ -513,12 +501,12 @@ class ParallelGPT:
         """What forward_backward returns, with no gradients."""
         return self.run(x, y, self.actions(len(x), training=False), 1.0, None)
 
-    def run(self, x, y, actions, scale, averagers):
+    def run(self, x, y, actions, scale, sync):
         if self.layout.cp > 1:
             from further.context import cut_tokens
             x, y = (cut_tokens(tokens, self.groups.cp, self.layout.cp_kind) for tokens in (x, y))
         weight = self.weight_of_a_target(y)
-        losses = self.pipeline.run(actions, x, y, scale * weight, averagers)
+        losses = self.pipeline.run(actions, x, y, scale * weight, sync)
         loss = torch.zeros_like(weight)
         for summed in losses:
             loss += summed * weight
@@ -542,18 +530,19 @@ class ParallelGPT:
         return replicas / count.clamp(min=1).to(parallel.master_dtype(self.layout.dtype))
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
-        """As the function of this name, over the whole model."""
-        return parallel.clip_grad_norm_(self.params, max_norm, [None], scale)
+        """As parallel's, over the whole model."""
+        return self.edition.clip_grad_norm_(self.optimizer, max_norm, [None], scale)
 
     def module(self, stage):
-        """A stage without its DDP or FSDP."""
+        """A stage without its FSDP."""
         return getattr(self.stages[stage], "module", self.stages[stage])
 
     def kept(self, param):
-        """As a bucket's: a parameter that is in none lies in itself."""
-        if bucket := self.bucket_of.get(param):
-            return bucket.kept(param)
-        return param, slice(None), slice(None)
+        """Where this rank keeps a parameter, as the optimizer's method says."""
+        if self.optimizer:
+            return self.optimizer.kept(param)
+        sharded = [model for model in self.stages.values() if param in getattr(model, "bucket_of", ())]
+        return sharded[0].kept(param) if sharded else (param, slice(None), slice(None))
 
     @torch.no_grad()
     def whole_parameter(self, name, key=None):
@@ -591,10 +580,9 @@ def learning_rate(s, step):
 class Trainer:
     """Model, optimizer, data and this rank's place in the mesh. s: the Flags. source(name) gives a parameter's initial
     value; None: the seed does. data: (training tokens, held-out tokens, their vocabulary)."""
-    gpt = ParallelGPT
     sampler = GPT
 
-    def __init__(self, s, config, source, data, device):
+    def __init__(self, s, config, source, data, device, edition=parallel.Lecture):
         self.s = s
         self.config = config
         self.device = device
@@ -603,7 +591,7 @@ class Trainer:
         self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`; on the CPU, where Python reads it
         source = source or (lambda name: initial_weight(config, name, s.seed))
         optimizer = partial(self.optimizer_class(), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
-        self.net = parallelize(config, layout_of(s), device, source, optimizer, self.gpt)
+        self.net = parallelize(config, layout_of(s), device, source, optimizer, edition)
         self.optimizer = self.net.optimizer
         for group in self.net.all_groups():
             dist.use(group, s.comm)
@@ -771,6 +759,20 @@ def refuse(why):
     sys.exit(2)
 
 
+def edition_of(form):
+    """The reference's edition of --form. (fast/edition.py's can do what Full can.)"""
+    if form in (None, "lecture"):
+        return parallel.Lecture
+    from further.full import Full
+    return Full
+
+
+def muon_cannot(zero, edition):
+    """Why --optimizer muon cannot go with this ZeRO stage."""
+    other = "--zero 2" if edition.muon else "--form full" if zero < 3 else "--zero 0"
+    return f"--optimizer muon steps whole matrices, and --zero {zero} of this form keeps parts of them: give {other}"
+
+
 def started():
     """How many processes torchrun has started; 1 without it."""
     given = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")]
@@ -802,8 +804,11 @@ class Run:
         parts = s.dp * s.micro_batches
         if s.batch_size % parts:
             refuse(f"--batch-size must be a multiple of --dp x --micro-batches: give --batch-size {parts}")
-        if s.optimizer == "muon" and s.zero == 3:
-            refuse("--optimizer muon steps whole matrices, and --zero 3 keeps parts of them: give --zero 2")
+        if s.form == "fast":
+            refuse("--plain and --together run the reference alone, without fast/: give --form full")
+        self.edition = edition_of(s.form)
+        if s.optimizer == "muon" and s.zero > self.edition.muon:
+            refuse(muon_cannot(s.zero, self.edition))
         s.device = "cpu" if s.together else device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
         self.s = s
@@ -852,7 +857,7 @@ class Run:
             device = dist.initialize(self.s.device)
         if dist.get_rank() == 0:
             print(f"mode     {self.mode}", flush=True)
-        self.trainer(self.s, self.config, self.source, self.data, device).train(self.saved)
+        self.trainer(self.s, self.config, self.source, self.data, device, self.edition).train(self.saved)
         dist.destroy_process_group()
 
 
@@ -862,8 +867,6 @@ def main():
     if {"--plain", "--together"} & {*sys.argv} or not all((here / room).is_dir() for room in ("fast", "safe")):
         program = Run
     else:
-        import fast
-        fast.on()
         from fast.run import FastRun as program
     program(sys.argv[1:]).start()
 

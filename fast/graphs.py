@@ -14,8 +14,9 @@ import collectives as dist
 from fast.pipeline import CollectingMicroBatch, PatientPipeline
 from fast import recorded
 from fast.fp8 import TwoCopies
-from fast.zero import GuardedOptimizer
-from parallel import EveryBackward, FlatBucket, FlatFSDP
+from fast.zero import AheadOptimizer
+from further.flat import EveryBackward
+from further.full import FSDPOptimizer
 from theory.clock import most_held
 
 
@@ -27,13 +28,8 @@ from theory.clock import most_held
 # move. A replay runs no autograd hooks. ZeRO-2 and 3 gather units and reduce-scatter gradients in hooks, so for them
 # the hooks run during the recording, and what they launch becomes part of the graph.
 
-def stepped(bucket):
-    """The parameters that an optimizer steps for a bucket: the bucket's own, or its shard."""
-    return [bucket.shard] if isinstance(bucket, FlatBucket) else bucket.params
-
-
 class Totals:
-    """The flat vectors of a DDP or FlatOptimizer, to which recordings add gradients. They keep their addresses."""
+    """The flat vectors of a FlatOptimizer, to which recordings add gradients. They keep their addresses."""
 
     def __init__(self, sync):
         self.sync = sync
@@ -71,7 +67,7 @@ class Totals:
     def close(self):
         """Record the sending of all gradients. Returns {what an optimizer steps: its average}."""
         self.sync.finish_grad_sync()
-        return {p: p.grad for reducer in self.reducers for bucket in reducer.buckets for p in stepped(bucket)}
+        return {bucket.shard: bucket.shard.grad for reducer in self.reducers for bucket in reducer.buckets}
 
     def replayed(self, averages):
         """A graph has sent and received all buckets, so put the reducers into the state in which all have left."""
@@ -85,7 +81,7 @@ class Totals:
 
 
 class ShardTotals(Totals):
-    """The totals of ZeRO-2 and 3, which send gradients in every micro-batch. sync: a FlatFSDP or a FlatOptimizer.
+    """The totals of ZeRO-2 and 3, which send gradients in every micro-batch. sync: an FSDPOptimizer or a FlatOptimizer.
 
     The averages of several micro-batches add up in the shards' .grad, and 1-D gradients in `bucket.total`. Both keep
     their addresses from step to step. If a step has one micro-batch, both lie in its graph's memory.
@@ -95,7 +91,7 @@ class ShardTotals(Totals):
         self.sync = sync
         self.reducers = sync.reducers
         self.flats = {}
-        self.units = sync.flats if isinstance(sync, FlatFSDP) else []
+        self.units = [flat for module in sync.modules for flat in module.flats] if isinstance(sync, FSDPOptimizer) else []
 
     def begin(self, overwrite):
         """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch.
@@ -227,25 +223,24 @@ class GraphPipeline(PatientPipeline):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.graphs = None
-        self.totals = {}
+        self.totals = None
 
-    def add_up(self, averagers):
+    def add_up(self, sync):
         """Let weight gradients be added to the totals, in eager runs, too, so that both add in the same order."""
         self.separate_weight_gradients()
-        for stage, sync in averagers.items():
-            if sync not in self.totals:
-                self.totals[sync] = Totals(sync)
-            self.weight_gradients[stage].add = self.totals[sync].add
+        self.totals = self.totals or Totals(sync)
+        for weight_gradients in self.weight_gradients.values():
+            weight_gradients.add = self.totals.add
 
-    def begin(self, actions, x, y, dloss, averagers):
-        super().begin(actions, x, y, dloss, averagers)
-        self.replaying = averagers is not None
+    def begin(self, actions, x, y, dloss, sync):
+        super().begin(actions, x, y, dloss, sync)
+        self.replaying = sync is not None
         if self.replaying:
             self.actions = actions
-            self.replicated = dist.get_world_size(next(iter(averagers.values())).group) > 1
-            self.prepare(actions, averagers)
+            self.replicated = dist.get_world_size(sync.group) > 1
+            self.prepare(actions, sync)
 
-    def prepare(self, actions, averagers):
+    def prepare(self, actions, sync):
         """Record, if the step before has warmed up for it; point all gradients at the totals."""
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
         # alone: whether a graph can send gradients
@@ -258,16 +253,15 @@ class GraphPipeline(PatientPipeline):
             self.graphs = SimpleNamespace(recordings={}, closing={}, recorded_for=asked)
         elif not self.graphs.recordings and len(shapes) == 1:
             for stage in self.stages:
-                self.record(stage, kinds, alone, overwrite, self.totals[averagers[stage]])
-        self.add_up(averagers)
-        for totals in self.totals.values():
-            totals.begin(overwrite)
+                self.record(stage, kinds, alone, overwrite)
+        self.add_up(sync)
+        self.totals.begin(overwrite)
 
-    def record(self, stage, kinds, alone, overwrite, totals):
+    def record(self, stage, kinds, alone, overwrite):
         graphs = self.graphs
         example = self.x[0] if stage == 0 else self.room_for(0).zero_()
         recording = partial(Recording, self.stages[stage], self.loss_of(stage),
-                            self.weight_gradients.get(stage), totals, kinds, example, self.y[0])
+                            self.weight_gradients.get(stage), self.totals, kinds, example, self.y[0])
         if alone:
             graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
@@ -311,9 +305,8 @@ class GraphPipeline(PatientPipeline):
 class HookedGraphPipeline(GraphPipeline):
     """A GraphPipeline for ZeRO-2 and 3: it has one stage, and graphs send the gradients of each micro-batch."""
 
-    def add_up(self, averagers):
-        for sync in averagers.values():
-            self.totals.setdefault(sync, ShardTotals(sync))
+    def add_up(self, sync):
+        self.totals = self.totals or ShardTotals(sync)
 
 
 def replay_micro_batches(net):
@@ -329,5 +322,5 @@ def replay_micro_batches(net):
             raise ValueError(f"CUDA graphs of ZeRO-{zero} need one stage, not {len(net.stage_to_rank)}, and one "
                              f"micro-batch, F and B, before the next one: give schedule 1f1b")
     net.pipeline = pipeline(*net.pipeline.arguments, channels=net.pipeline.channels)
-    if isinstance(net.optimizer, GuardedOptimizer):
+    if isinstance(net.optimizer, AheadOptimizer):
         net.optimizer.wait_in(*net.stages.values())

@@ -1,6 +1,6 @@
-"""Gradients moved by few kernels, in larger buckets; steps that are dropped.
+"""Gradients moved by few kernels; steps that are dropped.
 
-Takes the place of parallel.make_buckets, Bucket, and the Reducers. Copied, not added to zeros, a gradient costs 8 bytes
+Subclasses of further/buckets.py's Bucket and of the Reducers. Copied, not added to zeros, a gradient costs 8 bytes
 less a parameter (counted; the time was not measured). Buckets that leave under backward, as the reference's do, save
 5.3 % of a step of GPT-2 XL on two H200s.
 """
@@ -9,13 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-from parallel import Bucket, EveryBackward, FlatBucket, FlatReducer, make_buckets, Reducer
-
-
-def large_buckets(params, megabytes=None, *same):
-    """As parallel.make_buckets. On GPUs buckets are larger, because their links are faster, but their latency is not
-    shorter."""
-    return make_buckets(params, megabytes or 100 * any(param.is_cuda for param in params), *same)
+from further.buckets import Bucket, Reducer
+from further.flat import EveryBackward, FlatBucket, FlatReducer
 
 
 class TotalBucket(Bucket):

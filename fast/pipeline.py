@@ -1,6 +1,6 @@
 """Transfers of a pipeline that neither disturb products nor wait for each other, and name what failed.
 
-Takes the place of parallel.Pipeline. Receives posted early cost 6.5 % of a step of 1F1B on two H200s.
+A subclass of the Pipelines. Receives posted early cost 6.5 % of a step of 1F1B on two H200s.
 """
 
 import itertools
@@ -109,7 +109,7 @@ class PatientPipeline(HalvedPipeline):
         """Gradients are averaged once no later action of the stage adds to those of the same parameters: I computes
         those of norms, W those of matrices, B both."""
         last = all(self.last_with[half, action.stage] == action for half in HALVES[action.kind])
-        return nullcontext() if last else self.averagers[action.stage].no_sync()
+        return nullcontext() if last else self.sync.no_sync()
 
     def receive(self, action):
         if self.device.type == "cuda":

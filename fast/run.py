@@ -6,35 +6,23 @@ the numbers of the step before saves 2.5 % of a step of GPT-2 124M on an H200 wi
 
 import torch
 
+import fast
 import kernels
 import parallel
 from fast import hopper
 from fast.adamw import AdamW
+from fast.edition import Fast
 from fast.fp8 import use_fp8
 from fast.gloo import mailbox_memory
 from fast.graphs import replay_micro_batches
 from fast.windows import Window
 from further.sampling import CachedGPT
 from safe.run import WatchedRun, WatchedTrainer
-from train import ParallelGPT
-
-
-class LeanGPT(ParallelGPT):
-    """A ParallelGPT that clips as its optimizer steps. With fast.adamw's AdamW, clipping only computes a factor,
-    because the kernel scales the gradients as it reads them."""
-
-    def clip_grad_norm_(self, max_norm, scale=1.0):
-        inner = getattr(self.optimizer, "inner", self.optimizer)
-        if not isinstance(inner, AdamW):
-            return super().clip_grad_norm_(max_norm, scale)
-        norm = parallel.clip_grad_norm_(self.params, 0, [None]) / scale
-        inner.scale = (max_norm / (norm + 1e-6) if max_norm else torch.ones_like(norm)).clamp(max=1) / scale
-        return norm
+from train import edition_of
 
 
 class FastTrainer(WatchedTrainer):
     """The WatchedTrainer that replays micro-batches from CUDA graphs, and steps float32 masters with our AdamW."""
-    gpt = LeanGPT
     sampler = CachedGPT
     unread = None  # (loss and norm of a step on their way to the CPU, the event at their end)
 
@@ -88,5 +76,14 @@ def exchange_name(window, outgoing, incoming):
 
 
 class FastRun(WatchedRun):
-    mode = "fast + safe; --plain runs what you read"
-    trainer = FastTrainer
+    """The WatchedRun of any --form."""
+
+    def prepare(self, arguments):
+        super().prepare(arguments)
+        form = self.s.form
+        self.mode = f"{form} + safe; --plain runs what you read"
+        self.edition = edition_of(form)
+        if form == "fast":
+            fast.on()
+            self.edition = Fast
+            self.trainer = FastTrainer

@@ -1,6 +1,6 @@
 """ZeRO whose weights travel under the optimizer and the next forward, and whose steps can be dropped.
 
-Takes the place of parallel.FlatOptimizer and FlatFSDP, and of what further/ makes of them. With AdamW's kernel it
+Subclasses of FlatOptimizer and FlatFSDP, and of what further/ makes of them for any model. With AdamW's kernel it
 saves the cast of all weights, 6 bytes a parameter, and the network works while the optimizer and the next forward do.
 The time was not measured by itself.
 """
@@ -10,9 +10,18 @@ import weakref
 import torch
 
 from fast.adamw import AdamW
-from further.fsdp import FSDP
-from further.zero import ShardedOptimizer
-from parallel import cast_masters, FlatBucket, FlatFSDP, fsdp_units, FlatOptimizer
+from fast.overlap import FastEveryBackward, FastFlatReducer, FastReducer, TotalBucket
+from further import ddp
+from further import fsdp
+from further import zero
+from further.flat import cast_masters, FlatBucket, FlatOptimizer
+from further.prefetch import FlatFSDP, fsdp_units
+
+
+class DDP(ddp.DDP):
+    """further/ddp.py's, with gradients moved a bucket at a time."""
+    bucket_class = TotalBucket
+    reducer_class = FastReducer
 
 
 class Ahead:
@@ -21,6 +30,8 @@ class Ahead:
     fast.adamw.AdamW writes the 16-bit weights while it updates their masters, so they need no cast afterwards, and a
     bucket's all-gather runs beside the update of the buckets after it.
     """
+    reducer_class = FastFlatReducer
+    every_backward = FastEveryBackward
     late = False  # whether forward waits for weights, not `step`
 
     def __init__(self, *args, **kwargs):
@@ -87,11 +98,11 @@ class Ahead:
                 self.gathering.pop(bucket).wait()
 
 
-class GuardedOptimizer(Ahead, FlatOptimizer):
+class AheadOptimizer(Ahead, FlatOptimizer):
     pass
 
 
-class GuardedZeroOptimizer(Ahead, ShardedOptimizer):
+class ShardedOptimizer(Ahead, zero.ShardedOptimizer):
     def split(self, bucket):
         super().split(bucket)
         if isinstance(self.inner, AdamW) and bucket.shard in self.inner.copies:
@@ -102,6 +113,8 @@ class GuardedZeroOptimizer(Ahead, ShardedOptimizer):
 
 class Guarded:
     """A FlatFSDP or FSDP whose module is not read or moved by mistake."""
+    reducer_class = FastFlatReducer
+    every_backward = FastEveryBackward
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -122,7 +135,7 @@ class GuardedFlatFSDP(Guarded, FlatFSDP):
     pass
 
 
-class GuardedFSDP(Guarded, FSDP):
+class FSDP(Guarded, fsdp.FSDP):
     def expect(self, flat):
         super().expect(flat)
         self.reducers[0].collect_rest([flat] if flat in self.reducers[0].missing else [])

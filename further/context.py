@@ -100,15 +100,15 @@ def attend_backward(q, k, v, o, lse, do, is_causal):
 
 class RingAttention(torch.autograd.Function):
     """Attention of this rank's queries to all ranks' keys: qkv (B, T/N, 3, H, D), or as kernels.heads takes it, ->
-    (B, T/N, H, D)."""
+    (B, T/N, H, D). around: how keys and values go round, as `going_round`."""
 
     @staticmethod
-    def forward(ctx, qkv, group):
+    def forward(ctx, qkv, group, around=going_round):
         q, *kv = kernels.heads(qkv)                                                           # (B, H, T/N, D)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         o = q.new_zeros(q.shape, dtype=wide)
         lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)                                  # (B, H, T/N)
-        for other, (k, v) in going_round(torch.stack(kv), group):
+        for other, (k, v) in around(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
             o_s, lse_s = attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             total = torch.logaddexp(lse[:, :, rows], lse_s)
@@ -117,6 +117,7 @@ class RingAttention(torch.autograd.Function):
             lse[:, :, rows] = total
         o = o.to(q.dtype)
         ctx.group = group
+        ctx.around = around
         ctx.save_for_backward(qkv, o, lse)
         return o.transpose(1, 2)
 
@@ -129,7 +130,7 @@ class RingAttention(torch.autograd.Function):
         rank = dist.get_rank(ctx.group)
         dq = torch.zeros_like(q, dtype=lse.dtype)
         arrived = 0  # dK and dV from the left: the parts of ranks that had these keys before
-        for other, (k, v) in going_round(torch.stack(kv), ctx.group):
+        for other, (k, v) in ctx.around(torch.stack(kv), ctx.group):
             rows, keys, causal = seen(rank, other, q.shape[2] // 2)
             dq_part, *part = attend_backward(
                 q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], lse[:, :, rows], do[:, :, rows], causal)
@@ -141,7 +142,7 @@ class RingAttention(torch.autograd.Function):
             else:
                 arrived = shift(arrived + mine, ctx.group)
         grads = torch.cat([dq, *(own + arrived)], 1)                                          # (B, H + 2H/G, T/N, D)
-        return grads.to(qkv.dtype).transpose(1, 2).reshape(qkv.shape), None
+        return grads.to(qkv.dtype).transpose(1, 2).reshape(qkv.shape), None, None
 
 
 def heads_for_tokens(x, group):
@@ -176,10 +177,10 @@ def ulysses_attention(qkv, group):
     return Conjugate.apply(y, group, tokens_for_heads, heads_for_tokens)
 
 
-def context_parallel(module, group, kind):
+def context_parallel(module, group, kind, ring=RingAttention.apply):
     """Let a GPT compute with this rank's tokens alone, in place: `own_tokens` says which. kind: "ring", "ulysses"."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    attention = {"ring": RingAttention.apply, "ulysses": ulysses_attention}[kind]
+    attention = {"ring": ring, "ulysses": ulysses_attention}[kind]
     module.positions = lambda every: own_tokens(n * len(every), rank, n, kind, every.device)
     for block in module.h.values():
         block.attn.positions = module.positions

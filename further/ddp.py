@@ -2,7 +2,7 @@
 
     model = DDP(module, group)
 
-`parallel.DDP`: a BucketDDP with what PyTorch's DistributedDataParallel does besides. docs/own-model.md.
+A BucketDDP with what PyTorch's DistributedDataParallel does besides. docs/own-model.md.
 """
 
 import zlib
@@ -10,7 +10,8 @@ import zlib
 import torch
 
 import collectives as dist
-from parallel import BucketDDP, group_or_world
+from further.buckets import BucketDDP
+from parallel import group_or_world
 
 
 class DDP(BucketDDP):

@@ -6,6 +6,7 @@ Where a thread stands is read off its frames: which collective it is in, and for
 from torch import nn
 
 import parallel
+from further.buckets import Bucket
 
 
 def told(world):
@@ -34,12 +35,12 @@ def purpose(frame):
     serves, names = [], {}
     while frame:
         values = [*frame.f_locals.values()]
-        serves += [x for x in values if isinstance(x, (parallel.Bucket, nn.Module, parallel.Action))]
+        serves += [x for x in values if isinstance(x, (Bucket, nn.Module, parallel.Action))]
         for model in [*values, *getattr(frame.f_locals.get("self"), "stages", {}).values()]:
             for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
                 names |= {module: name} | {param: f"{name}.{leaf}" for leaf, param in module._parameters.items()}
         frame = frame.f_back
     first = next(iter(serves), "")
-    if isinstance(first, parallel.Bucket):
+    if isinstance(first, Bucket):
         first = names.get(first.params[0], f"bucket of {first.numel}")
     return str(names.get(first, first)).removeprefix("module.")

@@ -131,8 +131,9 @@ def through_experts(mlps, rows, counts):
     return y.index_select(0, order.argsort())
 
 
-def expert_parallel(module, group, same_experts):
-    """Let each rank of the group keep E/N of a GPT's experts, in place. same_experts: their group."""
+def expert_parallel(module, group, same_experts, visit=visit):
+    """Let each rank of the group keep E/N of a GPT's experts, in place. same_experts: their group. visit: how rows go
+    there and back."""
     for experts in [part for part in module.modules() if isinstance(part, mixture.Experts)]:
         for layer in (experts.c_fc, experts.c_proj):
             for param in cut_in_place(layer, Cut(group, 0)).parameters():

@@ -15,15 +15,15 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import collectives as dist
-import parallel
 from further.ddp import broadcast_in_one, refuse_new, refuse_unlike
 from further.lend import Lender, LentParameter, nested_units
+from further.prefetch import FlatFSDP
 from further.zero import show_overflow_to_all
 from parallel import (
     group_or_world, is_matrix, PlacedParameter, placement_of, take_part, whole_of, whole_shape)
 
 
-class FSDP(parallel.FlatFSDP):
+class FSDP(FlatFSDP):
     """A FlatFSDP of any module, whose parameters keep their names: for groups by name, schedulers, and readers.
 
     Between steps, from finish_grad_sync to the next forward, the module's parameters are this rank's parts: vectors in

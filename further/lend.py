@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from parallel import FlatParameter, Prefetcher
+from further.prefetch import FlatParameter, Prefetcher
 
 
 class Absent:

@@ -1,6 +1,6 @@
 r"""A schedule's lists, of any actions: transfers put in, proven, read from a text.
 
-What parallel.py does for F and B, for halves of backwards, too; and a proof for lists that somebody has written.
+What parallel.py does, with errors that show where; and a proof for lists that somebody has written.
 
     from further.lists import check, lower, parse
     lists = parse("rank 0  F0 F1 B0 B1 \n rank 1  F0 B0 F1 B1")
@@ -11,8 +11,8 @@ import pathlib
 import re
 from collections import deque
 
-from further.schedules import needs, result_of
-from parallel import Action, add_transfer, carried, goes_to, ranks_of_stages
+import parallel
+from parallel import Action, carried, goes_to, needs, ranks_of_stages, result_of
 
 
 def run_in_turns(lists, can_run):
@@ -51,20 +51,14 @@ def waits(lists, at):
 
 
 def in_order(lists):
-    """parallel's, for lists with halves."""
+    """parallel's, with a ScheduleError."""
     stages = ranks_of_stages(lists)
     return run_in_turns(lists, lambda action, done, waiting: done.issuperset(needs(action, stages)))
 
 
 def lower(lists):
-    """parallel's, for lists with halves."""
-    stage_to_rank = ranks_of_stages(lists)
-    lowered = [[] for _ in lists]
-    for rank, action in in_order(lists):
-        lowered[rank].append(action)
-        if result := result_of(action):
-            add_transfer(lowered, result, rank, stage_to_rank.get(goes_to(result)))
-    return lowered
+    """parallel's, with a ScheduleError."""
+    return parallel.lower(lists, in_order)
 
 
 OTHER_END = {"SF": "RF", "RF": "SF", "SB": "RB", "RB": "SB"}  # of a transfer

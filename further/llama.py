@@ -163,10 +163,10 @@ def of_some_heads(norm, group):
     return norm
 
 
-def llama_plan(config, f):
+def llama_plan(config, f, columns=parallel.ColumnParallelLinear):
     """What is cut otherwise than in parallel.gpt2_plan: a rank gets its heads of queries, and the keys and values that
     they read, and both halves of its hidden layer. N must divide H/G."""
-    column = functools.partial(parallel.ColumnParallelLinear, f=f)
+    column = functools.partial(columns, f=f)
     return {
         "attn.c_attn": functools.partial(column, fused=(config.n_head // config.kv_heads, 1, 1)),
         "attn.q_norm": of_some_heads,

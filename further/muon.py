@@ -13,7 +13,8 @@ import math
 import torch
 
 import collectives as dist
-from parallel import FlatBucket, is_matrix, placement_of, set_placement
+from further.flat import FlatBucket
+from parallel import is_matrix, placement_of, set_placement
 
 
 # ----------------------------------------------------------------------------------------------------------- one matrix

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import collectives as dist
 import parallel
-from parallel import Action, alternate, MicroBatch, one_f_one_b, ranks_of_stages, whole_batch
+from parallel import Action, alternate, MicroBatch, needs, one_f_one_b, ranks_of_stages, result_of, whole_batch
 
 
 def interleaved(p, m, v):
@@ -197,21 +197,6 @@ def dualpipe_v(p, m, v=2):
 
 
 # ------------------------------------------------------------------------------------------ backward in two: I, later W
-
-def result_of(action):
-    """The action under whose name others know what this one makes: for the stage before, an I is a B. None for a W, for
-    which nobody waits, and for transfers."""
-    if action.kind == "I":
-        return action._replace(kind="B")
-    return action if action.kind in ("F", "B") else None
-
-
-def needs(action, stages):
-    """As parallel's; a W computes with what its I has made."""
-    if action.kind == "W":
-        return [action._replace(kind="B")]
-    return parallel.needs(action, stages)
-
 
 class HalvedMicroBatch(MicroBatch):
     """A MicroBatch whose backward may come in halves. What a stage of two layers f and g computes:

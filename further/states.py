@@ -14,6 +14,7 @@ from collections import defaultdict
 import torch
 
 import parallel
+from further.flat import cast_masters
 
 
 @torch.no_grad()
@@ -48,7 +49,7 @@ def load_optimizer_state(sharded, whole, optimizer=None):
         if unlike and not bucket.parts:
             sharded.split(bucket)
     load_parts(sharded, whole, sharded.inner)
-    parallel.cast_masters(sharded.buckets)
+    cast_masters(sharded.buckets)
     sharded.gather_weights(sharded.buckets)
     sharded.note_step(sharded.buckets)
 

@@ -3,7 +3,7 @@
     optimizer = ShardedOptimizer(net.named_parameters(), torch.optim.AdamW, lr=1e-3)
 
 A FlatOptimizer is made for a GPT, whose parameters are trained all the time, and written by nobody else. This one
-does what PyTorch's optimizers do, and is `parallel.ShardedOptimizer`: docs/own-model.md has a program.
+does what PyTorch's optimizers do: docs/own-model.md has a program.
 """
 
 import math
@@ -13,9 +13,9 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 import collectives as dist
-import parallel
 from further.ddp import refuse_unlike
-from parallel import FlatBucket, group_or_world, point_into
+from further.flat import FlatBucket, FlatOptimizer, point_into
+from parallel import group_or_world
 
 
 class WatchedBucket(FlatBucket):
@@ -94,7 +94,7 @@ def show_overflow_to_all(shards, group):
 WHOLE_TENSORS = torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.SparseAdam
 
 
-class ShardedOptimizer(parallel.FlatOptimizer):
+class ShardedOptimizer(FlatOptimizer):
     """A FlatOptimizer of any module's parameters, with names or without.
 
     Between steps they may be frozen and unfrozen, on all ranks alike, and written, by load_state_dict or p.data = ...;

@@ -8,11 +8,11 @@ import re
 import torch
 
 import collectives as dist
-import parallel
 from further import expert_parallel
 from further.context import own_tokens, seen
 from further.expert_parallel import split_experts
 from further.experts import count_of_each, ExpertsConfig
+from further.buckets import BucketDDP
 from further.lists import check, lower
 from further.schedules import SCHEDULES
 from lessons import kernels, pages, puzzles, runs
@@ -196,7 +196,7 @@ def demo_data():
     mine, K = slice(2 * rank, 2 * rank + 2), config.parameters()
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
     one, naive, net = (GPT(config).double() for _ in range(3))
-    model, came = parallel.BucketDDP(net, bucket_mb=2), set()
+    model, came = BucketDDP(net, bucket_mb=2), set()
     piece = {p: re.match(r"h\.\d+|\w+", name)[0] for name, p in net.named_parameters()}
 
     def pieces(params):

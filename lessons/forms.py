@@ -14,6 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 import collectives as dist
 import parallel
 import train
+from further.buckets import BucketDDP
+from further.flat import FlatOptimizer
+from further.prefetch import FlatFSDP
 from lessons.measure import of_all_ranks, say
 from lessons.peers import token_loss
 from model import GPT, GPTConfig
@@ -61,27 +64,28 @@ def naive(net):
 
 
 def ddp(net):
-    model = parallel.BucketDDP(net)
+    model = BucketDDP(net)
     return with_sgd(model, model.finish_grad_sync)
 
 
-def zero_1(net):
-    optimizer = parallel.ZeRO1(net.parameters(), SGD)
-    return net, [optimizer.step], optimizer.inner.state
-
-
-def sharded_optimizer(net):
-    optimizer = parallel.FlatOptimizer(net.parameters(), SGD)
+def with_optimizer(net, optimizer):
     return net, [optimizer.finish_grad_sync, optimizer.step, optimizer.zero_grad], optimizer.state
 
 
+def zero_1(net):
+    return with_optimizer(net, parallel.ZeRO1(net.parameters(), SGD))
+
+
+def sharded_optimizer(net):
+    return with_optimizer(net, FlatOptimizer(net.parameters(), SGD))
+
+
 def zero_3(net):
-    parallel.ZeRO3(net)
-    return with_sgd(net)
+    return with_optimizer(net, parallel.ZeRO3(net.parameters(), SGD, None, [net]))
 
 
 def fsdp(net):
-    model = parallel.FlatFSDP(net)
+    model = FlatFSDP(net)
     return with_sgd(model, model.finish_grad_sync)
 
 

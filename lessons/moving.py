@@ -15,6 +15,8 @@ import torch.distributed as torch_dist
 import collectives as dist
 import parallel
 from further.lists import names_of, parse, ScheduleError
+from further import prefetch
+from further.prefetch import FlatFSDP, FlatParameter
 from further.schedules import SCHEDULES
 from lessons.measure import patched
 from lessons.plan import rows_of
@@ -139,7 +141,7 @@ def ring_steps(n):
 
 def fsdp_step(tell):
     """A step of ZeRO-3. Calls tell(what happens, to which unit) as this rank goes on, and returns the units."""
-    net = parallel.FlatFSDP(GPT(GPTConfig(n_layer=2, n_embd=32, tied=False), seed=0))
+    net = FlatFSDP(GPT(GPTConfig(n_layer=2, n_embd=32, tied=False), seed=0))
     name_of = {unit: name for name, unit in net.module.named_modules()}
     unit_of = {flat: name_of[unit] for unit, flats in net.prefetcher.flats_of.items() for flat in flats}
 
@@ -160,10 +162,10 @@ def fsdp_step(tell):
     for unit in net.prefetcher.flats_of:
         unit.register_forward_pre_hook(lambda unit, inputs: tell("forward of", name_of[unit]), prepend=True)
         unit.register_full_backward_pre_hook(lambda unit, grad: tell("backward of", name_of[unit]))
-    with patched([told(parallel.FlatParameter, "begin_gather", "gather", lambda flat: not has_memory(flat)),
-                  told(parallel.FlatParameter, "end_gather", "wait for", lambda flat: flat.handle),
-                  told(parallel.FlatParameter, "free", "free", lambda flat, keep=False: has_memory(flat) and not keep),
-                  told(parallel, "reduce_scatter_bucket", "scatter", lambda flat: True)]):
+    with patched([told(FlatParameter, "begin_gather", "gather", lambda flat: not has_memory(flat)),
+                  told(FlatParameter, "end_gather", "wait for", lambda flat: flat.handle),
+                  told(FlatParameter, "free", "free", lambda flat, keep=False: has_memory(flat) and not keep),
+                  told(prefetch, "reduce_scatter_bucket", "scatter", lambda flat: True)]):
         net(torch.arange(32).view(2, 16)).sum().backward()
         net.finish_grad_sync()
     return [*unit_of.values()]

@@ -18,11 +18,13 @@ import kernels
 import model
 import parallel
 from fast import attention, gloo, linear, nccl, norm, recorded, run
+from fast.edition import Fast
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
 from fast.pipeline import PatientPipeline
-from further import context, expert_parallel, experts, rms_norm
+from further import experts, rms_norm
 from further.experts import resized
+from further.prefetch import FlatFSDP, FlatParameter, Prefetcher
 from further.schedules import SCHEDULES
 from lessons import peers
 from lessons.measure import (
@@ -69,10 +71,11 @@ def configs_of(config):
     return dense, routed, dataclasses.replace(dense, inner=config.hidden * mlps // config.n_layer)
 
 
-def make_trainer(config, s, device):
+def make_trainer(config, s, device, edition=None):
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len).astype(np.uint16)
-    trainer = WatchedTrainer if s.plain else run.FastTrainer
-    return trainer(s, config, peers.random_source(config, device), (tokens, tokens, None), device)
+    kind = WatchedTrainer if s.plain else run.FastTrainer
+    return kind(s, config, peers.random_source(config, device), (tokens, tokens, None), device,
+                edition or (parallel.Lecture if s.plain else Fast))
 
 
 @contextlib.contextmanager
@@ -96,14 +99,14 @@ def predicted_traffic(trainer, routes):
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
     stages = stages_in(s, trainer.config, pp_rank)
     # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights.
-    wrapped = [model for model in net.stages.values() if isinstance(model, parallel.FlatFSDP)]
+    wrapped = [model for model in net.stages.values() if isinstance(model, FlatFSDP)]
     once = {flat for model in wrapped for flat in model.prefetcher.until_backward}
     once |= {model.bucket_of[unit.weight] for model in wrapped for unit in model.modules()
              if isinstance(unit, parallel.EMBEDDINGS)}
     total, buckets, of_experts = Counter(), [], []
     for reducer in reducers_of(net):
         for bucket in reducer.buckets:
-            gathers = 0 if not isinstance(bucket, parallel.FlatParameter) else 1 if bucket in once else 2
+            gathers = 0 if not isinstance(bucket, FlatParameter) else 1 if bucket in once else 2
             cut_by_ep = bucket.group == net.groups.same_experts
             (of_experts if cut_by_ep else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
@@ -208,6 +211,11 @@ def add_and_norm(x, residual, weight, bias, eps=1e-5):
     return x, rms_norm.rms_norm(x, weight, eps) if bias is None else kernels.layer_norm(x, weight, bias, eps)
 
 
+# Pieces that are an attribute of the edition, and what it is without them.
+OF_EDITION = {"ring": {"context": {}},     # the reference's
+              "hiding": {"experts": {}}}   # all rows travel, then all compute
+
+
 def pieces():
     """{piece of fast/: [(object, attribute, what stands in its place), ...]}"""
     return {
@@ -227,12 +235,10 @@ def pieces():
         "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
         "fp8": [(run, "use_fp8", lambda stage: None)],                              # of --dtype fp8: bf16
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
-        "fetching": [(parallel.Prefetcher, "prefetch", lambda self, unit: None)],        # no unit ahead
+        "fetching": [(Prefetcher, "prefetch", lambda self, unit: None)],        # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
         "patience": [(PatientPipeline, "receive", PatientPipeline.post)],
-        "ring": plain_rows(context),                                                # the reference's
         "grouped": plain_rows(experts, "grouped_linear"),                           # a product for each group
-        "hiding": plain_rows(expert_parallel, "visit"),                             # all rows travel, then all compute
         "exchange": [(NodeLink, "_all_to_all_at_once", never), (NodeLink, "_by_one_kernel", never)]}
 
 
@@ -244,7 +250,8 @@ def without(a, device):
 
     def seconds(name, piece=None):
         with patched([*pieces().get(piece, ()), (dist, "links", defaultdict(dict))]):
-            trainer = make_trainer(a.configs[name], a.layouts[name], device)
+            edition = type("Without", (Fast,), OF_EDITION[piece]) if piece in OF_EDITION else None
+            trainer = make_trainer(a.configs[name], a.layouts[name], device, edition)
             trainer.step(0)
             found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats, in_a_row(a, device))[name]
             trainer = None

@@ -25,6 +25,7 @@ import parallel
 import train
 from further import together
 from further.deadlock import waiting
+from further.prefetch import FlatFSDP
 from lessons.pictures import box, COLOURS, legend, write_rows
 from lessons.puzzles import HERE
 from model import GPTConfig
@@ -144,7 +145,7 @@ def ring():
 
 def fsdp():
     n = dist.get_world_size()
-    model = parallel.FlatFSDP(torch.nn.Sequential(*(torch.nn.Linear(n, n, bias=False) for _ in range(3))))
+    model = FlatFSDP(torch.nn.Sequential(*(torch.nn.Linear(n, n, bias=False) for _ in range(3))))
     dist.reset_traffic()
     model(torch.ones(1, n)).sum().backward()
     model.finish_grad_sync()

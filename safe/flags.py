@@ -17,7 +17,7 @@ from safe.files import tell
 from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, multiple, reject
 from theory.speed import replayable
-from train import config_of, device_for, flag, Flags, processes_of, schedule_of
+from train import config_of, device_for, edition_of, flag, Flags, muon_cannot, processes_of, schedule_of
 
 
 # -------------------------------------------------------------------------------------------------- settings, bad input
@@ -217,10 +217,11 @@ def check_device(s, config, world, local_world, processes):
     reject(world > local_world and s.device == "auto" and 0 < gpus < local,  # not the CPU: other nodes may have GPUs
            f"--device auto: {local} processes on this node {short}")
     s.device = device_for(s.device, local)
-    able = s.device == "cuda" and replayable(s, config)
+    s.form = s.form or ("fast" if s.device == "cuda" else "full")
+    able = s.device == "cuda" and s.form == "fast" and replayable(s, config)
     on_triton = kernels.HAVE_TRITON and s.dtype != "fp64" and (kernels.INTERPRETED or s.device == "cuda")
-    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda, --zero 0 or 1 (2 or 3 with --pp "
-           "1 --schedule 1f1b) and no --experts: leave it out")
+    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --form fast, --zero 0 or 1 (2 or "
+           "3 with --pp 1 --schedule 1f1b) and no --experts: leave it out")
     reject(s.kernels == "triton" and not on_triton, "--kernels triton is for CUDA, or TRITON_INTERPRET=1, in fp32, "
            "bf16 or fp16, and needs the package triton: give --kernels auto")
     reject(s.kernels == "triton" and config.head_dim not in kernels.HEAD_DIMS, f"--kernels triton: --n-embd "
@@ -239,8 +240,8 @@ def check_fp8(s, c):
     if s.dtype != "fp8":
         return
     able = s.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9) and kernels.HAVE_TRITON
-    reject(not able or s.kernels == "torch", "--dtype fp8 is for our kernels on GPUs of compute capability 8.9 or more "
-           "(Ada, Hopper): give --dtype bf16")
+    reject(not able or s.kernels == "torch" or s.form != "fast", "--dtype fp8 is for the kernels of --form fast on GPUs "
+           "of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16")
     reject(s.tp * s.pp * s.cp > 1 or s.zero == 3 or c.experts or c.arch != "gpt2", "--dtype fp8 is for a whole GPT-2 "
            "on each rank: leave --tp, --pp, --cp, --zero 3, --experts and --arch out, or give --dtype bf16")
     tokens = s.batch_size // (s.dp * s.micro_batches) * c.seq_len
@@ -252,7 +253,7 @@ def check_muon(s, c):
     """Reject --optimizer muon where a rank has no whole matrices, or its parts cannot be sent."""
     if s.optimizer != "muon":
         return
-    reject(s.zero == 3, "--optimizer muon steps whole matrices, and --zero 3 keeps parts of them: give --zero 2")
+    reject(s.zero > edition_of(s.form).muon, muon_cannot(s.zero, edition_of(s.form)))
     reject(c.hidden % s.tp, f"--optimizer muon: --tp {s.tp} does not divide the width of the MLP, {c.hidden}: give "
            f"--tp {math.gcd(s.tp, c.hidden)}")
     reject(s.zero and s.comm == "torch" and s.device == "cpu", "--comm torch --device cpu: gloo gathers no parts of "

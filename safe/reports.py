@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives as dist
 import kernels
 from further.bpe import Tokenizer
-from parallel import FlatParameter
+from further.prefetch import FlatParameter
 from safe.data import about_left_out
 from safe.flags import gpus_here
 from theory import speed
@@ -232,10 +232,9 @@ def profiled(trainer):
     """Profile the step that runs inside, into a file on each rank. Ranges name the pipeline's actions, finish_grad_sync
     and collectives, on whatever thread they run. `named` replaces these methods until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
-    averagers = dict.fromkeys(trainer.net.averagers.values())
     ranges = [*trainer.profiled_collectives(),
               (trainer.net.pipeline, "do", lambda action: f"{action} stage {action.stage}"),
-              *[(sync, "finish_grad_sync", lambda: "finish_grad_sync") for sync in averagers]]
+              (trainer.net.optimizer, "finish_grad_sync", lambda: "finish_grad_sync")]
     with contextlib.ExitStack() as stack, torch.profiler.profile(  # of the CPU, and of CUDA where it is available
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
         for each in ranges:

@@ -24,7 +24,7 @@ import kernels
 import parallel
 from further.loss_scale import LossScale
 from further.states import full_optimizer_state, load_optimizer_state
-from tests.pool import close, needs_kernels, on_both, on_cpus_both, on_ranks, parametrize
+from tests.pool import close, needs_kernels, on_both, on_cpus_both, on_ranks, own, parametrize
 
 
 # ------------------------------------------------------------------------------------------------------ other modules
@@ -112,11 +112,11 @@ def laid_out(net, way, optimizer=torch.optim.SGD, group=None, compute_dtype=None
         return net, sync, optimizer([p for p in net.parameters() if p.requires_grad], **options)
     if way in ("ddp", 3):
         if way == "ddp":
-            wrapped = parallel.DDP(net, group, bucket_mb=4e-4)  # 400 bytes: many buckets
+            wrapped = own("DDP")(net, group, bucket_mb=4e-4)  # 400 bytes: many buckets
         else:
-            wrapped = parallel.FSDP(net, group, compute_dtype=compute_dtype, grad_scaler=grad_scaler)
+            wrapped = own("FSDP")(net, group, compute_dtype=compute_dtype, grad_scaler=grad_scaler)
         return wrapped, wrapped, optimizer(wrapped.parameters(), **options)
-    sharded = parallel.ShardedOptimizer(net.parameters(), optimizer, group, way, 0.009,
+    sharded = own("ShardedOptimizer")(net.parameters(), optimizer, group, way, 0.009,
                                         compute_dtype=compute_dtype, grad_scaler=grad_scaler, **options)
     return net, sharded, sharded
 
@@ -168,7 +168,7 @@ def test_data_parallel_and_zero_on_modules_nobody_here_wrote(kind, way, rank, si
 def test_backward_returns_before_its_buckets_have_arrived(rank):
     """Rank 1 begins its backward when rank 0 has come back from its own, so nothing can have arrived there."""
     net, x, come_back = nn.Linear(8, 8), torch.ones(2, 8), torch.zeros(1)
-    wrapped = parallel.BucketDDP(net)
+    wrapped = own("DDP")(net)
     if rank == 1:
         dist.recv(come_back, 0)
     wrapped(x * (rank + 1)).sum().backward()
@@ -219,7 +219,7 @@ def test_what_would_train_something_else_is_refused(way):
         with pytest.raises(RuntimeError, match="copy its module"):
             copy.deepcopy(model)
     else:
-        model = parallel.FSDP(nn.Sequential(nn.Embedding(4, 4, max_norm=0.01), nn.Linear(4, 4)))
+        model = own("FSDP")(nn.Sequential(nn.Embedding(4, 4, max_norm=0.01), nn.Linear(4, 4)))
         with pytest.raises(RuntimeError, match=r"shape \(4, 4\) was written while it was whole"):
             model(torch.arange(4))
 
@@ -283,11 +283,11 @@ def train_more(net, way, compute_dtype, group, steps, states=None):
     frozen in the first step, so it has been stepped less often."""
     model = net
     if way == 3:
-        model = parallel.FSDP(net, group, compute_dtype)
+        model = own("FSDP")(net, group, compute_dtype)
         opt = torch.optim.AdamW(model.named_parameters(), lr=0.05)
         sync, of_opt = model, [opt]
     else:
-        sync = opt = parallel.ShardedOptimizer(net.named_parameters(), torch.optim.AdamW, group, way,
+        sync = opt = own("ShardedOptimizer")(net.named_parameters(), torch.optim.AdamW, group, way,
                                                           lr=0.05, compute_dtype=compute_dtype)
         of_opt = []
     if states:
@@ -322,7 +322,7 @@ def test_training_goes_on_from_another_number_of_ranks(way, compute_dtype, rank)
     for ours, theirs in [whole[:1], resumed[:1]], [whole[1].values(), resumed[1].values()]:
         for a, b in zip(ours, theirs, strict=True):
             assert a.keys() == b.keys() and all(close(a[key], b[key]) for key in a)
-    unnamed = parallel.ShardedOptimizer(make().parameters(), torch.optim.Adam)
+    unnamed = own("ShardedOptimizer")(make().parameters(), torch.optim.Adam)
     for state, message in ({4: {}}, "no parameter is called 4"), ({0: {"exp_avg": torch.ones(3)}}, "exp_avg of 0 is"):
         with pytest.raises(ValueError, match=message):
             load_optimizer_state(unnamed, state)
@@ -384,7 +384,7 @@ def test_fsdp_s_parameters_keep_their_names(rank):
         return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double().eval()
 
     one, net, x = make(0), make(0), torch.randn(2, 4, dtype=torch.float64)
-    model = parallel.FSDP(net)
+    model = own("FSDP")(net)
     for some in one, model:
         first, *others = named = dict(some.named_parameters())
         assert [*named] == [*dict(one.named_parameters())]
@@ -398,17 +398,17 @@ def test_fsdp_s_parameters_keep_their_names(rank):
             opt.zero_grad()
             named[first].data = named[first].data / 2
     net[1].running_mean += rank  # the first one's counts
-    whole, other = model.full_state_dict(), parallel.FSDP(make(1))
+    whole, other = model.full_state_dict(), own("FSDP")(make(1))
     other.load_state_dict(whole)
     assert whole.keys() == one.state_dict().keys() and close(other(x), one(x))
     for state, message in (whole | {"0.weight": whole["2.bias"]}, "size mismatch: 0.weight is"), ({}, "other names"):
         with pytest.raises(RuntimeError, match=message):
             other.load_state_dict(state)
     layer = one[0].requires_grad_(False)
-    never_whole = parallel.FSDP(nn.Linear(4, 5, dtype=torch.float64, device="meta"), device=x.device)
+    never_whole = own("FSDP")(nn.Linear(4, 5, dtype=torch.float64, device="meta"), device=x.device)
     never_whole.load(layer.get_parameter)
     assert close(never_whole(x), layer(x))
-    for flat in never_whole, parallel.FlatFSDP(nn.Linear(4, 5)):
+    for flat in never_whole, own("FlatFSDP")(nn.Linear(4, 5)):
         with pytest.raises(RuntimeError, match="size mismatch"):
             flat.load(lambda name: torch.zeros(6, 6, 6))
 
@@ -417,7 +417,7 @@ def test_fsdp_s_parameters_keep_their_names(rank):
 @on_ranks(2)
 def test_replicas_have_the_first_one_s_buffers_after_a_step(rank):
     net = nn.Sequential(nn.BatchNorm1d(3))
-    model = parallel.DDP(net)
+    model = own("DDP")(net)
     model(torch.arange(12.0).view(4, 3) * (1 + rank)).sum().backward()
     model.finish_grad_sync()
     assert close(net[0].running_mean, 0.1 * torch.tensor([4.5, 5.5, 6.5]), 1e-6)
@@ -429,7 +429,7 @@ def layers_and_optimizer(optimizer, stage, **options):
     """Three layers, the same on every rank, and what steps them, in several buckets."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).to(torch.get_default_device())
-    return net, fast.zero.GuardedOptimizer(net.parameters(), optimizer, bucket_mb=0.01, stage=stage, lr=0.1, **options)
+    return net, fast.zero.AheadOptimizer(net.parameters(), optimizer, bucket_mb=0.01, stage=stage, lr=0.1, **options)
 
 
 @parametrize("stage", [0, 1, 2])

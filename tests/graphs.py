@@ -13,13 +13,12 @@ from torch.utils._pytree import tree_map_only
 
 import collectives as dist
 import fast.recorded
-import parallel
 from tests.layouts import case_of, differences_in, expanded, in_layout, small_gpt, tokens_of
-from tests.pool import close, on_cpus, on_ranks, parametrize
+from tests.pool import close, on_cpus, on_ranks, own, parametrize
 from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
 from fast.recorded import count_traffic, traffic_since
-from fast.zero import GuardedOptimizer
+from fast.zero import AheadOptimizer
 from safe.messages import Watched
 from theory.memory import reducers_of, tensors_in
 
@@ -87,7 +86,7 @@ def graphs_on_tape():
     if torch.get_default_device().type == "cuda":
         yield
         return
-    start, wait = Watched.run, GuardedOptimizer.wait_for_weights
+    start, wait = Watched.run, AheadOptimizer.wait_for_weights
 
     def waits(optimizer, buckets):
         wait(optimizer, buckets)
@@ -112,7 +111,7 @@ def graphs_on_tape():
     with (patch.object(torch.cuda, "graph_pool_handle", object),
           patch.object(fast.recorded, "RecordedGraph", Tape),
           patch.object(Watched, "run", taped),
-          patch.object(GuardedOptimizer, "wait_for_weights", waits)):
+          patch.object(AheadOptimizer, "wait_for_weights", waits)):
         yield
 
 
@@ -213,7 +212,7 @@ def test_replayed_graphs_send_and_keep_what_eager_steps_do(zero, micro_batches):
 @on_ranks(3)
 def test_padding_of_recorded_gradients_is_zero_in_every_step():
     net = nn.Linear(1, 1)  # two numbers for three ranks
-    optimizer = parallel.FlatOptimizer(net.parameters(), torch.optim.SGD, lr=1.0)
+    optimizer = own("FlatOptimizer")(net.parameters(), torch.optim.SGD, lr=1.0)
     totals = Totals(optimizer)
     totals.begin(overwrite=False)
     optimizer.buckets[0].total.fill_(math.nan)

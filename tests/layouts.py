@@ -33,8 +33,9 @@ import model
 import parallel
 import train
 from tests.collectives import nodes_of
-from tests.pool import BOTH, close, DEVICES, needs_kernels, on_both, on_ranks, parametrize, table
+from tests.pool import BOTH, close, edition_here, needs_kernels, on_both, on_ranks, parametrize, table
 from fast.graphs import replay_micro_batches
+from further.full import Full
 from further.experts import resized, routers
 from further.llama import LlamaConfig
 from further.muon import Muon
@@ -144,18 +145,26 @@ def margin_of(router, x):
 
 # ---------------------------------------------------------------------------------------------------------- in a layout
 
-def small_gpt(config=SMALL, optimizer=functools.partial(torch.optim.SGD, lr=0.1), gpt=None, **options):
+def small_gpt(config=SMALL, optimizer=functools.partial(torch.optim.SGD, lr=0.1), edition=None, **options):
     """A ParallelGPT in a layout on this process's device."""
-    return train.parallelize(config, train.Layout(**options), torch.get_default_device(), optimizer=optimizer, gpt=gpt)
+    return train.parallelize(config, train.Layout(**options), torch.get_default_device(), optimizer=optimizer,
+                             edition=edition or edition_here())
 
 
-def without_collective(where):
-    """Take the collectives out of one function of the reference, and out of what stands in its place: calls from its
-    code return at once, having done nothing."""
+ROLES = {  # of a collective: the function that calls it in the lecture's edition, and in further/'s
+    "averaging": ("average_gradient", "all_reduce_bucket"),
+    "scattering": ("ZeRO1.average", "FlatBucket.reduce_scatter"),
+    "gathering": ("ZeRO1.refresh", "FlatBucket.all_gather")}
+
+
+def without_collective(where, edition):
+    """Take the collectives out of one function of the reference, or of that which has a role in the edition: calls from
+    its code return at once, having done nothing."""
+    if where in ROLES:
+        where = ROLES[where][issubclass(edition, Full)]
     name, *method = where.split(".")
     files = [importlib.import_module(f"further.{file.name}") for file in pkgutil.iter_modules(further.__path__)]
     targets = [getattr(file, name) for file in (parallel, train, *files) if hasattr(file, name)]
-    targets += [plain for _, leaf, plain in fast.PLAIN if leaf == name]
     assert targets, f"without={where}: neither parallel.py, nor train.py, nor further/ has it"
     codes = {inspect.unwrap(functools.reduce(getattr, method, target)).__code__ for target in targets}
 
@@ -242,9 +251,9 @@ def in_turns(p, m, v=1):
 FORCED = {function.__name__: function for function in (rows_in_place, under_own_rows)}
 
 
-def in_layout(*args, without=None, node=None, choice="auto", forced=None, **options):
-    """`train_steps` on this rank. without: a function of the reference whose collectives do nothing, or one of BREAKS.
-    node: as if torchrun had started nodes of so many ranks. choice: of kernels. forced: one of FORCED."""
+def in_layout(edition, *args, without=None, node=None, choice="auto", forced=None, **options):
+    """`train_steps` on this rank. without: a function of the reference whose collectives do nothing, one of ROLES, or
+    one of BREAKS. node: as if torchrun had started nodes of so many ranks. choice: of kernels. forced: one of FORCED."""
     with contextlib.ExitStack() as around:
         if choice == "triton":
             needs_kernels()
@@ -253,15 +262,15 @@ def in_layout(*args, without=None, node=None, choice="auto", forced=None, **opti
         if forced:
             around.enter_context(FORCED[forced]())
         if without:
-            around.enter_context(BREAKS[without]() if without in BREAKS else without_collective(without))
+            around.enter_context(BREAKS[without]() if without in BREAKS else without_collective(without, edition))
         around.enter_context(patch.dict(further.schedules.SCHEDULES, {"in-turns": in_turns}))
         around.callback(kernels.use, "auto")
         kernels.use(choice)
-        return train_steps(*args, **options)
+        return train_steps(edition, *args, **options)
 
 
-def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, bias, clip, holes, cuda_graphs=False,
-                comm="ours", dtype=torch.float64, two_levels=None, want=None, **options):
+def train_steps(edition, layout, optimizer, micro_batches, change, steps, batch, tokens, bias, clip, holes,
+                cuda_graphs=False, comm="ours", dtype=torch.float64, two_levels=None, want=None, **options):
     """The same steps laid out over the processes: losses, norms, the first step's gradients, weights; both whole.
     two_levels: whether the dp group must work in two levels. want: one process's gradients and weights, {name: array};
     then of ours, how far each of this rank's is from its part of them."""
@@ -270,7 +279,7 @@ def train_steps(layout, optimizer, micro_batches, change, steps, batch, tokens, 
     source = bias and (lambda name: torch.tensor(BIASES[bias]) if name.endswith("router.bias")
                        else model.initial_weight(config, name, 0))
     net = train.parallelize(config, train.Layout(**layout, dtype=dtype, **options), device, source,
-                            functools.partial(optimizer_of, optimizer, weight_decay=DECAY))
+                            functools.partial(optimizer_of, optimizer, weight_decay=DECAY), edition)
     opt = net.optimizer
     assert two_levels is None or two_levels == (layout["dp"] in map(dist.get_world_size, dist.registered))
     for group in net.all_groups():
@@ -343,7 +352,8 @@ def differences(got, want, tolerance=1e-10):
 # ----------------------------------------------------------------------------------------------------------- as a table
 #
 # A row is words OPTION=VALUE: flags of train.py, or fields of Layout. Besides: batch, tokens (of a sequence),
-# holes (targets that do not count), optimizer, tied, inner, bias (of the routers), node.
+# holes (targets that do not count), optimizer, tied, inner, bias (of the routers), node. Each row runs in the lecture's
+# edition and in fast/'s, and in further/'s, too, if it is the first with some pair of a layout's parts.
 
 # Of routers: no token for the second expert; of k = 1 all for the first.
 BIASES = {None: (), "few": (0.0, -9.0, 0.0, 0.0), "all": (9.0, 0.0, 0.0, 0.0)}
@@ -372,16 +382,16 @@ def differences_in(pool, case, tolerances=(1e-10,), run=in_layout):
     (layout, optimizer, micro_batches, change), options = arguments_of(case)
     want = one_process(optimizer, *(options[name] for name in SIZED), **change)
     arrays = [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors in want[2:]]
-    results = pool(math.prod(layout.values())).run(run, layout, optimizer, micro_batches, change, **options,
+    results = pool(math.prod(layout.values())).run(run, pool.edition, layout, optimizer, micro_batches, change, **options,
                                                    want=arrays)
     return [differences(got, want, tolerance) for tolerance in tolerances for got in results]
 
 
-# Subjects, and what one of their rows goes with; their rows. without=X: in both programs, and wrong without X.
+# Subjects, and what one of their rows goes with; their rows. without=X: in the reference's editions wrong without X.
 LAYOUTS = """
 data
     dp=1,4 micro_batches=2 tied=0 activation=elu
-    dp=2 without=all_reduce_bucket
+    dp=2 without=averaging
 # Micro-batches and replicas have few targets that count, or none: the loss is no mean of means.
 holes  holes=1
     dp=2 micro_batches=4 zero=0
@@ -405,9 +415,9 @@ zero  optimizer=adamw recompute=attention micro_batches=2
     dp=1 zero=1,3
     dp=2 tp=2 zero=1,3
 zero
-    dp=2 zero=1 without=FlatBucket.reduce_scatter,FlatBucket.all_gather
-    dp=2 zero=2 without=FlatBucket.reduce_scatter,clip_grad_norm_
-    dp=2 zero=3 without=FlatBucket.reduce_scatter,FlatBucket.all_gather,clip_grad_norm_
+    dp=2 zero=1 without=scattering,gathering
+    dp=2 zero=2 without=scattering,clip_grad_norm_
+    dp=2 zero=3 without=scattering,gathering,clip_grad_norm_
     dp=4 zero=1,2,3 zero_within=2 without=average_between
 # Nothing divides by 3: buckets are padded, and the padding stays out of norm and weights.
 zero  dp=3 micro_batches=3 batch=9 n_head=3 n_embd=27 inner=40
@@ -446,8 +456,8 @@ pipeline  n_layer=3
 pipeline  n_layer=3 micro_batches=4
     dp=2 pp=2 schedule=1f1b zero=3
     dp=2 pp=2 schedule=zb-h1 zero=2 recompute=attention
-    dp=2 pp=2 schedule=1f1b zero=2 without=FlatBucket.reduce_scatter
-    dp=2 pp=2 schedule=zb-h1 zero=3 without=FlatBucket.reduce_scatter
+    dp=2 pp=2 schedule=1f1b zero=2 without=scattering
+    dp=2 pp=2 schedule=zb-h1 zero=3 without=scattering
     dp=2 pp=2 schedule=interleaved virtual_stages=2 zero=3 optimizer=adamw tied=0
 # Tokens are cut between the layers that tp cuts.
 sequence  sp=1
@@ -470,7 +480,7 @@ context  tokens=8 cp_kind=ulysses
     cp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=2
     dp=2 cp=2 zero=1 micro_batches=2 optimizer=adamw tied=0
 context  cp=2 tokens=8
-    cp_kind=ring without=shift,all_reduce_bucket,sums_of_all_keys
+    cp_kind=ring without=shift,averaging,sums_of_all_keys
     cp_kind=ulysses without=heads_for_tokens,tokens_for_heads
 # Balanced after each step.
 experts  experts=4 tokens=8
@@ -522,9 +532,8 @@ experts  experts=4 tokens=8 forced=under_own_rows
 """
 
 
-def proofs():
-    """(pool, subject, row, function without which it is wrong, or "") of all rows. What is compared is the same in both
-    programs, so one of them, the reference, shows that it can be wrong."""
+def rows():
+    """(subject, row, [what without it is wrong])."""
     subject, many = "", []
     for line in re.findall("(?m)^[^#\n]+$", LAYOUTS):
         if line[0] != " ":
@@ -532,17 +541,45 @@ def proofs():
             continue
         row, _, without = line.strip().partition(" without=")
         for common in many or [""]:
-            for one in expanded(f"{common} {row}"):
-                yield from ((program, subject, one, "") for program in (BOTH if without else DEVICES))
-                yield from (("plain", subject, one, function) for function in filter(None, without.split(",")))
+            yield from ((subject, one, [*filter(None, without.split(","))]) for one in expanded(f"{common} {row}"))
+
+
+def parts_of(row):
+    """What a row's layout is made of: axes, the ZeRO stage, the schedule and so on."""
+    case = {"zero": 0, **case_of(row)}
+    axes = [axis for axis in (*AXES, "ep", "sp") if case.get(axis, 1) > 1 or case.get(axis) is True]
+    others = ("zero", "cp_kind", "schedule", "recompute", "arch", "optimizer", "zero_within", "node")
+    return {*axes, *(f"{name}={case[name]}" for name in others if name in case)}
+
+
+def proofs():
+    """(pool, subject, row, what without it is wrong, or ""): each row in the lecture's edition and in fast/'s; in
+    further/'s each first one with some pair of parts; what is wrong without something, in those of the reference."""
+    seen = set()
+    for subject, row, without in rows():
+        pairs = {*itertools.combinations(sorted(parts_of(row)), 2)}
+        pools = [*BOTH, *["full"] * (not pairs <= seen)]
+        seen |= pairs
+        yield from ((pool, subject, row, "") for pool in pools)
+        yield from ((pool, subject, row, role) for role in without for pool in ("plain", "full")
+                    if pool == "full" or not only_full(row))
+
+
+def only_full(row):
+    """Whether the lecture's edition refuses a row: its ZeRO cuts matrices that Muon needs whole."""
+    case = case_of(row)
+    return case.get("optimizer") == "muon" and case.get("zero", 0) > 0
 
 
 @parametrize("pool, subject, row, without", [*proofs()], indirect=["pool"])
 def test_layout_equals_one_process(pool, subject, row, without):
     """And is wrong, on every rank, without what the row names."""
     if without:
-        steps = 2 if "all_gather" in without else 1  # the second finds what the first has not gathered
+        steps = 2 if "gather" in without else 1  # the second finds what the first has not gathered
         assert all(differences_in(pool, {**case_of(f"steps={steps} {row}"), "without": without}))
+    elif only_full(row) and pool.edition is parallel.Lecture:
+        (layout, *place), options = arguments_of(case_of(row))
+        pool(math.prod(layout.values())).run(refused, "whole matrices", pool.edition, layout, *place, **options)
     else:
         assert not any(differences_in(pool, case_of(row)))
 
@@ -556,7 +593,7 @@ NEAR = [  # rows that round, and how near they are: layers in 16 bits, the kerne
                     "cp=2 arch=llama n_kv_head=1"))]
 
 
-@on_both
+@parametrize("pool", [*BOTH, "full"], indirect=True)
 @parametrize("row, tolerance", [(one, tolerance) for row, tolerance in NEAR for one in expanded(row)],
                          ids=str)
 def test_layouts_that_round_are_near_one_process(pool, row, tolerance):
@@ -687,7 +724,7 @@ def refused(message, *args, **options):
     ("pp=2 zero=2 cuda_graphs=1", "ZeRO-2 need one stage, not 2")])
 def test_a_layout_that_cannot_run_is_refused(pool, row, message):
     place, options = arguments_of(case_of(row))
-    pool(math.prod(place[0].values())).run(refused, message, *place, **options)
+    pool(math.prod(place[0].values())).run(refused, message, pool.edition, *place, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------ at random

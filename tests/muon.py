@@ -15,7 +15,7 @@ import train
 from further.muon import Muon, orthogonal, owners
 from lessons.muon import KINDS, trained
 from tests.layouts import DECAY, SMALL
-from tests.pool import on_both, on_ranks, parametrize
+from tests.pool import on_both, on_ranks, own, parametrize
 from theory.traffic import sent
 
 OPTIONS = {"lr": 1e-2, "weight_decay": DECAY}
@@ -37,7 +37,7 @@ def test_owners_step_as_one_process_to_the_bit(stage, compute_dtype, rank, size)
     one = model.GPT(SMALL)
     net = copy.deepcopy(one)
     alone = Muon(one.named_parameters(), **OPTIONS)
-    optimizer = parallel.FlatOptimizer(net.named_parameters(), Muon, None, stage, compute_dtype=compute_dtype,
+    optimizer = own("FlatOptimizer")(net.named_parameters(), Muon, None, stage, compute_dtype=compute_dtype,
                                        **OPTIONS)
     draw = torch.Generator().manual_seed(0)
     for _ in range(2):

@@ -27,8 +27,14 @@ if not GPUS:
 
 import collectives as dist
 import fast
+import further.ddp
+import further.fsdp
+import further.zero
 import kernels
+import parallel
 import safe.launch
+from fast.edition import Fast
+from further.full import Full
 
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -124,7 +130,12 @@ def pytest_runtest_setup(item):
 
 # ---------------------------------------------------------------------------------------------------- pool of processes
 
+plain_here = False  # whether this process runs the reference alone
+
+
 def _worker(rank, size, device_type, port, pipe, plain):
+    global plain_here
+    plain_here = plain
     gc.freeze()  # what is imported stays: to look at it again and again would take half of some tests
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
@@ -263,14 +274,20 @@ def plain_pool():
 
 @pytest.fixture(scope="session", params=DEVICES)
 def pool(request):
-    """pool(size): the processes of that world. They run the whole program; for tests `on_both`, the reference, too."""
-    if request.param == "plain":
-        yield request.getfixturevalue("plain_pool")
+    """pool(size): the processes of that world, which run fast/'s edition. "plain": the reference, the lecture's edition;
+    "full": the reference, further/'s. pool.edition is their edition."""
+    if request.param in EDITIONS:
+        plain = request.getfixturevalue("plain_pool")
+        get = lambda size: plain(size)  # noqa: E731  with an edition of its own
+        get.edition, get.device_type = EDITIONS[request.param], plain.device_type
+        yield get
         return
     with pools(request.param) as get:
+        get.edition = Fast
         yield get
 
 
+EDITIONS = {"plain": parallel.Lecture, "full": Full}  # of the pools of the reference
 BOTH = [*DEVICES, "plain"]
 parametrize = pytest.mark.parametrize
 on_both = parametrize("pool", BOTH, indirect=True)
@@ -316,7 +333,20 @@ def table(text):
 
 def is_plain():
     """Whether this process runs the reference alone."""
-    return dist.make_link is not fast.links.fast_link
+    return plain_here
+
+
+def edition_here():
+    """The edition that a test of this process means if it names none: the lecture's in the reference, else fast/'s."""
+    return parallel.Lecture if plain_here else Fast
+
+
+def own(name):
+    """A class for a model of one's own, as this process has it: further/'s in the reference, else fast/'s."""
+    kinds = {"DDP": (further.ddp.DDP, fast.DDP), "FSDP": (further.fsdp.FSDP, fast.FSDP),
+             "ShardedOptimizer": (further.zero.ShardedOptimizer, fast.ShardedOptimizer),
+             "FlatFSDP": (Full.sharded, Fast.sharded), "FlatOptimizer": (Full.flat_optimizer, Fast.flat_optimizer)}
+    return kinds[name][not plain_here]
 
 
 def needs_kernels():

@@ -16,10 +16,11 @@ import fast.gloo
 import model
 import parallel
 import train
+from further.buckets import make_buckets
 from further.states import full_optimizer_state, load_optimizer_state
 from tests.data import laid_out, module_and_inputs, stepped_by
 from tests.layouts import SMALL, small_gpt, tokens_of
-from tests.pool import close, is_plain, on_both, on_cpus_both, on_ranks, parametrize
+from tests.pool import close, is_plain, on_both, on_cpus_both, on_ranks, own, parametrize
 from safe.flags import Settings
 from theory.memory import memory_bytes
 
@@ -95,10 +96,9 @@ def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backwar
     x, y = (t.to(net.device).split(2) for t in tokens_of(0))
     name, before = "reduce_scatter_tensor" if zero else "all_reduce", bytes_alive()
     dist.reset_traffic()
-    net.run(x, y, net.actions(len(x)), 1.0, net.averagers)
+    net.run(x, y, net.actions(len(x)), 1.0, net.optimizer)
     in_backward = dist.traffic()[name].calls
-    for sync in set(net.averagers.values()):
-        sync.finish_grad_sync()
+    net.optimizer.finish_grad_sync()
     k = 4 * sum(param.numel() for param in stepped_by(net.optimizer))  # of ZeRO half of the gradients, padded
     assert not zero or bytes_alive() - before < 2.5 * k  # full ones would add 2 k
     net.optimizer.step()
@@ -163,7 +163,7 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     net, seen = Forks(4), []
     forks = [*net.forks]
     net.forks.insert(2, nn.LayerNorm(4))  # its vectors are always whole
-    model = parallel.FlatFSDP(net)
+    model = own("FlatFSDP")(net)
 
     def whole():
         return [i for i, fork in enumerate(forks) if model.bucket_of[fork.always.weight].weights is not None]
@@ -200,7 +200,7 @@ def test_frozen_whole_numbers_stay_what_they_are():
     kept = {"table": torch.arange(1000, 1008).view(2, 4), "mask": torch.eye(4, dtype=torch.bool)}
     for name, values in kept.items():
         setattr(net, name, nn.Parameter(values, requires_grad=False))
-    model = parallel.FSDP(net, compute_dtype=torch.bfloat16)
+    model = own("FSDP")(net, compute_dtype=torch.bfloat16)
     whole = model.full_state_dict()
     assert all(values.equal(whole[name]) and values.dtype == getattr(net, name).dtype for name, values in kept.items())
 
@@ -218,14 +218,14 @@ def test_optimizer_refuses_what_pytorch_refuses():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.backward()
     with pytest.raises(ValueError, match="in more than one parameter group"):
-        parallel.ShardedOptimizer([{"params": list(net.parameters())}] * 2, torch.optim.SGD, lr=1.0)
+        own("ShardedOptimizer")([{"params": list(net.parameters())}] * 2, torch.optim.SGD, lr=1.0)
 
 
 @on_ranks(2)
 def test_a_bucket_of_both_ends_of_a_model_leaves_last():
     """As of a root's own parameters; else none could leave before it."""
     params = [nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float64, None, torch.float64)]
-    assert parallel.make_buckets(params, 1) == [[params[1]], params[::-2]]
+    assert make_buckets(params, 1) == [[params[1]], params[::-2]]
 
 
 @on_both
@@ -302,7 +302,7 @@ def test_fsdp_computes_with_the_shards_and_is_not_read_or_moved():
     """fast/ guards the module inside, too."""
     net, ((x, _), _) = module_and_inputs("odd", 0)
     one = copy.deepcopy(net)
-    model = parallel.FSDP(net)
+    model = own("FSDP")(net)
     for p in [*model.parameters(), *one.parameters()]:
         p.data.mul_(2)
     with torch.no_grad():
@@ -323,13 +323,13 @@ def test_states_are_whole_where_tensor_parallelism_has_cut_before():
     mesh = parallel.make_mesh("cpu", dp=2, tp=2)
     dp, tp = (mesh[axis].get_group() for axis in ("dp", "tp"))
     one = model.GPT(SMALL).state_dict()
-    wrapped = parallel.FSDP(parallel.tensor_parallel(model.GPT(SMALL), tp), dp)
+    wrapped = own("FSDP")(parallel.tensor_parallel(model.GPT(SMALL), tp), dp)
     for factor in 1, 2:
         whole = wrapped.full_state_dict()
         assert whole.keys() == one.keys() and all(whole[name].equal(factor * one[name]) for name in one)
         wrapped.load_state_dict({name: 2 * value for name, value in one.items()})
     net = parallel.tensor_parallel(model.GPT(SMALL), tp)
-    optimizer = parallel.ShardedOptimizer(net.named_parameters(), torch.optim.AdamW, dp, lr=0.1)
+    optimizer = own("ShardedOptimizer")(net.named_parameters(), torch.optim.AdamW, dp, lr=0.1)
     net(tokens_of(0)[0]).sum().backward()
     optimizer.finish_grad_sync()
     optimizer.step()

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import parallel
 from further.lists import in_order, names_of, schedule_in
-from further.schedules import needs, result_of, SCHEDULES
-from parallel import ranks_of_stages
+from further.schedules import SCHEDULES
+from parallel import needs, ranks_of_stages, result_of
 
 
 # ---------------------------------------------------------------------------- pipeline: stages that take equally long

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from further.expert_parallel import expert_plan
 from model import GPT
+from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import lists_of, most_held, stages_in
 from theory.traffic import contents, shards_of, tokens_of, widths
@@ -153,20 +154,20 @@ def routed_bytes(config, s, load, fused):
 
 
 def reducers_of(net):
-    """What sends a ParallelGPT's gradients with ZeRO, and in 16 bits."""
-    return [reducer for averager in dict.fromkeys(net.averagers.values()) for reducer in averager.reducers]
+    """What sends a ParallelGPT's gradients under backward. The lecture's edition has none."""
+    return net.optimizer.reducers if isinstance(net.optimizer, Averager) else []
 
 
 def kept_tensors(net):
     """This rank's tensors that outlive a step, by kind: {"parameters", "gradients", "optimizer"}."""
     reducers = reducers_of(net)
     buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
-    shards = [bucket.shard for bucket in buckets if hasattr(bucket, "shard")]
     module = [p for model in net.stages.values() for p in getattr(model, "module", model).parameters()]
+    shards = [p for p in net.params if all(p is not other for other in module)]
     mixed = net.layout.dtype != master_dtype(net.layout.dtype)
     kinds = {
         "parameters": [module, [] if mixed else shards],
-        "gradients": [[p.grad for p in module + shards], [getattr(bucket, "total", None) for bucket in buckets],
+        "gradients": [[p.grad for p in module + shards], [bucket.total for bucket in buckets],
                       [list(reducer.under_way) for reducer in reducers]],
         "optimizer": [shards if mixed else [], list(net.optimizer.state.values())]}
     return {kind: [t for t in tensors_in(parts) if t.dim()] for kind, parts in kinds.items()}
