@@ -19,10 +19,11 @@ from tests.puzzles import code_is_kept, ranks
 BUGS = bugs()
 
 
-def in_layout_by(folder, *args, **options):
+def in_layout_by(folder, form, *args, **options):
     """tests/layouts.py runs the reference whose copy lies in a folder; so from now on in this process."""
     loaded_from(folder)
-    return importlib.reload(layouts).in_layout(*args, **options)
+    here = importlib.reload(layouts)
+    return here.in_layout(here.train.edition_of(form), *args, **options)
 
 
 def factor(ours, theirs, tolerance):
@@ -67,8 +68,10 @@ def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
     before, _ = (HERE / bug.file).read_text().split(f" {bug.old}\n")
     inside = [re.findall(pattern, before)[-1] for pattern in (r"(?m)^(?:class|def) (\w+)", r"\bdef (\w+)")]
     assert inside == [bug.function.split(".")[0], bug.function.split(".")[-1]]
-    (layout, optimizer, micro_batches, change), options = layouts.arguments_of(blind.case_of(bug.layout))
-    results = ranks(math.prod(layout.values())).run(code_is_kept, in_layout_by, tmp_path, layout, optimizer,
+    case = blind.case_of(bug.layout)
+    form = case.pop("form", "lecture")
+    (layout, optimizer, micro_batches, change), options = layouts.arguments_of(case)
+    results = ranks(math.prod(layout.values())).run(code_is_kept, in_layout_by, tmp_path, form, layout, optimizer,
                                                     micro_batches, change, **options)
     want = layouts.one_process(optimizer, *(options[name] for name in layouts.SIZED), **change)
     assert symptom(results, want, 2**-5 if "dtype" in options else 1e-10) == bug.symptom
@@ -77,7 +80,7 @@ def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
 def test_each_bug_has_a_layout_of_the_tests():
     rows = [row for _, _, row, _ in layouts.proofs()]
     rows += [row for many, _ in layouts.NEAR for row in layouts.expanded(many)]
-    assert {bug.layout for bug in BUGS} <= {*rows} and len(BUGS) == 24
+    assert {bug.layout.removeprefix("form=full ") for bug in BUGS} <= {*rows} and len(BUGS) == 24
 
 
 def test_habits_see_what_they_look_at():
@@ -88,5 +91,5 @@ def test_habits_see_what_they_look_at():
     seen = {name: "".join(".x"[is_seen] for _, is_seen in habits) for _, name, habits in found}
     mutants = {name: seen.pop(name) for name in [*seen] if name.startswith("all_reduce in ")}
     assert [*seen.values()] == ["..x..x", "x....."] and len(mutants) == 12
-    assert mutants["all_reduce in all_reduce_bucket, op"] == "..xx.x"
+    assert mutants["all_reduce in average_gradient, op"] == "..xx.x"
     assert {mark for name, mark in mutants.items() if name.endswith(", one")} == {6 * "x"}

@@ -33,7 +33,7 @@ import model
 import parallel
 import train
 from tests.collectives import nodes_of
-from tests.pool import BOTH, close, edition_here, needs_kernels, on_both, on_ranks, parametrize, table
+from tests.pool import BOTH, close, DEVICES, edition_here, needs_kernels, on_both, on_ranks, parametrize, table
 from fast.graphs import replay_micro_batches
 from further.full import Full
 from further.experts import resized, routers
@@ -558,7 +558,7 @@ def proofs():
     seen = set()
     for subject, row, without in rows():
         pairs = {*itertools.combinations(sorted(parts_of(row)), 2)}
-        pools = [*BOTH, *["full"] * (not pairs <= seen)]
+        pools = DEVICES if "forced=" in row else [*BOTH, *["full"] * (not pairs <= seen)]  # forced: fast/'s own ways
         seen |= pairs
         yield from ((pool, subject, row, "") for pool in pools)
         yield from ((pool, subject, row, role) for role in without for pool in ("plain", "full")
