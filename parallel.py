@@ -793,7 +793,7 @@ def in_order(lists):
     return order
 
 
-def lower(lists, in_order=in_order):
+def lower(lists, ordered=in_order):
     """Lower lists to what runs: add the transfers. A result that another rank needs is sent as soon as it is made. The
     send is appended to its rank's list, the receive to the other's, after all that the other has run so far. (A receive
     only posts a buffer, so it may stand early.) 1F1B for p = 2, m = 2, before and after:
@@ -808,7 +808,7 @@ def lower(lists, in_order=in_order):
     """
     stage_to_rank = ranks_of_stages(lists)
     lowered = [[] for _ in lists]
-    for rank, action in in_order(lists):
+    for rank, action in ordered(lists):
         lowered[rank].append(action)
         if result := result_of(action):
             add_transfer(lowered, result, rank, stage_to_rank.get(goes_to(result)))

@@ -769,8 +769,8 @@ def edition_of(form):
 
 def muon_cannot(zero, edition):
     """Why --optimizer muon cannot go with this ZeRO stage."""
-    other = "--zero 2" if edition.muon else "--form full" if zero < 3 else "--zero 0"
-    return f"--optimizer muon steps whole matrices, and --zero {zero} of this form keeps parts of them: give {other}"
+    other = "--zero 2" if edition.muon else "--form full" if zero < 3 else "--form full --zero 2"
+    return f"--optimizer muon steps whole matrices, and --zero {zero} keeps parts of them: give {other}"
 
 
 def started():

@@ -23,7 +23,7 @@ class Fast(Full):
     pipeline = PatientPipeline
     sequence = gathered, scattered
     context = {"ring": TunedRing.apply}
-    experts = {"visit": visit_under_own_rows}
+    experts = {"travel": visit_under_own_rows}
 
     @classmethod
     def clip_grad_norm_(cls, optimizer, max_norm, groups, scale):

@@ -91,7 +91,8 @@ class ShardTotals(Totals):
         self.sync = sync
         self.reducers = sync.reducers
         self.flats = {}
-        self.units = [flat for module in sync.modules for flat in module.flats] if isinstance(sync, FSDPOptimizer) else []
+        modules = sync.modules if isinstance(sync, FSDPOptimizer) else []
+        self.units = [flat for module in modules for flat in module.flats]
 
     def begin(self, overwrite):
         """Zero the tensors that gradients are added to. With `overwrite` there are none: a step has one micro-batch.

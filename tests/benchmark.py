@@ -16,13 +16,14 @@ import collectives as dist
 import fast.rings
 import kernels
 import lessons.rates
-import parallel
 import model
 from tests.collectives import nodes_of
 from tests.kernels import GPUS, KERNEL_DEVICE
-from tests.pool import close, is_plain, on_both, on_cpus, on_ranks, parametrize
+from tests.pool import close, DEVICES, is_plain, on_cpus, on_ranks, parametrize
 from tests.runs import output_of, parse, ran
 from further.experts import ExpertsConfig
+from further.full import Full
+from further.prefetch import Prefetcher
 from lessons import gpu, peers, strategies
 from lessons.eight_bits import few_rows, in_int8
 from lessons.measure import interleaved, without_collectives
@@ -43,7 +44,7 @@ def settings_of(flags):
 def trainer_of(flags):
     """A Trainer of random tokens with train.py's flags."""
     s = settings_of(flags)
-    return make_trainer(config_of(s), s, torch.get_default_device())
+    return make_trainer(config_of(s), s, torch.get_default_device(), Full if is_plain() else None)
 
 
 def doubling_up_to(size):
@@ -87,11 +88,11 @@ TRAFFIC = """
     --dp 2 --cp 2 --experts 4 --ep 2 --zero 2"""
 
 
-@on_both
+@parametrize("pool", [*DEVICES, "full"], indirect=True)
 @parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_every_strategy_sends_what_the_table_says(size):
-    """Small tensors in log2 rounds, others in rings; of the reference alone ZeRO. Step 0 would also measure memory."""
+    """Small tensors in log2 rounds, others in rings; of further/'s edition ZeRO. Step 0 would also measure memory."""
     with doubling_up_to(2000):
         for case in TRAFFIC.strip().splitlines():
             if processes_of(settings_of(case), 1) != size or is_plain() and not re.search("--dp . --zero", case):
@@ -195,7 +196,7 @@ def calls_in_place_of_a_piece(strategy):
     a = asked("strategies --quick --device cpu --gpus 2 --batch-size 2 --seq-len 16 --n-layer 2 --n-head 4 --n-embd 48 "
               f"--repeats 1 --only {strategy} --without addition fetching")
     prefetch = Mock(return_value=None)
-    changed = strategies.pieces() | {"fetching": [(parallel.Prefetcher, "prefetch", prefetch)]}
+    changed = strategies.pieces() | {"fetching": [(Prefetcher, "prefetch", prefetch)]}
     with patch.object(strategies, "pieces", lambda: changed):
         row, = strategies.without(a, torch.device("cpu")).rows
     assert min(row["ms"], row["addition"], row["fetching"], row["again"]) > 0

@@ -15,7 +15,7 @@ import parallel
 import train
 from tests.data import stepped_by
 from tests.layouts import small_gpt, tokens_of
-from tests.pool import close, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
+from tests.pool import close, edition_here, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
 from tests.runs import TINY, output_of, parse
 from fast.adamw import AdamW
 from fast.edition import Fast
@@ -50,7 +50,7 @@ def make_trainer(flags):
     with torch.device("cpu"):
         check_layout(s, config, dist.get_world_size(), dist.get_world_size())
         make = train.Trainer if is_plain() else fast.run.FastTrainer
-        return make(s, config, source, load_data(s, train.Bytes()), device)
+        return make(s, config, source, load_data(s, train.Bytes()), device, edition_here())
 
 
 # By how many bytes or what part measured activations may miss the predicted, processes, flags

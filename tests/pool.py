@@ -274,8 +274,8 @@ def plain_pool():
 
 @pytest.fixture(scope="session", params=DEVICES)
 def pool(request):
-    """pool(size): the processes of that world, which run fast/'s edition. "plain": the reference, the lecture's edition;
-    "full": the reference, further/'s. pool.edition is their edition."""
+    """pool(size): the processes of that world, which run fast/'s edition. "plain": the reference, the lecture's
+    edition; "full": the reference, further/'s. pool.edition is their edition."""
     if request.param in EDITIONS:
         plain = request.getfixturevalue("plain_pool")
         get = lambda size: plain(size)  # noqa: E731  with an edition of its own

@@ -322,15 +322,15 @@ def test_a_process_with_threads_or_gpus_is_not_forked(monkeypatch):
 
 
 def sign_gradients(file):
-    """SignDDP's of a linear layer; and it trains a GPT in the place of BucketDDP."""
+    """SignSGD's of a linear layer; and an edition trains a GPT with it."""
     net = nn.Linear(3, 2).double()
     with torch.no_grad():
         [p.fill_(0.5) for p in net.parameters()]
-    strategy = runpy.run_path(file)["SignDDP"](net, None)
-    strategy(torch.tensor([[1.0, -1.0, 1.0 if dist.get_rank() else -5.0]], dtype=torch.float64)).sum().backward()
+    added = runpy.run_path(file)
+    strategy = added["SignSGD"](net.parameters(), torch.optim.SGD)
+    net(torch.tensor([[1.0, -1.0, 1.0 if dist.get_rank() else -5.0]], dtype=torch.float64)).sum().backward()
     strategy.finish_grad_sync()
-    with patch.object(parallel, "BucketDDP", lambda module, group, **_: type(strategy)(module, group)):
-        gpt = small_gpt(dp=dist.get_world_size())
+    gpt = small_gpt(edition=added["Signs"], dp=dist.get_world_size())
     gpt.forward_backward(*([t.to(gpt.device)] for t in tokens_of(0)))
     assert all(p.grad.abs().eq(1).logical_or(p.grad == 0).all() for p in gpt.params)
     return [p.grad.tolist() for p in net.parameters()]

@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 
 import collectives as dist
 import lessons.demos
+import parallel
 from further import together
 from tests import layouts
 from tests.pool import in_new_process, own
@@ -28,15 +29,15 @@ def steps_of(row, orders):
     torch.set_num_threads(1)
     place, options = layouts.arguments_of(layouts.case_of(f"steps=1 n_layer=1 {row}"))
     with patch.object(torch_dist, "all_reduce", dist.all_reduce):  # there is no library's
-        return [together.run(math.prod(place[0].values()), partial(layouts.in_layout, *place, **options),
-                             together.World(*order)) for order in orders]
+        steps = partial(layouts.in_layout, parallel.Lecture, *place, **options)
+        return [together.run(math.prod(place[0].values()), steps, together.World(*order)) for order in orders]
 
 
 @pytest.mark.parametrize("row", ["dp=2 zero=0 micro_batches=2", "tp=2", "pp=2 micro_batches=2 schedule=zb-h1",
                                  "dp=2 zero=3 recompute=block", "cp=2 tokens=8", "dp=2 ep=2 experts=4 tokens=8"])
 def test_ranks_that_are_threads_give_the_bits_of_processes_in_every_order(plain_pool, row):
     place, options = layouts.arguments_of(layouts.case_of(f"steps=1 n_layer=1 {row}"))
-    want = plain_pool(2).run(layouts.in_layout, *place, **options)
+    want = plain_pool(2).run(layouts.in_layout, parallel.Lecture, *place, **options)
     for got in in_new_process(steps_of, row, ORDERS[:6]):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 

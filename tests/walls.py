@@ -284,7 +284,7 @@ ENTERED = {  # a layout, and the rows that it enters
 @parametrize("layout", ENTERED)
 def test_rows_are_entered(pool, layout):
     place, options = arguments_of(case_of(f"steps=1 n_layer=1 {layout}"))
-    for entered in pool(math.prod(place[0].values())).run(rows_entered, in_layout, *place, **options):
+    for entered in pool(math.prod(place[0].values())).run(rows_entered, in_layout, pool.edition, *place, **options):
         assert set(ENTERED[layout].split()) <= entered
 
 

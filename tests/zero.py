@@ -20,7 +20,7 @@ from further.buckets import make_buckets
 from further.states import full_optimizer_state, load_optimizer_state
 from tests.data import laid_out, module_and_inputs, stepped_by
 from tests.layouts import SMALL, small_gpt, tokens_of
-from tests.pool import close, is_plain, on_both, on_cpus_both, on_ranks, own, parametrize
+from tests.pool import close, edition_here, is_plain, on_both, on_cpus_both, on_ranks, own, parametrize
 from safe.flags import Settings
 from theory.memory import memory_bytes
 
@@ -70,10 +70,11 @@ def test_at_most_two_buckets_are_under_way(stage):
 @parametrize("zero, within", [(0, 4), (1, 4), (2, 2), (3, 4)])
 @on_ranks(4)
 def test_zero_keeps_what_the_table_says(zero, within):
-    """Between backward and step, in bf16 with AdamW, on any device."""
+    """Between backward and step, in bf16 with AdamW, on any device. The lecture's edition frees gradients as they are
+    averaged, and zero_grad has nothing left to free."""
     config, before = model.GPTConfig(vocab_size=256, seq_len=16, n_layer=2, n_head=4, n_embd=64), bytes_alive()
     layout = train.Layout(dp=4, dtype=torch.bfloat16, zero=zero, zero_within=within)
-    net = train.parallelize(config, layout, "cpu", optimizer=partial(torch.optim.AdamW, lr=0.1))
+    net = train.parallelize(config, layout, "cpu", optimizer=partial(torch.optim.AdamW, lr=0.1), edition=edition_here())
     opt, x = net.optimizer, torch.randint(256, (2, 16)).split(1)
     for step in range(2):
         opt.zero_grad()
@@ -83,6 +84,8 @@ def test_zero_keeps_what_the_table_says(zero, within):
     opt.zero_grad()
     table = memory_bytes(config, Settings(dp=within, zero=zero, dtype="bf16", batch_size=within))
     stays, gradients = table["parameters"] + table["optimizer"], table["gradients"]
+    if zero == 1 and is_plain():
+        gradients //= 4
     assert abs(kept / (stays + gradients) - 1) < 0.05 and bytes_alive() - before < 1.05 * stays, (kept, table)
 
 
