@@ -118,8 +118,7 @@ def train_on(case, steps, optimizer, dtype):
     config = experts.resized(model.GPTConfig(37, 10, 2, 8, 32), **case)
     layout = train.Layout(**{name: value for name, value in case.items() if hasattr(train.Layout, name)}
                           | {"dtype": dtype})
-    edition = train.edition_of(case.get("form"))
-    net, log = train.parallelize(config, layout, "cpu", optimizer=optimizer, edition=edition), []
+    net, log = train.parallelize(config, layout, "cpu", optimizer=optimizer), []
     for step in range(steps):
         x, y = (t.chunk(layout.dp)[train.dist.get_rank(net.groups.dp)].chunk(case.get("micro_batches", 1))
                 for t in tokens_of(step, case.get("tokens", 10), "holes" in case))

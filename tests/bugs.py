@@ -19,11 +19,11 @@ from tests.puzzles import code_is_kept, ranks
 BUGS = bugs()
 
 
-def in_layout_by(folder, form, *args, **options):
+def in_layout_by(folder, *args, **options):
     """tests/layouts.py runs the reference whose copy lies in a folder; so from now on in this process."""
     loaded_from(folder)
     here = importlib.reload(layouts)
-    return here.in_layout(here.train.edition_of(form), *args, **options)
+    return here.in_layout(here.parallel.Lecture, *args, **options)
 
 
 def factor(ours, theirs, tolerance):
@@ -68,10 +68,8 @@ def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
     before, _ = (HERE / bug.file).read_text().split(f" {bug.old}\n")
     inside = [re.findall(pattern, before)[-1] for pattern in (r"(?m)^(?:class|def) (\w+)", r"\bdef (\w+)")]
     assert inside == [bug.function.split(".")[0], bug.function.split(".")[-1]]
-    case = blind.case_of(bug.layout)
-    form = case.pop("form", "lecture")
-    (layout, optimizer, micro_batches, change), options = layouts.arguments_of(case)
-    results = ranks(math.prod(layout.values())).run(code_is_kept, in_layout_by, tmp_path, form, layout, optimizer,
+    (layout, optimizer, micro_batches, change), options = layouts.arguments_of(blind.case_of(bug.layout))
+    results = ranks(math.prod(layout.values())).run(code_is_kept, in_layout_by, tmp_path, layout, optimizer,
                                                     micro_batches, change, **options)
     want = layouts.one_process(optimizer, *(options[name] for name in layouts.SIZED), **change)
     assert symptom(results, want, 2**-5 if "dtype" in options else 1e-10) == bug.symptom
@@ -80,7 +78,7 @@ def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
 def test_each_bug_has_a_layout_of_the_tests():
     rows = [row for _, _, row, _ in layouts.proofs()]
     rows += [row for many, _ in layouts.NEAR for row in layouts.expanded(many)]
-    assert {bug.layout.removeprefix("form=full ") for bug in BUGS} <= {*rows} and len(BUGS) == 24
+    assert {bug.layout for bug in BUGS} <= {*rows} and len(BUGS) == 24
 
 
 def test_habits_see_what_they_look_at():
