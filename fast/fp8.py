@@ -145,7 +145,7 @@ def use_fp8(stage):
 
 
 def linear(x, weight, bias=None):
-    """kernels.linear, in FP8 where `use_fp8` says so."""
+    """fast_linear, in FP8 where `use_fp8` says so."""
     if hasattr(weight, "in_fp8"):
         return Product.apply(x, *collected(x, weight, bias))
     return fast_linear(x, weight, bias)

@@ -1,6 +1,6 @@
 """Linear layers: a bias's gradient by one kernel, outputs padded, weight gradients that come later.
 
-Takes the place of kernels.linear. On an H200 a step of GPT-2 124M with its 50,257 tokens
+In place of PyTorch's F.linear. On an H200 a step of GPT-2 124M with its 50,257 tokens
 takes 74 % longer without padding. A bias's gradient takes 25 us, PyTorch's 46.
 """
 

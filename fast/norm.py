@@ -1,6 +1,6 @@
 """Layer norm, or RMSNorm, and the addition before it, in one pass, and a block that uses it.
 
-Takes the place of kernels.LayerNorm, of further/rms_norm.py's RowNorm and of model.Block. Without it a step of GPT-2
+In place of kernels.LayerNorm, of further/rms_norm.py's RowNorm and of model.Block. Without it a step of GPT-2
 124M takes 10 % longer on an H200, of XL 3.0 %.
 """
 

@@ -180,7 +180,7 @@ def end_with_launcher():
 
 
 def settled_rendezvous(device_type, timeout):
-    """As collectives.rendezvous, after what lets a run end cleanly."""
+    """For `dist.initialize`: as collectives.rendezvous, after what lets a run end cleanly."""
     end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a traceback
     waits["timeout"] = timeout
@@ -189,8 +189,6 @@ def settled_rendezvous(device_type, timeout):
     if device_type == "cuda":
         # Pipelines send to one peer a group, so this warning means nothing.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        # Graphs outlive the memory that they were recorded on, so NCCL must not register that memory.
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         # Ranks of one node meet on the loopback interface, because gloo would look up this machine's name, which may
         # not resolve.

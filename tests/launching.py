@@ -208,7 +208,7 @@ def test_a_closed_stdout_gets_nothing_in_a_file():
 
 def meet_and_stay(pipe):
     fast.on()
-    dist.initialize("cpu", 60)
+    dist.initialize("cpu", 60, safe.launch.settled_rendezvous)
     pipe.send(os.getpid())
     time.sleep(300)
 
@@ -256,7 +256,7 @@ def begin_three_times(rank, port, agent):
     fast.on()
     for _ in range(3):
         time.sleep(0.1 * (rank == 0))  # rank 1 must not connect to what rank 0 was before
-        dist.initialize("cpu", 7)
+        dist.initialize("cpu", 7, safe.launch.settled_rendezvous)
         groups = torch.distributed.group.WORLD, dist.new_group([0, 1])
         waits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
         for group in groups:

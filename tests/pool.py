@@ -316,7 +316,7 @@ def table(text):
 
 def is_plain():
     """Whether this process runs the reference alone."""
-    return dist.make_link is not fast.links.fast_link
+    return dist.LINKS["ours"] is dist.Link
 
 
 def needs_kernels():

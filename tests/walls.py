@@ -220,12 +220,19 @@ def codes_of(value):
     return set().union(*map(codes_of, parts))
 
 
+def rows():
+    """{name: what stands there after fast.on()}: of kernels.table, of collectives.LINKS, of SWAPS."""
+    return {**{key.__name__: new for key, new in fast.KERNELS.items()},
+            **{f"LINKS.{name}": new for name, new in (safe.messages.LINKS | fast.links.LINKS).items()},
+            **{f"{module.__name__}.{name}": new for module, name, new in fast.SWAPS}}
+
+
 def rows_entered(run, *args, **options):
-    """"module.name" of each row whose function, or a method of whose class or of an object of it, ran in run(*args)."""
+    """The names of rows whose function, or a method of whose class or of an object of it, ran in run(*args)."""
     ran, names = set(), defaultdict(set)  # one may stand in two places
-    for module, name, new in safe.SWAPS + fast.SWAPS:
+    for name, new in rows().items():
         for mark in [new, *codes_of(new)]:  # an object of the class, or the code of a function
-            names[mark].add(f"{module.__name__}.{name}")
+            names[mark].add(name)
 
     def called(frame, event, argument):
         if event == "call":
@@ -262,22 +269,23 @@ def kernels_alone():
 
 
 ENTERED = {  # a layout, and the rows that it enters
-    "dp=2 n_layer=5": "collectives.make_link kernels.use kernels.linear model.Block parallel.even_pieces "
+    "dp=2 n_layer=5": "LINKS.ours linear Block parallel.even_pieces "
                       "parallel.Pipeline parallel.make_buckets parallel.Bucket parallel.Reducer",
     "dp=2 micro_batches=2 zero=1": "parallel.FlatOptimizer parallel.FlatReducer",
     "dp=2 micro_batches=2 zero=3": "parallel.EveryBackward parallel.FlatFSDP",
-    "dp=4 node=2": "further.nodes.TwoLevels",
+    "dp=4 node=2": "LINKS.nodes",
+    "dp=2 comm=ring": "LINKS.ring",
+    "dp=2 comm=torch": "LINKS.torch",
     "tp=2": "parallel.ColumnParallelLinear",
     "tp=2 sp=1": "further.sequence.gather_tokens further.sequence.scatter_tokens",
     "pp=2 micro_batches=2 schedule=zb-h1": "further.schedules.HalvedPipeline",
-    "cp=2 tokens=8 seq_len=8": "further.context.RingAttention further.context.going_round further.context.attend "
-                               "further.context.attend_backward",
-    "dp=2 ep=2 experts=4": "further.experts.Experts further.expert_parallel.visit "
-                           "further.expert_parallel.through_experts further.experts.grouped_linear",
+    "cp=2 tokens=8 seq_len=8": "further.context.RingAttention further.context.going_round attention_reference "
+                               "attention_backward_reference",
+    "dp=2 ep=2 experts=4": "Experts further.expert_parallel.visit through_experts grouped_linear",
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11":
-        "kernels.LayerNorm kernels.flash_attention",
+        "LayerNorm flash_attention",
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11 arch=llama n_kv_head=1":
-        "further.rms_norm.RowNorm further.llama.swiglu further.llama.rotary",
+        "RowNorm swiglu rotary",
 }
 
 
@@ -291,8 +299,20 @@ def test_rows_are_entered(pool, layout):
 def test_every_row_is_entered_by_a_named_layout(triton_kernels):
     started = in_new_process(rows_entered_by_own_model)
     by_layouts = set(" ".join(ENTERED.values()).split())
-    every = {f"{module.__name__}.{name}" for module, name, _ in safe.SWAPS + fast.SWAPS}
-    assert every - by_layouts - started - rows_entered(kernels_alone) == set()
+    assert rows().keys() - by_layouts - started - rows_entered(kernels_alone) == set()
+
+
+def names_rebound():
+    """Those of the reference that hold something else after fast.on()."""
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] in REFERENCE]
+    before = {(module, name): value for module in modules for name, value in vars(module).items()}
+    fast.on()
+    return {f"{module.__name__}.{name}" for (module, name), old in before.items() if vars(module)[name] is not old}
+
+
+def test_kernels_and_links_are_values():
+    """No name of the reference stands for them."""
+    assert in_new_process(names_rebound) == {f"{module.__name__}.{name}" for module, name, _ in fast.SWAPS}
 
 
 @on_plain
