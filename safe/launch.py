@@ -19,9 +19,6 @@ from safe.sizes import BadInput, reject
 
 # --------------------------------------------------------------------------------------------------- starting processes
 
-waits = {"timeout": 600}  # seconds that a rank waits for another one's message
-
-
 LAUNCHER_S = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "ROLE_",
               "TORCHELASTIC_", "PET_")  # beginnings of what an outer torchrun sets, or takes as its flags
 
@@ -183,7 +180,6 @@ def settled_rendezvous(device_type, timeout):
     """For `dist.initialize`: as collectives.rendezvous, after what lets a run end cleanly."""
     end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a traceback
-    waits["timeout"] = timeout
     c10d = torch_dist.distributed_c10d  # new groups get these, and not the timeout of init_process_group
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout)
     if device_type == "cuda":
