@@ -33,8 +33,8 @@ import torch
 import torch.distributed as torch_dist
 
 import collectives as dist
-import fast
 import kernels
+from fast import edition
 from fast.recorded import RecordedGraph
 from lessons.demos import positive
 from lessons.gpu import LESSONS
@@ -50,7 +50,7 @@ from safe import launch
 from safe.files import check_folder
 from safe.flags import check_layout, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES
 from safe.launch import is_forked
-from safe.sizes import BadInput, reject
+from safe.sizes import BadInput, checked_use, reject
 from theory.speed import MACHINES, describe_machine
 
 
@@ -58,7 +58,7 @@ from theory.speed import MACHINES, describe_machine
 
 def measure_kernels(a):
     device = torch.device(a.device)
-    kernels.use("triton")  # ours or an error
+    checked_use("triton")  # ours or an error
     n, side, repeats = (1 << 28, 8192, 10) if device.type == "cuda" and not a.quick else (1 << 12, 64, 2)
     x, y = torch.zeros(2, n, device=device)
     m = torch.randn(side, side, device=device).bfloat16()
@@ -106,7 +106,7 @@ GRAPHED = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"  # tim
 
 
 def collectives(a):
-    device = dist.initialize(a.device)
+    device = dist.initialize(a.device, rendezvous=launch.settled_rendezvous)
     dist.use(None, a.comm)
     dtype, name = (torch.bfloat16, "gpt2-xl") if device.type == "cuda" else (torch.float32, "tiny")
     machine = measure_machine(device, dtype, PRESETS[name], a.comm)
@@ -342,7 +342,7 @@ def main():
         world = launch.started()
         a = parse(sys.argv[1:])
         if not a.plain:
-            fast.on()
+            edition.on()
         processes = check(a, world)
     except BadInput as problem:
         refuse("bench.py", problem)

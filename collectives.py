@@ -605,9 +605,11 @@ def node_of(rank):
 
 # ------------------------------------------------------------------------------------------------------- choice of link
 
-LINKS = {"ours": Link, "ring": Link}  # of each name; import further.library adds "torch"
+# What makes the link of a group. "torch" is there after `import further.library`. A program may put others here before
+# it makes a group, "nodes" among them, the two levels of further/nodes.py: `fast.on()` does.
+LINKS = {"ours": Link, "ring": Link}
 links = defaultdict(dict)  # group -> {one of these names: Link, "in use": the one that serves the group}
-registered = {}  # group -> what makes its link in place of "ours", where further/nodes.py has said so
+registered = {}  # group -> what makes its link in place of LINKS["ours"], where further/nodes.py has said so
 
 
 def use(group, comm):
@@ -623,12 +625,13 @@ def use(group, comm):
 def make_link(group, comm):
     """The Link of a group for a name in LINKS. ValueError for another one."""
     if comm not in LINKS:
-        raise ValueError(f"no collectives are called {comm}: there are {', '.join(LINKS)}; import further.library adds "
+        raise ValueError(f"no collectives are called {comm}: there are ours, ring and, after import further.library, "
                          "torch")
-    if comm == "ours":
+    if comm != "ours":
+        return LINKS[comm](group)
+    if LINKS["ours"] is Link:
         say_what_is_faster(torch_dist.get_backend(group))
-        return registered.get(group, Link)(group)
-    return LINKS[comm](group)
+    return registered.get(group, LINKS["ours"])(group)
 
 
 @functools.cache  # once a process
@@ -657,25 +660,6 @@ def link_of(group):
 
 # -------------------------------------------------------------------------------------------------------- start and end
 
-def initialize(device_type, timeout=600):
-    """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device.
-    "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error.
-    (`join` of further/together.py takes threads of this process for ranks.)"""
-    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device_type == "cuda" else None
-    if gpu:
-        torch.cuda.set_device(gpu)
-    init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout), device_id=gpu,
-                       **rendezvous(device_type, timeout))
-    return gpu or torch.device("cpu")
-
-
-def rows_and_columns(grid):
-    """[group of this rank's row, group of its column] in a grid of global ranks; [] outside. Call it on all ranks."""
-    lines = [*grid, *zip(*grid)]
-    groups = [new_group(list(ranks)) for ranks in lines]
-    return [group for group, ranks in zip(groups, lines) if get_rank() in ranks]
-
-
 def rendezvous(device_type, timeout):
     """Where processes meet, as arguments of init_process_group: under torchrun where the environment says, alone in a
     store of one's own. ValueError if WORLD_SIZE speaks of others, and no RANK says which of them this process is."""
@@ -692,6 +676,26 @@ def rendezvous(device_type, timeout):
 
 stores = {}  # where this process has met others: (store, rank, world size)
 worlds = itertools.count()  # that this process has joined
+
+
+def initialize(device_type, timeout=600, rendezvous=rendezvous):
+    """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device.
+    "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error.
+    rendezvous: where they meet; safe/launch.py has another. (`join` of further/together.py takes threads of this
+    process for ranks.)"""
+    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device_type == "cuda" else None
+    if gpu:
+        torch.cuda.set_device(gpu)
+    init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout), device_id=gpu,
+                       **rendezvous(device_type, timeout))
+    return gpu or torch.device("cpu")
+
+
+def rows_and_columns(grid):
+    """[group of this rank's row, group of its column] in a grid of global ranks; [] outside. Call it on all ranks."""
+    lines = [*grid, *zip(*grid)]
+    groups = [new_group(list(ranks)) for ranks in lines]
+    return [group for group, ranks in zip(groups, lines) if get_rank() in ranks]
 
 
 def destroy_process_group(group=None):

@@ -17,6 +17,9 @@ element once and write it once, at the speed of a copy.
 16 bits), and PyTorch's own operations for all others; `use("triton")` takes it on any GPU. Without Triton (macOS)
 PyTorch's operations run; with TRITON_INTERPRET=1 the kernels run on the CPU, slowly, for tests.
 
+A model calls `table[f](x)` where fast/ has something faster than f. `table[f]` is f itself until `fast.on()` has said
+what this process computes in place of f.
+
 Letters: n elements, rows of a given width, V vocabulary, B, T, H, D as in model.py, Tq queries, Tk keys; dy stands for
 dloss/dy; a kernel's x_ptr is the address of x, and capitals as BLOCK, BM are sizes that the compiler knows.
 Read with: CS336 lectures 5, 6 (GPUs, kernels, Triton); Triton's own tutorials.
@@ -44,6 +47,14 @@ except ImportError:  # the kernels below stay unused, and decorating them does n
 
 # ------------------------------------------------------------------------------------------------------------- choice
 
+class Table(dict):
+    """{function or class: what computes the same sooner}. What is not in it stands for itself."""
+
+    def __missing__(self, f):
+        return f
+
+
+table = Table()  # this process's; `fast.on()` fills it
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HAVE_TRITON = hasattr(triton, "cdiv")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -289,7 +300,7 @@ class LayerNorm(torch.autograd.Function):
 def layer_norm(x, weight, bias, eps=1e-5):
     """Layer norm of x (..., width), width to 65,536; weight and bias (width). Ba et al. (2016)."""
     if on_triton(x):
-        return LayerNorm.apply(x, weight, bias, eps)
+        return table[LayerNorm].apply(x, weight, bias, eps)
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -546,6 +557,13 @@ def tile_rows(D):
     return min(64, 4096 // D)
 
 
+def aligned(x):
+    """x if TMA can address it, else a contiguous copy. TMA needs gapless rows that start at multiples of 16 bytes."""
+    strides = [s * x.itemsize for n, s in zip(x.shape[:-1], x.stride()) if n > 1]
+    ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in strides)
+    return x if ok else x.contiguous()
+
+
 def attention_forward(q, k, v, is_causal):
     """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq), float32."""
     B, H, Tq, D = q.shape
@@ -584,8 +602,8 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, is_causal):
         if q.shape[3] not in HEAD_DIMS:
             raise ValueError(f"head dim {q.shape[3]} (q {tuple(q.shape)}) is not one of {HEAD_DIMS}")
-        q, k, v = map(tileable, (q, k, v))
-        o, lse = attention_forward(q, k, v, is_causal)
+        q, k, v = map(aligned, (q, k, v))
+        o, lse = table[attention_forward](q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.is_causal = is_causal
         return o
@@ -595,7 +613,7 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        attention_backward(q, k, v, o, lse, do, ctx.is_causal, *grads)
+        table[attention_backward](q, k, v, o, lse, do, ctx.is_causal, *grads)
         return *grads, None
 
 
@@ -604,7 +622,7 @@ def flash_takes(x):
 
 
 def flash_attention(qkv, is_causal):
-    """FlashAttention of qkv, as `heads` takes it. Rows of its parts lie apart, so `tileable` copies each."""
+    """FlashAttention of qkv, as `heads` takes it."""
     return FlashAttention.apply(*heads(qkv), is_causal)
 
 
@@ -616,7 +634,7 @@ def attention(qkv, is_causal=True):
     takes the one and raises for the other.
     """
     if flash_takes(qkv) and (qkv.dtype.itemsize == 2 or _choice == "triton"):
-        return flash_attention(qkv, is_causal).transpose(1, 2)                       # (B, T, H, D)
+        return table[flash_attention](qkv, is_causal).transpose(1, 2)                        # (B, T, H, D)
     return library_attention(*heads(qkv), is_causal).transpose(1, 2)                         # (B, T, H, D)
 
 
@@ -838,17 +856,3 @@ def matmul(a, b, function=None, tiles=(64, 64, 32, 8)):
     _matmul[(triton.cdiv(M, BM) * triton.cdiv(N, BN),)](
         a, b, c, M, N, K, *a.stride(), *b.stride(), function, BM, BN, BK, GROUP, num_warps=8, num_stages=3)
     return c
-
-
-# -------------------------------------------------------------------------------------------------- what fast/ replaces
-#
-# Functions that only forward, or copy. Other code calls them, so that fast/ has a name to rebind.
-
-def linear(x, weight, bias=None):
-    """x W^T + b for x (..., in), weight W (out, in), bias (out)."""
-    return F.linear(x, weight, bias)
-
-
-def tileable(x):
-    """x, or a copy that a descriptor can address: rows at multiples of 16 bytes, the last dimension contiguous."""
-    return x.contiguous()

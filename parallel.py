@@ -503,7 +503,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight, self.bias = local_parameter(layer.weight, self.cut), local_parameter(layer.bias, self.cut)
 
     def forward(self, x):                                                                     # (..., in)
-        return kernels.linear(self.f(x, self.cut.group), self.weight, self.bias)              # (..., out/N)
+        return kernels.table[F.linear](self.f(x, self.cut.group), self.weight, self.bias)     # (..., out/N)
 
 
 class RowParallelLinear(nn.Module):
@@ -517,7 +517,7 @@ class RowParallelLinear(nn.Module):
         self.weight, self.bias = local_parameter(layer.weight, self.cut), layer.bias
 
     def forward(self, x):                                                                     # (..., in/N)
-        y = self.g(kernels.linear(x, self.weight), self.cut.group)                            # (..., out)
+        y = self.g(kernels.table[F.linear](x, self.weight), self.cut.group)                   # (..., out)
         # After the sum, or the bias would be added N times. Its gradient is that of Y, equal on all ranks.
         return y if self.bias is None else y + self.bias
 

@@ -1,48 +1,33 @@
-"""The same numbers sooner: subclasses and functions that take the place of the reference's leaves.
+"""The same numbers sooner: kernels and links for this process, and DDP, ShardedOptimizer, FSDP for modules of your own.
 
     import fast; fast.on()      before any process group, model or optimizer is made, in every process
 
-A leaf is a class from which no other class of the reference inherits, or only such as have a row of their own, or a
-function that the reference calls through its module. What stands here subclasses or calls the original, which it has
-imported by name before `on` rebinds it. There is no off(): the reference alone runs in a process that never calls `on`.
+`on` fills `kernels.table` and `collectives.LINKS`: what this process computes with, and what carries its messages. It
+needs none of the GPT's files. fast/edition.py has the edition that trains a GPT, and the kernels of its layers. There
+is no off(): the reference alone runs in a process that never calls `on`.
 """
+
+import torch.nn.functional as F
 
 import collectives
 import kernels
-import model
 import safe
-from fast import attention, experts, fp8, grouped, links, llama, norm
-from fast.zero import DDP, FSDP, ShardedOptimizer  # noqa: F401  for modules of your own
-from further import context as further_context
-from further import expert_parallel as further_expert_parallel
-from further import experts as further_experts
-from further import llama as further_llama
-from further import nodes as further_nodes
-from further import rms_norm as further_rms_norm
+from fast import attention, fp8, links, norm
+from fast.zero import DDP, FSDP, ShardedOptimizer  # noqa: F401
 
-SWAPS = [  # (module, name there, what takes its place)
-    (collectives, "make_link", links.fast_link),
-    (kernels, "linear", fp8.linear),
-    (kernels, "LayerNorm", norm.TunedLayerNorm),
-    (kernels, "tileable", attention.aligned),
-    (kernels, "attention_forward", attention.tuned_attention_forward),
-    (kernels, "attention_backward", attention.tuned_attention_backward),
-    (kernels, "flash_attention", attention.PackedAttention.apply),
-    (model, "Block", norm.FusedBlock),
-    (further_rms_norm, "RowNorm", norm.TunedRowNorm),
-    (further_llama, "swiglu", llama.swiglu),
-    (further_llama, "rotary", llama.rotary),
-    (further_nodes, "TwoLevels", links.fast_levels),
-    (further_context, "attend", attention.attention_block),
-    (further_context, "attend_backward", attention.attention_block_backward),
-    (further_experts, "grouped_linear", grouped.fast_grouped),
-    (further_experts, "Experts", experts.FusedExperts),
-    (further_expert_parallel, "through_experts", experts.without_sorting),
-]
-PLAIN = [(module, name, getattr(module, name)) for module, name, _ in safe.SWAPS + SWAPS]  # what the reference has
+KERNELS = {  # of the reference: what computes the same sooner
+    F.linear: fp8.linear,
+    kernels.LayerNorm: norm.TunedLayerNorm,
+    kernels.attention_forward: attention.tuned_attention_forward,
+    kernels.attention_backward: attention.tuned_attention_backward,
+    kernels.flash_attention: attention.PackedAttention.apply,
+    kernels.attention_reference: attention.attention_block,
+    kernels.attention_backward_reference: attention.attention_block_backward,
+}
 
 
 def on():
     """Let this process compute the same numbers sooner, and fail in words. RuntimeError if a group exists already."""
     safe.on()
-    safe.swap(SWAPS)
+    kernels.table.update(KERNELS)
+    collectives.LINKS.update(links.LINKS)

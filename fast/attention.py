@@ -1,6 +1,6 @@
 """Flash attention tuned for Hopper: TMA, warps with one task each, packed q, k and v.
 
-Takes the place of kernels.py's flash attention, forward and backward. With fast/hopper.py, head dim 128, T = 16,384,
+In place of kernels.py's flash attention, forward and backward. With fast/hopper.py, head dim 128, T = 16,384,
 forward reaches 714 TFLOP/s on an H200 (cuDNN 632), backward 624 (597).
 """
 
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from fast.hopper import (
     one_pass_backward, one_pass_takes, specialized_attention_forward, specialized_takes, tiled_rows)
 from kernels import (
-    attention_backward, attention_backward_reference, attention_forward, attention_reference, dot, DTYPES,
+    aligned, attention_backward, attention_backward_reference, attention_forward, attention_reference, dot, DTYPES,
     finite_or_inf, flash_takes, heads, HEAD_DIMS, last_key, load_rows, store_rows, tiled, tl, triton)
 
 
@@ -163,13 +163,6 @@ def tuned_backward_kv(q, k, v, lse, delta, do, is_causal, dk, dv):
         tiled(dk, BN), tiled(dv, BN), *last, **options)
 
 
-def aligned(x):
-    """x if TMA can address it, else a contiguous copy. TMA needs gapless rows that start at multiples of 16 bytes."""
-    strides = [s * x.itemsize for n, s in zip(x.shape[:-1], x.stride()) if n > 1]
-    ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in strides)
-    return x if ok else x.contiguous()
-
-
 def check_attention(q, k, v):
     if (q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or len(q) != len(k) or q.shape[3] != k.shape[3]
             or not q.numel() or not k.numel() or q.shape[1] % k.shape[1] or q.dtype not in DTYPES
@@ -205,8 +198,9 @@ class PackedAttention(torch.autograd.Function):
         return grad, None
 
 
-# What ring attention calls in place of the two references. O has q's dtype here. The kernels' LSE is +inf where a row
-# sees no key; that of the tuned ones is in base 2, and padded to a multiple of 128 rows. It is converted from and to L.
+# What ring attention computes in place of the two references. O has q's dtype here. The kernels' LSE is +inf where a
+# row sees no key; that of the tuned ones is in base 2, and padded to a multiple of 128 rows. It is converted from and
+# to L.
 
 def attention_block(q, k, v, is_causal):
     if not flash_takes(q):

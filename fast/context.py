@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 import collectives as dist
 import kernels
 from fast import grouped
-from fast.attention import aligned, tuned_attention_forward, tuned_backward_kv, tuned_backward_q
+from fast.attention import tuned_attention_forward, tuned_backward_kv, tuned_backward_q
 from fast.nccl import Direct
 from further.context import RingAttention, seen
-from kernels import load_float32, load_rows, store_rows, this_program, tiled, tl, triton
+from kernels import aligned, load_float32, load_rows, store_rows, this_program, tiled, tl, triton
 
 
 @triton.jit

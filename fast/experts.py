@@ -14,7 +14,7 @@ import kernels
 from fast import grouped
 from fast.nccl import NodeLink
 from further.expert_parallel import exchange_counts, expert_of_each, through_experts, visit
-from further.experts import Experts
+from further.experts import Experts, grouped_linear
 from kernels import load_float32, this_program, tl, triton
 
 
@@ -27,6 +27,14 @@ class FusedExperts(Experts):
         places, counts = places_by_expert(chosen, self.count)
         y = self.mlps(Dispatch.apply(x.flatten(0, 1), places), counts)
         return Combine.apply(y, places, gates.contiguous().view(places.shape)).view_as(x)
+
+
+def fast_grouped(x, weight, bias, counts):
+    if kernels.on_triton(x):
+        grouped.check_grouped(x, weight, bias, counts)
+        if grouped.tma_takes(x, weight) and weight.shape[1] % 8 == 0:  # dy's width
+            return grouped.GroupedLinear.apply(x, weight, bias, counts.contiguous())
+    return grouped_linear(x, weight, bias, counts)
 
 
 # --------------------------------------------------------------------------------------------------- tokens to experts

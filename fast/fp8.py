@@ -23,7 +23,6 @@ Read with: Micikevicius et al. (2022), "FP8 formats for deep learning".
 import torch
 from torch.autograd.function import once_differentiable
 
-import model
 from fast.linear import collected, fast_linear, gradients_of, sum_parts
 from kernels import load_float32, tl, triton
 
@@ -140,12 +139,12 @@ class Product(torch.autograd.Function):
 def use_fp8(stage):
     """Let the products of a stage's blocks run in FP8."""
     for layer in stage.h.modules():
-        if isinstance(layer, model.Linear):
+        if isinstance(layer, torch.nn.Linear):
             layer.weight.in_fp8 = True
 
 
 def linear(x, weight, bias=None):
-    """kernels.linear, in FP8 where `use_fp8` says so."""
+    """fast_linear, in FP8 where `use_fp8` says so."""
     if hasattr(weight, "in_fp8"):
         return Product.apply(x, *collected(x, weight, bias))
     return fast_linear(x, weight, bias)

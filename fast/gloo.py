@@ -18,7 +18,6 @@ from torch.distributed import ReduceOp
 import collectives as dist
 from collectives import Handle, ring_all_gather
 from fast.rings import DoublingLink, recursive_doubling
-from safe.launch import waits
 
 
 # `Mailboxes` passes messages between processes of one machine through slots of this size. There are several, so that
@@ -82,6 +81,7 @@ class Mailboxes:
         """
         self.rank = link.rank
         self.size = link.size
+        self.timeout = link.timeout
         fd = os.memfd_create("mailboxes")  # a file in memory alone, which goes with the last process that maps it
         self.own_ends = [os.fdopen(fd, "r+b", 0)]
         os.ftruncate(fd, self.size * SLOTS * (HEAD_BYTES + SLOT_BYTES))  # only pages that are written take memory
@@ -175,9 +175,9 @@ class Mailboxes:
             if peer.sends or peer.receives:
                 of[peer.read_end.fileno()] = peer
                 poll.register(peer.read_end, select.POLLIN)
-        heard = poll.poll(min(1000 * waits["timeout"], 2 ** 31 - 1))
+        heard = poll.poll(min(1000 * self.timeout, 2 ** 31 - 1))
         if not heard:
-            raise RuntimeError(f"nothing arrived for {waits['timeout']} s")
+            raise RuntimeError(f"nothing arrived for {self.timeout:g} s")
         for fd, _ in heard:
             said = os.read(fd, 4096)
             if not said:

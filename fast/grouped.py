@@ -9,7 +9,6 @@ from torch.autograd.function import once_differentiable
 
 import kernels
 from fast.linear import column_sums
-from further.experts import grouped_linear
 from kernels import _tile, dot, load_float32, programs_at_once, TensorDescriptor, tl, triton
 
 
@@ -207,11 +206,3 @@ class GroupedLinear(torch.autograd.Function):
         dx = tuned_grouped(dy, weight.mT, None, counts) if needs_dx else None
         dw, db = tuned_grouped_gradients(dy, x, counts, needs_db) if needs_dw or needs_db else (None, None)
         return dx, dw, db, None
-
-
-def fast_grouped(x, weight, bias, counts):
-    if kernels.on_triton(x):
-        check_grouped(x, weight, bias, counts)
-        if tma_takes(x, weight) and weight.shape[1] % 8 == 0:  # dy's width
-            return GroupedLinear.apply(x, weight, bias, counts.contiguous())
-    return grouped_linear(x, weight, bias, counts)

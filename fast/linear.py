@@ -1,6 +1,6 @@
 """Linear layers: a bias's gradient by one kernel, outputs padded, weight gradients that come later.
 
-Takes the place of kernels.linear. On an H200 a step of GPT-2 124M with its 50,257 tokens
+In place of PyTorch's F.linear. On an H200 a step of GPT-2 124M with its 50,257 tokens
 takes 74 % longer without padding. A bias's gradient takes 25 us, PyTorch's 46.
 """
 
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import kernels
-import model
 import parallel
 from kernels import load_float32, programs_at_once, tl, triton
 
@@ -95,7 +94,7 @@ class WeightGradients:
     later = None  # a list during an I
 
     def __init__(self, module):
-        linears = model.Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
+        linears = torch.nn.Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
         uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
         for layer in module.modules():
             if isinstance(layer, linears) and uses[layer.weight] == 1:

@@ -6,6 +6,7 @@ message 78. In steps that graphs.py replays whole, single calls save at most 1 %
 
 import functools
 import gc
+import os
 
 import torch
 
@@ -19,6 +20,9 @@ from collectives import Traffic, traffic
 # all-reduce 78 | 20, broadcast 82 | 34, gather 176 | 41.)
 REPLAY_BYTES = 1 << 30
 REPLAYS = 512
+
+# Graphs outlive the memory that they were recorded on, so NCCL must not register that memory.
+os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 # ---------------------------------------------------------------------------------------- the log, progress, lost peers

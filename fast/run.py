@@ -6,12 +6,10 @@ the numbers of the step before saves 2.5 % of a step of GPT-2 124M on an H200 wi
 
 import torch
 
-import fast
 import kernels
 import parallel
-from fast import hopper
+from fast import edition, hopper
 from fast.adamw import AdamW
-from fast.edition import Fast
 from fast.fp8 import use_fp8
 from fast.gloo import mailbox_memory
 from fast.graphs import replay_micro_batches
@@ -84,6 +82,6 @@ class FastRun(WatchedRun):
         self.mode = f"{form} + safe; --plain runs what you read"
         self.edition = edition_of(form)
         if form == "fast":
-            fast.on()
-            self.edition = Fast
+            edition.on()
+            self.edition = edition.Fast
             self.trainer = FastTrainer

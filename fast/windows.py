@@ -15,7 +15,6 @@ import kernels
 from collectives import average, COMBINE, processes_of_a_node, unflatten
 from fast import exchange
 from fast.exchange import all_to_all_bytes, AllReduce, AllToAll
-from safe.launch import waits
 
 
 # NCCL's messages are kernels, which take multiprocessors from the computation beside them; copy engines take none. So
@@ -72,7 +71,7 @@ class Window:
 
     def barrier(self):
         # This barrier kills the process silently when it times out, so Watch must time out earlier.
-        self.handle.barrier(timeout_ms=1000 * (waits["timeout"] + 60))
+        self.handle.barrier(timeout_ms=int(1000 * (self.link.timeout + 60)))
 
     def open(self, flat):
         """Copy `flat` to the beginning of this rank's window, where all ranks can read it until the next barrier."""
@@ -124,7 +123,7 @@ class Window:
         window, and signals ARRIVED when it has filled the slot. A block larger than the slot takes several turns, for
         which the receiver signals FREE when it has copied the slot out."""
         slot = len(self.mine) // self.size // 16 * 16
-        patience = 1000 * (waits["timeout"] + 60)
+        patience = int(1000 * (self.link.timeout + 60))
         outgoing, incoming = ([t.view(torch.uint8) for t in tensors] for tensors in (outgoing, incoming))
         self.barrier()  # all ranks have finished reading their window's old contents
         for start in range(0, max(len(t) for r in self.others for t in (outgoing[r], incoming[r])), slot):

@@ -89,15 +89,6 @@ def seen(rank, other, half):
     return slice(half, None), slice(None), False
 
 
-def attend(q, k, v, is_causal):
-    """(O, L) of some of the keys, with S and P in memory, (Tq, Tk) a head."""
-    return kernels.attention_reference(q, k, v, is_causal)
-
-
-def attend_backward(q, k, v, o, lse, do, is_causal):
-    return kernels.attention_backward_reference(q, k, v, o, lse, do, is_causal)
-
-
 class RingAttention(torch.autograd.Function):
     """Attention of this rank's queries to all ranks' keys: qkv (B, T/N, 3, H, D), or as kernels.heads takes it, ->
     (B, T/N, H, D). around: how keys and values go round, as `going_round`."""
@@ -110,7 +101,8 @@ class RingAttention(torch.autograd.Function):
         lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)                                  # (B, H, T/N)
         for other, (k, v) in around(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
-            o_s, lse_s = attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+            o_s, lse_s = kernels.table[kernels.attention_reference](
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
             total = torch.logaddexp(lse[:, :, rows], lse_s)
             old, new = ((some - total).exp().unsqueeze(3) for some in (lse[:, :, rows], lse_s))
             o[:, :, rows] = o[:, :, rows] * old + o_s * new
@@ -132,7 +124,7 @@ class RingAttention(torch.autograd.Function):
         arrived = 0  # dK and dV from the left: the parts of ranks that had these keys before
         for other, (k, v) in ctx.around(torch.stack(kv), ctx.group):
             rows, keys, causal = seen(rank, other, q.shape[2] // 2)
-            dq_part, *part = attend_backward(
+            dq_part, *part = kernels.table[kernels.attention_backward_reference](
                 q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], lse[:, :, rows], do[:, :, rows], causal)
             dq[:, :, rows] += dq_part
             mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)                 # (2, B, H, T/N, D)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import collectives as dist
+import kernels
 from further import experts as mixture
 from further.sequence import Conjugate
 from parallel import Cut, groups_of, local_parameter, set_placement
@@ -37,7 +38,7 @@ class RowParallelExperts(nn.Module):
 
     def forward(self, rows, counts):
         bias = None if self.bias is None else F.pad(self.bias, self.zeros)
-        return mixture.grouped_linear(rows, self.weight, bias, counts)
+        return kernels.table[mixture.grouped_linear](rows, self.weight, bias, counts)
 
 
 def between_f_and_g(experts, group, f, g):
@@ -114,7 +115,7 @@ def visit(mlps, group, rows, counts):
     """
     arriving, sends, receives = exchange_counts(counts, group)
     there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
-    y = through_experts(mlps, Conjugate.apply(rows, group, there, back), arriving)
+    y = kernels.table[through_experts](mlps, Conjugate.apply(rows, group, there, back), arriving)
     return Conjugate.apply(y, group, back, there)
 
 

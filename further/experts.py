@@ -150,7 +150,7 @@ class StackedLinear(nn.Module):
             set_placement(self.bias, decays=False)  # it is E vectors, so weight decay leaves it alone
 
     def forward(self, rows, counts):
-        return grouped_linear(rows, self.weight, self.bias, counts)
+        return kernels.table[grouped_linear](rows, self.weight, self.bias, counts)
 
 
 class Experts(nn.Module):
@@ -181,7 +181,7 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.router, self.experts = Router(config), Experts(config)
+        self.router, self.experts = Router(config), kernels.table[Experts](config)
 
     def forward(self, x):                                                                     # (B, T, C)
         return self.experts(x, *self.router(x))

@@ -51,4 +51,4 @@ class Library(dist.Link):
         return dist.Handle(wait, handle.is_completed) if async_op else wait()
 
 
-dist.LINKS["torch"] = Library
+dist.LINKS.setdefault("torch", Library)  # what a program has put there stays

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+import kernels
 import parallel
 from further.expert_parallel import cut_in_place
 from further.experts import ExpertsConfig
@@ -92,7 +93,7 @@ class GroupedAttention(Attention):
             qkv = torch.cat([self.q_norm(qkv[:, :, :-2]), self.k_norm(qkv[:, :, -2:-1]), qkv[:, :, -1:]], 2)
         own = self.positions(torch.arange(T, device=x.device))
         cos, sin = self.table(x)
-        y = self.attention(rotary(qkv, cos[own], sin[own]))                                   # (B, T, H, D)
+        y = self.attention(kernels.table[rotary](qkv, cos[own], sin[own]))                    # (B, T, H, D)
         return self.c_proj(y.reshape(B, T, -1))                                               # (B, T, C)
 
 
@@ -138,7 +139,7 @@ class LlamaConfig(GPTConfig):
         return GroupedAttention(self)
 
     def activation_function(self):
-        return swiglu
+        return kernels.table[swiglu]
 
 
 @dataclass(frozen=True)

@@ -105,4 +105,5 @@ def two_levels(group, groups):
         counts = {len(node) for node in nodes.values()}
         if len(nodes) > 1 and len(counts) == 1 and counts != {1}:
             if levels := dist.rows_and_columns([*nodes.values()]):
-                dist.registered[group] = functools.partial(TwoLevels, levels=levels)
+                make = dist.LINKS.get("nodes", TwoLevels)  # the program may have put another there
+                dist.registered[group] = functools.partial(make, levels=levels)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from kernels import on_triton, programs_at_once, tl, triton
+from kernels import on_triton, programs_at_once, table, tl, triton
 
 
 # Its scale alone: no mean, no bias. Over each row, rstd = 1 / sqrt(mean(x^2) + eps), xhat = x rstd, g = dy w:
@@ -79,7 +79,7 @@ class RowNorm(torch.autograd.Function):
 
 def rms_norm(x, weight, eps):
     """RMSNorm of x (..., width), weight (width)."""
-    return RowNorm.apply(x, weight, eps) if on_triton(x) else F.rms_norm(x, x.shape[-1:], weight, eps)
+    return table[RowNorm].apply(x, weight, eps) if on_triton(x) else F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 class RMSNorm(nn.RMSNorm):

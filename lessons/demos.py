@@ -389,8 +389,8 @@ def main():
         refuse(parser.prog, problem)
     if "RANK" not in os.environ:
         launch.start_again(flags["ranks"])
-    safe.on()  # ranks meet where this machine's name does not resolve, too, and name what fails; the numbers are equal
-    dist.initialize("cpu")
+    safe.on()  # ranks name what fails; the numbers are equal
+    dist.initialize("cpu", rendezvous=launch.settled_rendezvous)  # also where this machine's name does not resolve
     demo()
     dist.barrier()
     dist.destroy_process_group()

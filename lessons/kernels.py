@@ -4,6 +4,7 @@ import functools
 import itertools
 import warnings
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,10 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 import fast
 import kernels
-from fast import grouped as fast_grouped, norm
+from fast import edition, grouped as fast_grouped, norm
 from further import by_hand, experts
 from kernels import HAVE_TRITON, tile_of
-from lessons.measure import off, patched, plain_rows
+from lessons.measure import off
 from theory.memory import tensors_in
 
 
@@ -99,7 +100,7 @@ def grouped(size):
     x, w, counts = size.random(rows, n_in), size.random(16, n_out, n_in), torch.tensor([rows // 16] * 16)
     flops, moved = 2 * rows * n_in * n_out, x.nbytes + w.nbytes + rows * n_out * x.itemsize
     there, loop = counts.to(size.device), functools.partial(fast_grouped.grouped_linear, bias=None, counts=counts)
-    yield Case("grouped product", lambda x, w: experts.grouped_linear(x, w, None, there), loop, [x, w],
+    yield Case("grouped product", lambda x, w: kernels.table[experts.grouped_linear](x, w, None, there), loop, [x, w],
                (moved / x.nbytes, (moved + x.nbytes + w.nbytes) / x.nbytes), (flops, 2 * flops),
                {"cuBLAS, a loop": (loop, [x, w])})
 
@@ -148,9 +149,9 @@ def main():
     print(f"relative error against float64, {dtype}, of forward and of the worst gradient:\n"
           f"  {'':30} kernels.py           | fast/'s               | PyTorch's own")
     for case in itertools.chain(*(make(Size(torch.device(device), dtype, 1 << 12)) for make in CASES.values())):
-        with patched(plain_rows(kernels) + plain_rows(experts, "grouped_linear")):
+        with patch.dict(kernels.table, clear=True):
             columns = [errors(case.ours, case.plain, case.inputs) if case.reference else []]
-        with patched(fast.SWAPS):
+        with patch.dict(kernels.table, fast.KERNELS | edition.LAYERS):
             columns += [errors(some, case.plain, case.inputs) for some in (case.ours, case.plain)]
         columns = ("  ".join(f"{e:.2e}" for e in column) for column in columns)
         print(f"  {case.name:30} " + " | ".join(f"{column:18}" for column in columns), flush=True)

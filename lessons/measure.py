@@ -17,7 +17,7 @@ import torch
 import torch.distributed as torch_dist
 
 import collectives as dist
-import fast
+import kernels
 from kernels import triton
 from safe.launch import cores
 from safe.sizes import BadInput
@@ -99,17 +99,18 @@ def traffic_of(operation):
     return sent
 
 
-def plain_rows(module, *names):
-    """[(module, name, the reference's own)] of a module's names, or of all that fast/ has replaced there."""
-    return [row for row in fast.PLAIN if row[0] is module and row[1] in (names or row)]
+def plain_kernels(*functions):
+    """Rows for `patched`: these functions and classes of the reference, which then compute themselves."""
+    return [(kernels.table, function, function) for function in functions]
 
 
 @contextlib.contextmanager
 def patched(rows):
-    """Inside, each (object, attribute, what stands in its place) holds."""
+    """Inside, each (object, attribute, what stands in its place) holds, or (dictionary, key, value)."""
     with contextlib.ExitStack() as stack:
-        for row in rows:
-            stack.enter_context(patch.object(*row))
+        for owner, name, new in rows:
+            held = patch.dict(owner, {name: new}) if isinstance(owner, dict) else patch.object(owner, name, new)
+            stack.enter_context(held)
         yield
 
 

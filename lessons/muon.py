@@ -18,6 +18,7 @@ from fast.adamw import AdamW
 from further.muon import Muon
 from lessons.measure import interleaved, Table, write_json
 from model import PRESETS
+from safe.launch import settled_rendezvous
 
 KINDS = {"AdamW": torch.optim.AdamW, "Muon": Muon}
 
@@ -77,7 +78,7 @@ def now(device):
 
 def optimizers(a):
     """The time of an optimizer's step, with the all-gather of the weights."""
-    device = dist.initialize(a.device)
+    device = dist.initialize(a.device, rendezvous=settled_rendezvous)
     dtype = parallel.PRECISIONS[a.dtype]
     ours = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=device))
     kinds = {"AdamW": AdamW if ours else partial(torch.optim.AdamW, fused=True), "Muon": partial(Muon, fused=True)}

@@ -2,6 +2,7 @@
 
 import contextlib
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as torch_dist
@@ -9,9 +10,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import collectives as dist
-import model
+import kernels
 import parallel
-from lessons.measure import patched, plain_rows
 from model import buffers, GPT, materialize, shapes
 from theory.clock import stage_to_rank_in, stages_in
 
@@ -28,7 +28,7 @@ def random_source(config, device):
 
 def plain_model(config, device, compiled, dtype=torch.float32, pieces=None):
     """A GPT of the reference's classes, each block compiled if asked for."""
-    with patched(plain_rows(model)):
+    with patch.dict(kernels.table, clear=True):
         net = GPT(config, seed=None, pieces=pieces)
     materialize(net, random_source(config, device), device, dtype)
     if config.rotates:  # a compiler would compute cos and sin in each block

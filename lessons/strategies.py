@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import torch
 import torch.distributed as torch_dist
+import torch.nn.functional as F
 
 import collectives as dist
 import kernels
@@ -28,10 +29,11 @@ from further.prefetch import FlatFSDP, FlatParameter, Prefetcher
 from further.schedules import SCHEDULES
 from lessons import peers
 from lessons.measure import (
-    interleaved, of_all_ranks, patched, plain_rows, say, Table, without_collectives, write_json)
+    interleaved, of_all_ranks, patched, plain_kernels, say, Table, without_collectives, write_json)
 from lessons.plan import describe_model
 from lessons.rates import measure_machine, sent_in
-from safe.messages import watched_link
+from safe.launch import settled_rendezvous
+from safe.messages import Watched
 from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.run import WatchedTrainer
 from theory.clock import lists_of, stages_in
@@ -163,7 +165,7 @@ def peak_gib(device, build):
 
 
 def strategies(a):
-    device = dist.initialize(a.device)
+    device = dist.initialize(a.device, rendezvous=settled_rendezvous)
     if a.without:
         without(a, device)
         return
@@ -201,10 +203,6 @@ def never(*args, **more):
     return False
 
 
-def ring_for_ours(group, comm):
-    return watched_link(group, "ring" if comm == "ours" else comm)
-
-
 def add_and_norm(x, residual, weight, bias, eps=1e-5):
     """norm.add_layer_norm without its kernel."""
     x = x if residual is None else x + residual
@@ -217,28 +215,30 @@ OF_EDITION = {"ring": {"context": {}},     # the reference's
 
 
 def pieces():
-    """{piece of fast/: [(object, attribute, what stands in its place), ...]}"""
+    """{piece of fast/: [(object, attribute, what stands in its place), ...]}, as for `patched`"""
     return {
         "graphs": [(run, "replay_micro_batches", lambda net: None)],                # kernels launched one by one
         "kernels": [(kernels, "on_triton", never)],                                 # PyTorch's operations
-        "tuning": [*plain_rows(kernels), (norm, "add_layer_norm", add_and_norm)],   # the reference's
-        "norm": [*plain_rows(kernels, "LayerNorm"), (norm, "add_layer_norm", add_and_norm)],
-        "addition": plain_rows(model),                                              # added to x, and then the norm
+        "tuning": [*plain_kernels(                                                  # the reference's
+            F.linear, kernels.LayerNorm, kernels.flash_attention, kernels.attention_forward,
+            kernels.attention_backward), (norm, "add_layer_norm", add_and_norm)],
+        "norm": [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", add_and_norm)],
+        "addition": plain_kernels(model.Block),                                     # added to x, and then the norm
         "specialized": [(attention, "specialized_takes", never), (attention, "one_pass_takes", never)],  # Triton's
         "reading": [(run.FastTrainer, "all_finite", WatchedTrainer.all_finite)],    # a step waits for its own norm
         "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
         "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
-        "links": [(dist, "make_link", ring_for_ours)],                              # rings
+        "links": [(dist.LINKS, "ours", Watched)],                                   # rings
         "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
         "sums": [(NodeLink, "kernel_for", lambda *args: None)],                     # all-reduces by copies, messages
         "replay": [(recorded, "REPLAY_BYTES", 0)],                                  # collectives launched one by one
         "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
         "fp8": [(run, "use_fp8", lambda stage: None)],                              # of --dtype fp8: bf16
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
-        "fetching": [(Prefetcher, "prefetch", lambda self, unit: None)],        # no unit ahead
+        "fetching": [(Prefetcher, "prefetch", lambda self, unit: None)],            # no unit ahead
         "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
         "patience": [(PatientPipeline, "receive", PatientPipeline.post)],
-        "grouped": plain_rows(experts, "grouped_linear"),                           # a product for each group
+        "grouped": plain_kernels(experts.grouped_linear),                           # a product for each group
         "exchange": [(NodeLink, "_all_to_all_at_once", never), (NodeLink, "_by_one_kernel", never)]}
 
 

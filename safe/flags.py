@@ -15,7 +15,7 @@ import parallel
 from further.lists import check, lower, read_schedule
 from safe.files import tell
 from safe.huggingface import open_hf, shortened
-from safe.sizes import BadInput, check_sizes, multiple, reject
+from safe.sizes import BadInput, check_sizes, checked_use, multiple, reject
 from theory.speed import replayable
 from train import config_of, device_for, edition_of, flag, Flags, muon_cannot, processes_of, schedule_of
 
@@ -231,7 +231,7 @@ def check_device(s, config, world, local_world, processes):
            + f", or a layout of {gpus}" * (gpus > 0))
     check_fp8(s, config)
     check_muon(s, config)
-    kernels.use(s.kernels)
+    checked_use(s.kernels)
     s.cuda_graphs = "on" if able and s.cuda_graphs != "off" else "off"
 
 

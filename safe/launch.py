@@ -19,9 +19,6 @@ from safe.sizes import BadInput, reject
 
 # --------------------------------------------------------------------------------------------------- starting processes
 
-waits = {"timeout": 600}  # seconds that a rank waits for another one's message
-
-
 LAUNCHER_S = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "ROLE_",
               "TORCHELASTIC_", "PET_")  # beginnings of what an outer torchrun sets, or takes as its flags
 
@@ -180,17 +177,14 @@ def end_with_launcher():
 
 
 def settled_rendezvous(device_type, timeout):
-    """As collectives.rendezvous, after what lets a run end cleanly."""
+    """For `dist.initialize`: as collectives.rendezvous, after what lets a run end cleanly."""
     end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a traceback
-    waits["timeout"] = timeout
     c10d = torch_dist.distributed_c10d  # new groups get these, and not the timeout of init_process_group
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout)
     if device_type == "cuda":
         # Pipelines send to one peer a group, so this warning means nothing.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        # Graphs outlive the memory that they were recorded on, so NCCL must not register that memory.
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         # Ranks of one node meet on the loopback interface, because gloo would look up this machine's name, which may
         # not resolve.

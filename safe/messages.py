@@ -7,7 +7,7 @@ import time
 
 import collectives as dist
 from collectives import blocks, Link, tensors_among
-from further.library import arguments_of
+from further.library import arguments_of, Library
 from further.nodes import TwoLevels
 
 
@@ -104,12 +104,8 @@ class Watched(Link):
             gc.collect()  # NCCL frees a group only when all CUDA graphs of its kernels are gone
 
 
-def watched_link(group, comm):
-    """As collectives.make_link, of links that report and name."""
-    if comm == "ours":
-        return dist.registered.get(group, Watched)(group)
-    plain = dist.LINKS[comm]
-    return type(f"Watched{plain.__name__}", (Watched, plain), {})(group)
+class WatchedLibrary(Watched, Library):
+    """The library's collectives."""
 
 
 class WatchedLevels(TwoLevels, Watched):
@@ -119,3 +115,6 @@ class WatchedLevels(TwoLevels, Watched):
         for link in self.inside, self.between:
             link.aside = self.aside
         return super().levels()
+
+
+LINKS = {"ours": Watched, "ring": Watched, "torch": WatchedLibrary, "nodes": WatchedLevels}  # for collectives.LINKS

@@ -326,7 +326,7 @@ class WatchedRun(Run):
         watch = Watch(self.s.timeout)
         try:
             watch.start()
-            device = dist.initialize(self.s.device, FOR_EVER)
+            device = dist.initialize(self.s.device, FOR_EVER, launch.settled_rendezvous)
             watch.connect()
             saved = self.train(device)
         except Exception as error:  # noqa: BLE001  the other ranks must hear of any error

@@ -6,7 +6,7 @@ from dataclasses import fields
 import torch
 
 import kernels
-from kernels import HAVE_TRITON, use
+from kernels import HAVE_TRITON
 
 
 class BadInput(ValueError):
@@ -62,4 +62,4 @@ def checked_use(choice):
     reject(choice == "triton" and not (HAVE_TRITON and (kernels.INTERPRETED or torch.cuda.is_available())),
            "triton kernels need the package triton, and a CUDA GPU or TRITON_INTERPRET=1, which runs them slowly on "
            "the CPU")
-    use(choice)
+    kernels.use(choice)

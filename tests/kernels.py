@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import further.rms_norm
 import kernels
 import model
 from tests.pool import close, GPUS, parametrize, table
+from fast import edition
 from fast.adamw import AdamW
 from fast.exchange import AllToAll, sum_rows
 from fast.experts import FusedExperts
@@ -28,6 +30,7 @@ from further import by_hand
 from further.experts import ExpertsConfig, MixtureOfExperts
 from lessons.kernels import attention, CASES, main, tiles_read
 from safe.flags import BadInput, check_layout, Settings
+from safe.sizes import checked_use
 from theory.memory import tensors_in
 
 
@@ -67,11 +70,10 @@ def triton_kernels():
 
 
 @pytest.fixture(params=["fast", "plain"])
-def either_way(request, triton_kernels, monkeypatch):
+def either_way(request, triton_kernels):
     """By fast/, and by kernels.py alone: one tile size, nothing fused or padded."""
-    for module, name, plain in fast.PLAIN if request.param == "plain" else ():
-        if module is kernels or name in ("grouped_linear", "RowNorm"):
-            monkeypatch.setattr(module, name, plain)
+    with patch.dict(kernels.table, fast.KERNELS | edition.LAYERS if request.param == "fast" else {}, clear=True):
+        yield
 
 
 def random(*shape, dtype=torch.float32):
@@ -185,7 +187,7 @@ def plain_cross_entropy(z, targets):
 
 
 def grouped_linear(x, w, b=None, *, counts):
-    return further.experts.grouped_linear(x, w, b, torch.tensor(counts, device=x.device))
+    return kernels.table[further.experts.grouped_linear](x, w, b, torch.tensor(counts, device=x.device))
 
 
 def plain_grouped(x, w, b=None, *, counts):
@@ -316,7 +318,7 @@ def rows_of_kernels():
 
     # 8 does not divide the outputs, so fast/ pads a weight of 16 bits, and cuts off whatever gradient comes back.
     x, w, b = (2, 3, 16), (37, 16), (37,)
-    targets, linear = torch.arange(6, device=KERNEL_DEVICE), lambda *inputs: kernels.linear(*inputs)
+    targets, linear = torch.arange(6, device=KERNEL_DEVICE), lambda *inputs: kernels.table[F.linear](*inputs)
 
     def loss_of_linear(x, w):
         y = linear(x, w)
@@ -409,13 +411,13 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
             "packed attention takes qkv (B, T, 3, H, D), or (B, T, G + 2, H/G, D), not (1, 5, 2, 2, 16)":
                 lambda: kernels.attention(random(1, 5, 2, 2, 16)),
             "(3, 4) torch.float32: needs (M, K) and (K, N)": lambda: kernels.matmul(x, x),
-            "x (3, 4), weight (2, 5, 3)": lambda: further.experts.grouped_linear(x, random(2, 5, 3), None, three),
-            "weight torch.float64": lambda: further.experts.grouped_linear(x, random(1, 5, 4).double(), None, three),
+            "x (3, 4), weight (2, 5, 3)": lambda: fast.grouped.fast_grouped(x, random(2, 5, 3), None, three),
+            "weight torch.float64": lambda: fast.grouped.fast_grouped(x, random(1, 5, 4).double(), None, three),
             "my own block has 8 bytes to be sent, 16 to be received":
                 lambda: exchange([(0, 8), (0, 0)], [(0, 16), (0, 0)]),
             "(4,) of torch.float64": AdamW([double]).step,
             "sum of rows": lambda: sum_rows([w, w[1:]], w, False),
-            "'cuda'": lambda: kernels.use("cuda")}.items():
+            "'cuda'": lambda: checked_use("cuda")}.items():
         with pytest.raises(ValueError, match=re.escape(words)):
             call()
 
@@ -430,8 +432,7 @@ def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
         with pytest.raises(BadInput, match=f"--kernels triton.*{says}.*give --kernels auto"):
             check_layout(Settings(kernels="triton", dtype=dtype), model.GPTConfig(n_head=heads), 1, 1)
     with pytest.raises(ValueError, match="need a CUDA GPU|need the package triton"):
-        kernels.use("triton")
-    kernels.use("auto")
+        checked_use("triton")
 
 
 def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):

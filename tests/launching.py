@@ -19,7 +19,7 @@ import torch
 import torch.distributed.run
 
 import collectives as dist
-import fast
+from fast import edition
 from tests.pool import forkserver, GPUS, HERE, in_new_process, on_linux, on_ranks, parametrize, table
 from tests.refusals import refusal_of_layout
 from tests.runs import TINY, Ranks, command, log_of, processes, ran
@@ -207,8 +207,8 @@ def test_a_closed_stdout_gets_nothing_in_a_file():
 
 
 def meet_and_stay(pipe):
-    fast.on()
-    dist.initialize("cpu", 60)
+    edition.on()
+    dist.initialize("cpu", 60, safe.launch.settled_rendezvous)
     pipe.send(os.getpid())
     time.sleep(300)
 
@@ -253,12 +253,12 @@ def begin_three_times(rank, port, agent):
     the store."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                       TORCHELASTIC_USE_AGENT_STORE=str(agent))
-    fast.on()
+    edition.on()
     for _ in range(3):
         time.sleep(0.1 * (rank == 0))  # rank 1 must not connect to what rank 0 was before
-        dist.initialize("cpu", 7)
+        dist.initialize("cpu", 7, safe.launch.settled_rendezvous)
         groups = torch.distributed.group.WORLD, dist.new_group([0, 1])
-        waits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+        waits = [dist.link_of(group).timeout for group in groups]
         for group in groups:
             dist.all_reduce(t := torch.ones(2) + rank, group=group)
             assert t.eq(3).all()

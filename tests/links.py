@@ -109,7 +109,8 @@ def nodes_of(count):
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(count)):
         grid = [range(first, first + count) for first in range(0, size, count)]
         levels = dist.rows_and_columns(grid)
-        dist.registered[torch_dist.group.WORLD] = make = functools.partial(further.nodes.TwoLevels, levels=levels)
+        two_levels = dist.LINKS.get("nodes", further.nodes.TwoLevels)
+        dist.registered[torch_dist.group.WORLD] = make = functools.partial(two_levels, levels=levels)
         try:
             with served_by(make):
                 yield

@@ -18,7 +18,6 @@ import torch.distributed as torch_dist
 import collectives as dist
 import fast.gloo
 import parallel
-import safe.launch
 import safe.messages
 from lessons.measure import patched
 from tests.collectives import BIG
@@ -205,10 +204,10 @@ def test_ranks_that_call_different_things_hear_of_it(rank):
 @on_ranks(2)
 def test_message_of_a_lost_or_silent_peer_is_named(silent, seconds, says, rank):
     needs_mailboxes()
-    with served_by(GlooLink):
+    with served_by(GlooLink) as link:
         dist.barrier()
         if rank == 0:
-            with (patch.dict(safe.launch.waits, timeout=seconds),
+            with (patch.object(link.mailboxes, "timeout", seconds),
                   pytest.raises(PeerError, match=f"^all_reduce in a group of 2: {says}$")):
                 dist.all_reduce(torch.ones(3))
         if silent:

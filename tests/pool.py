@@ -33,6 +33,7 @@ import further.zero
 import kernels
 import parallel
 import safe.launch
+from fast import edition
 from fast.edition import Fast
 from further.full import Full
 
@@ -106,7 +107,7 @@ class Beside:
 
 def pytest_runtestloop(session):
     """None: pytest's own loop follows."""
-    fast.on()  # in this process; workers of a pool call it themselves, or do not
+    edition.on()  # in this process; workers of a pool call it themselves, or do not
     option = session.config.option
     alone = option.collectonly or option.usepdb or option.capture != "fd" or session.testsfailed
     alone = alone or safe.launch.cores() == 1 or hasattr(session.config, "workerinput")  # xdist has its own processes
@@ -142,7 +143,7 @@ def _worker(rank, size, device_type, port, pipe, plain):
                       MASTER_PORT=str(port),
                       TORCH_GLOO_LAZY_INIT="1")  # only ranks that send to each other are connected
     if not plain:
-        fast.on()
+        edition.on()
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", rank)

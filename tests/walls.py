@@ -23,8 +23,8 @@ import torch
 import collectives as dist
 import fast
 import kernels
-import parallel
 import safe
+from fast import edition
 from tests.kernels import random
 from tests.layouts import arguments_of, case_of, in_layout
 from tests.pool import close, HERE, in_new_process, on_cpus, on_plain, on_ranks, parametrize, table
@@ -157,58 +157,6 @@ def test_no_function_of_the_reference_and_no_line_is_long():
 
 # ------------------------------------------------------------------------------------------------- what fast/ replaces
 
-def reached_from(value, depth=4):
-    """A module's value and what it holds: in containers, partials, closures, defaults, classes' bodies."""
-    yield value
-    parts = []
-    if isinstance(value, (list, tuple, set, frozenset)):
-        parts = value
-    elif isinstance(value, dict):
-        parts = value.values()
-    elif isinstance(value, functools.partial):
-        parts = value.func, value.args, value.keywords
-    elif isinstance(value, (staticmethod, classmethod)):
-        parts = [value.__func__]
-    elif isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-        parts = value.__defaults__, value.__kwdefaults__, cells
-    elif isinstance(value, type) and value.__module__.split(".")[0] in ROOMS:
-        parts = [part for name, part in vars(value).items() if not name.startswith("__")]
-    for part in parts if depth else ():
-        yield from reached_from(part, depth - 1)
-
-
-def old_objects(modules):
-    """What these modules' names hold that `fast.on()` has replaced."""
-    old = {id(plain): f"{module.__name__}.{name}" for module, name, plain in fast.PLAIN}
-    return [f"{module.__name__}.{name} holds the old {old[id(value)]}" for module in modules
-            for name, top in vars(module).items() for value in reached_from(top) if id(value) in old]
-
-
-def modules_here():
-    """All modules of this project but fast/ and safe/, which keep what they extend, and tests/."""
-    return [module for name, module in [*sys.modules.items()]
-            if (getattr(module, "__file__", None) or "").startswith(HERE + os.sep)
-            and name.split(".")[0] in ROOMS and name.split(".")[0] not in ("fast", "safe", "tests", "test_all")]
-
-
-@on_ranks(2)
-def test_no_old_object_is_reachable():
-    assert old_objects(modules_here()) == []
-
-
-def test_an_old_object_is_found():
-    """In a default argument, a partial, a closure, a class's body, a table."""
-    plain = {name: plain for _, name, plain in fast.PLAIN}
-    kept = plain["Reducer"]
-    module = types.ModuleType("kept")
-    module.default = lambda kind=kept: kind
-    module.partial = functools.partial(kept, store=None)
-    module.closure = lambda: kept
-    module.table = {"ring": [plain["going_round"]]}
-    assert len(old_objects([module])) == 4
-
-
 def codes_of(value):
     """The code of a function, or of all functions in a class's body."""
     if inspect.ismethod(value):  # a class's apply
@@ -220,12 +168,23 @@ def codes_of(value):
     return set().union(*map(codes_of, parts))
 
 
+def rows():
+    """{name: value} of what a process has after edition.on(): kernels.table, collectives.LINKS, the edition's own."""
+    own = {f"Fast.{name}": value for name, value in vars(edition.Fast).items() if not name.startswith("__")}
+    given = {f"Fast.{kind}": value for kind in ("context", "experts") for value in own.pop(f"Fast.{kind}").values()}
+    f, g = own.pop("Fast.sequence")
+    return {**{key.__name__: new for key, new in (fast.KERNELS | edition.LAYERS).items()},
+            **{f"LINKS.{name}": new for name, new in (safe.messages.LINKS | fast.links.LINKS).items()},
+            **own, **given, "Fast.f": f, "Fast.g": g, "DDP": fast.DDP, "FSDP": fast.FSDP,
+            "ShardedOptimizer": fast.ShardedOptimizer}
+
+
 def rows_entered(run, *args, **options):
-    """"module.name" of each row whose function, or a method of whose class or of an object of it, ran in run(*args)."""
+    """The names of rows whose function, or a method of whose class or of an object of it, ran in run(*args)."""
     ran, names = set(), defaultdict(set)  # one may stand in two places
-    for module, name, new in safe.SWAPS + fast.SWAPS:
+    for name, new in rows().items():
         for mark in [new, *codes_of(new)]:  # an object of the class, or the code of a function
-            names[mark].add(f"{module.__name__}.{name}")
+            names[mark].add(name)
 
     def called(frame, event, argument):
         if event == "call":
@@ -243,8 +202,9 @@ def rows_entered(run, *args, **options):
 def own_model():
     """What somebody enters who has no Layout."""
     dist.initialize("cpu")
-    parallel.FSDP(torch.nn.Linear(2, 2))
-    parallel.ShardedOptimizer(torch.nn.Linear(2, 2).parameters(), torch.optim.SGD)
+    fast.DDP(torch.nn.Linear(2, 2))
+    fast.FSDP(torch.nn.Linear(2, 2))
+    fast.ShardedOptimizer(torch.nn.Linear(2, 2).parameters(), torch.optim.SGD)
 
 
 def rows_entered_by_own_model():
@@ -262,22 +222,20 @@ def kernels_alone():
 
 
 ENTERED = {  # a layout, and the rows that it enters
-    "dp=2 n_layer=5": "collectives.make_link kernels.use kernels.linear model.Block parallel.even_pieces "
-                      "parallel.Pipeline parallel.make_buckets parallel.Bucket parallel.Reducer",
-    "dp=2 micro_batches=2 zero=1": "parallel.FlatOptimizer parallel.FlatReducer",
-    "dp=2 micro_batches=2 zero=3": "parallel.EveryBackward parallel.FlatFSDP",
-    "dp=4 node=2": "further.nodes.TwoLevels",
-    "tp=2": "parallel.ColumnParallelLinear",
-    "tp=2 sp=1": "further.sequence.gather_tokens further.sequence.scatter_tokens",
-    "pp=2 micro_batches=2 schedule=zb-h1": "further.schedules.HalvedPipeline",
-    "cp=2 tokens=8 seq_len=8": "further.context.RingAttention further.context.going_round further.context.attend "
-                               "further.context.attend_backward",
-    "dp=2 ep=2 experts=4": "further.experts.Experts further.expert_parallel.visit "
-                           "further.expert_parallel.through_experts further.experts.grouped_linear",
+    "dp=2 n_layer=5": "LINKS.ours linear Block Fast.pieces_of Fast.pipeline Fast.flat_optimizer Fast.clip_grad_norm_",
+    "dp=2 micro_batches=2 zero=3": "Fast.sharded",
+    "dp=4 node=2": "LINKS.nodes",
+    "dp=2 comm=ring": "LINKS.ring",
+    "dp=2 comm=torch": "LINKS.torch",
+    "tp=2": "Fast.columns",
+    "tp=2 sp=1": "Fast.f Fast.g",
+    "pp=2 micro_batches=2 schedule=zb-h1": "Fast.pipeline",
+    "cp=2 tokens=8 seq_len=8": "Fast.context attention_reference attention_backward_reference",
+    "dp=2 ep=2 experts=4": "Experts Fast.experts through_experts grouped_linear",
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11":
-        "kernels.LayerNorm kernels.flash_attention",
+        "LayerNorm flash_attention",
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11 arch=llama n_kv_head=1":
-        "further.rms_norm.RowNorm further.llama.swiglu further.llama.rotary",
+        "RowNorm swiglu rotary",
 }
 
 
@@ -291,8 +249,35 @@ def test_rows_are_entered(pool, layout):
 def test_every_row_is_entered_by_a_named_layout(triton_kernels):
     started = in_new_process(rows_entered_by_own_model)
     by_layouts = set(" ".join(ENTERED.values()).split())
-    every = {f"{module.__name__}.{name}" for module, name, _ in safe.SWAPS + fast.SWAPS}
-    assert every - by_layouts - started - rows_entered(kernels_alone) == set()
+    assert rows().keys() - by_layouts - started - rows_entered(kernels_alone) == set()
+
+
+def names_rebound():
+    """Those of the reference that hold something else after fast.on()."""
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] in REFERENCE]
+    before = {(module, name): value for module in modules for name, value in vars(module).items()}
+    edition.on()
+    return {f"{module.__name__}.{name}" for (module, name), old in before.items() if vars(module)[name] is not old}
+
+
+def test_editions_kernels_and_links_are_values():
+    """No name of the reference stands for them."""
+    assert in_new_process(names_rebound) == set()
+
+
+def modules_of_a_user():
+    """Those of this project that his DDP, ShardedOptimizer and FSDP import, with fast.on() and without."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ROOMS]:
+        del sys.modules[name]
+    for name in "further.ddp", "further.zero", "further.fsdp", "fast":
+        importlib.import_module(name)
+    sys.modules["fast"].on()
+    return {*sys.modules}
+
+
+def test_a_user_s_own_model_and_train_are_harmless():
+    """Files of these names that stand beside his program: none of ours asks for them."""
+    assert not in_new_process(modules_of_a_user) & {"model", "train"}
 
 
 @on_plain
@@ -300,4 +285,4 @@ def test_every_row_is_entered_by_a_named_layout(triton_kernels):
 def test_on_comes_first():
     """Not once a group exists."""
     with pytest.raises(RuntimeError, match="before any process group"):
-        fast.on()
+        edition.on()
