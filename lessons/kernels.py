@@ -12,7 +12,7 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 import fast
 import kernels
-from fast import edition, grouped as fast_grouped, norm
+from fast import edition, norm
 from further import by_hand, experts
 from kernels import HAVE_TRITON, tile_of
 from lessons.measure import off
@@ -99,7 +99,7 @@ def grouped(size):
     rows, n_in, n_out = (16384, 1536, 6144) if size.large else (64, 16, 24)
     x, w, counts = size.random(rows, n_in), size.random(16, n_out, n_in), torch.tensor([rows // 16] * 16)
     flops, moved = 2 * rows * n_in * n_out, x.nbytes + w.nbytes + rows * n_out * x.itemsize
-    there, loop = counts.to(size.device), functools.partial(fast_grouped.grouped_linear, bias=None, counts=counts)
+    there, loop = counts.to(size.device), functools.partial(experts.grouped_linear, bias=None, counts=counts)
     yield Case("grouped product", lambda x, w: kernels.table[experts.grouped_linear](x, w, None, there), loop, [x, w],
                (moved / x.nbytes, (moved + x.nbytes + w.nbytes) / x.nbytes), (flops, 2 * flops),
                {"cuBLAS, a loop": (loop, [x, w])})

@@ -13,7 +13,7 @@ import collectives as dist
 import kernels
 import parallel
 from fast.nccl import Direct
-from fast.norm import FusedBlock
+from fast.edition import FusedBlock
 from further.experts import resized
 from lessons.measure import interleaved, readable
 from model import GPTConfig
