@@ -610,11 +610,12 @@ def test_a_step_begins_from_nothing_and_gives_what_stays(zero):
 @on_ranks(1)
 def test_second_derivatives_through_tensor_parallelism_are_refused():
     """An all-reduce inside of a backward is nothing that autograd could differentiate."""
-    net = small_gpt().module(0)
+    net = model.GPT(SMALL)
     net.again = net.h["0"].mlp  # one layer under two names
     parallel.tensor_parallel(net, None)
     assert net.again.c_fc is net.h["0"].mlp.c_fc
-    loss = net(tokens_of(0)[0].to(torch.get_default_device())).square().sum()
+    device = torch.get_default_device()
+    loss = net.to(device)(tokens_of(0)[0].to(device)).square().sum()
     grads = torch.autograd.grad(loss, [*net.parameters()], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         sum(grad.square().sum() for grad in grads).backward()
