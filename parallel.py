@@ -1236,13 +1236,13 @@ def gpipe_step(stage, loss, x, y, like, group=None):
     """The lecture's pipeline: receive, compute, send, for each micro-batch; then gradients, from the last rank up.
 
     stage: this rank's layers. loss(output, target) divides by m, because .grad adds up over micro-batches. x, y: lists
-    of m inputs and m targets; the first rank reads x, the last one y. like: a tensor of the shape and dtype that stages
-    send. Returns the losses, on the last rank.
+    of m inputs and m targets, on every rank; the first reads the inputs, the last the targets. like: a tensor of the
+    shape and dtype that stages send. Returns the losses, on the last rank.
     """
     rank = dist.get_rank(group)
     last = dist.get_world_size(group) - 1
     done = []
-    for x_i, y_i in zip(x, y):
+    for x_i, y_i in zip(x, y, strict=True):
         if rank > 0:
             x_i = torch.empty_like(like)
             dist.recv(x_i, group=group, group_src=rank - 1)
@@ -1258,7 +1258,8 @@ def gpipe_step(stage, loss, x, y, like, group=None):
         if rank < last:
             dy = torch.empty_like(like)
             dist.recv(dy, group=group, group_src=rank + 1)
-        out.backward(dy)
+        if out.requires_grad:  # not if all layers up to here are frozen
+            out.backward(dy)
         if rank > 0:
             dist.send(x_i.grad, group=group, group_dst=rank - 1)
     return [out.detach() for _, out in done] if rank == last else []

@@ -139,6 +139,22 @@ def test_cut_layers_refuse_what_they_cannot_do():
     kernels.use("auto")
 
 
+@on_ranks(3)
+def test_the_lecture_s_pipeline_trains_behind_frozen_layers(rank):
+    """Every rank is given inputs and targets."""
+    torch.manual_seed(1)
+    one = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+    one[0].requires_grad_(False)
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    want = [one(x_i).square().sum() for x_i in x]
+    grads = torch.autograd.grad(sum(want), one[rank].parameters()) if rank else []
+    got = parallel.gpipe_step(one[rank], lambda out, y: (out - y).square().sum(), [*x], 2 * [0], x[0])
+    assert got == want * (rank == 2)
+    assert all(map(close, grads, [p.grad for p in one[rank].parameters()]))
+    with pytest.raises(ValueError, match="shorter"):
+        parallel.gpipe_step(one[rank], None, [*x], [], x[0])
+
+
 # --------------------------------------------------------------------------------------------------- pipeline schedules
 
 IN_A_V = zb_v, v_half, v_min, dualpipe_v
