@@ -87,6 +87,7 @@ class Placement:
     average_over: object = None  # of an expert: the group that keeps the same one, and averages its gradient,
     divide_by: int = 1           # by how many: an expert's gradient adds up those of so many ranks' losses
     decays: bool = None       # whether it has weight decay; None: as its shape says
+    fused: tuple = field(default=None, compare=False)  # of matrices that lie in one, as q, k, v: their relative sizes
     cuts: tuple = field(default=(), compare=False)  # the `Cut`s that took this rank's part of the whole tensor,
     whole: tuple = field(default=None, compare=False)  # and that one's shape
 
