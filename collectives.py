@@ -150,6 +150,8 @@ def _reduce(link, tensor, dst, op, group_dst):
 
 def _gather(link, tensor, gather_list, dst, group_dst):
     parent, children, count = tree(link, dst, group_dst)
+    if parent is None:
+        check_list(link, gather_list, tensor)
     rows = tensor.new_empty(count, tensor.numel())
     rows[0] = flatten(tensor)
     link.exchange(receives=[(rows[d:2 * d].view(-1), child) for child, d in children])
@@ -166,8 +168,9 @@ def _scatter(link, tensor, scatter_list, src, group_src):
     if parent is not None:
         link.exchange(receives=[(rows.view(-1), parent)])
     else:
+        check_list(link, scatter_list, tensor)
         for i, row in enumerate(rows):
-            row.copy_(flatten(scatter_list[(link.rank + i) % link.size]))
+            unflatten(flatten(scatter_list[(link.rank + i) % link.size]), row)
     for child, d in reversed(children):
         link.exchange(sends=[(rows[d:2 * d].view(-1), child)])
     unflatten(rows[0], tensor)
@@ -180,7 +183,7 @@ def pairwise_all_to_all(link, outgoing, incoming):
 
     In step s everybody sends s+1 places to the right, so no rank has two senders at a time.
     """
-    incoming[link.rank].copy_(outgoing[link.rank])
+    unflatten(outgoing[link.rank], incoming[link.rank])
     for s in range(link.size - 1):
         to, source = (link.rank + 1 + s) % link.size, (link.rank - 1 - s) % link.size
         link.exchange([(outgoing[to], to)], [(incoming[source], source)])
@@ -221,7 +224,23 @@ def flatten(tensor):
 
 def unflatten(flat, tensor):
     if flat.data_ptr() != tensor.data_ptr():
+        check_alike(flat, tensor)
         tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def check_alike(given, room):
+    """ValueError for tensors of unlike sizes or dtypes, which copy_ would broadcast or cast without a word."""
+    if given.numel() != room.numel() or given.dtype != room.dtype:
+        raise ValueError(f"{given.numel()} elements of {given.dtype} have a tensor of {room.numel()} of {room.dtype}: "
+                         "give one of the same size and dtype")
+
+
+def check_list(link, tensors, like):
+    """ValueError unless there is a tensor for each rank, each of the dtype of `like`."""
+    dtypes = [t.dtype for t in tensors or ()]
+    if dtypes != link.size * [like.dtype]:
+        raise ValueError(f"a list of {len(dtypes)} tensors of {' '.join(map(str, dict.fromkeys(dtypes)))}: give "
+                         f"{link.size} of {like.dtype}, one for each rank")
 
 
 def blocks(tensor, sizes, n):
@@ -266,8 +285,9 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
 
 
 def _all_gather(link, tensor_list, tensor):
+    check_list(link, tensor_list, tensor)
     flats = [flatten(t) for t in tensor_list]
-    flats[link.rank].copy_(flatten(tensor))
+    unflatten(flatten(tensor), flats[link.rank])
     link.all_gather(flats)
     for flat, t in zip(flats, tensor_list):
         unflatten(flat, t)
@@ -293,6 +313,8 @@ def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=Fal
 
 
 def _reduce_scatter(link, output, input_list, op):
+    check_list(link, input_list, output)
+    check_alike(input_list[link.rank], output)
     result = flatten(output)
     link.reduce_scatter([flatten(t) for t in input_list], result, op)
     unflatten(result, output)
@@ -306,7 +328,9 @@ def reduce_scatter_tensor(output, input, op=ReduceOp.SUM, group=None, async_op=F
 
 def _reduce_scatter_tensor(link, output, input, op):
     result = flatten(output)
-    link.reduce_scatter(flatten(input).view(link.size, -1).unbind(), result, op)
+    chunks = flatten(input).view(link.size, -1).unbind()
+    check_alike(chunks[link.rank], output)
+    link.reduce_scatter(chunks, result, op)
     unflatten(result, output)
 
 
@@ -327,6 +351,9 @@ def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False
 
 
 def _all_to_all(link, output_tensor_list, input_tensor_list):
+    for tensors in input_tensor_list, output_tensor_list:
+        check_list(link, tensors, input_tensor_list[0])
+    check_alike(input_tensor_list[link.rank], output_tensor_list[link.rank])
     outgoing, incoming = ([flatten(t) for t in tensors] for tensors in (input_tensor_list, output_tensor_list))
     link.all_to_all(outgoing, incoming)
     for flat, t in zip(incoming, output_tensor_list):
@@ -344,6 +371,7 @@ def _all_to_all_single(link, output, input, output_split_sizes, input_split_size
     result = flatten(output)
     outgoing = flatten(input).split(blocks(input, input_split_sizes, link.size))
     incoming = result.split(blocks(output, output_split_sizes, link.size))
+    check_alike(outgoing[link.rank], incoming[link.rank])
     link.all_to_all(outgoing, incoming)
     unflatten(result, output)
 

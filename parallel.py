@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import collectives as dist
 import kernels
+import model
 
 
 # ----------------------------------------------------------------------------------------------------------------- mesh
@@ -86,6 +87,7 @@ class Placement:
     average_over: object = None  # of an expert: the group that keeps the same one, and averages its gradient,
     divide_by: int = 1           # by how many: an expert's gradient adds up those of so many ranks' losses
     decays: bool = None       # whether it has weight decay; None: as its shape says
+    fused: tuple = field(default=None, compare=False)  # of matrices that lie in one, as q, k, v: their relative sizes
     cuts: tuple = field(default=(), compare=False)  # the `Cut`s that took this rank's part of the whole tensor,
     whole: tuple = field(default=None, compare=False)  # and that one's shape
 
@@ -480,6 +482,9 @@ class Cut:
     def __deepcopy__(self, memo):
         return self  # a group has no copy
 
+    def is_like(self, other):
+        return (self.group, self.dim, self.fused) == (other.group, other.dim, other.fused)
+
     def part(self, full):
         """What this rank has of the whole tensor."""
         unit = full.shape[self.dim] // sum(self.fused)
@@ -552,23 +557,46 @@ EMBEDDINGS = nn.Embedding, VocabParallelEmbedding  # their backward needs rows' 
 
 
 def local_parameter(param, cut):
-    """This rank's part of a parameter, which knows how it was cut."""
-    if param is None:
-        return None
-    local = nn.Parameter(cut.part(param.detach()).contiguous(), param.requires_grad)
-    local.placement = before = placement_of(param)
-    set_placement(local, cuts=before.cuts + (cut,), sharded_over=before.sharded_over + (cut.group,),
+    """Leave of a parameter this rank's part, in place, so that whoever else holds it has the part, too: a tied layer,
+    an optimizer. It knows how it was cut. ValueError for what cannot be cut so."""
+    before = placement_of(param)
+    if param is None or any(cut.is_like(done) for done in before.cuts):  # a tied one is cut once
+        return param
+    check_cuttable(param, cut)
+    set_placement(param, cuts=before.cuts + (cut,), sharded_over=before.sharded_over + (cut.group,),
                   whole=whole_shape(param))
-    return local
+    param.grad = None
+    param.data = cut.part(param.detach()).contiguous()
+    return param
+
+
+def check_cuttable(param, cut):
+    """ValueError for a parameter that is more than numbers, or has fewer rows than there are ranks."""
+    what = f"a parameter of {tuple(param.shape)} cannot be cut over {cut.size} ranks"
+    rows, rest = divmod(param.shape[cut.dim], sum(cut.fused))
+    if type(param) not in (nn.Parameter, PlacedParameter):
+        raise ValueError(f"{what}: it is a {type(param).__name__}, no nn.Parameter")
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(f"{what}: it has hooks, which expect all of it; cut it before you register them, or wrap it")
+    if cut.group in [done.group for done in placement_of(param).cuts]:
+        raise ValueError(f"{what} in two ways: layers that are tied to each other must be cut alike")
+    if rest:
+        raise ValueError(f"{what}: along dimension {cut.dim} it is not {cut.fused} matrices")
+    if rows < cut.size:
+        raise ValueError(f"{what} along dimension {cut.dim}: give a group of {rows} or fewer")
 
 
 def check_replaceable(layer, kind):
-    """ValueError for a layer with options or hooks: what takes its place has a weight and a bias alone."""
-    what = [name for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse", "parametrizations")
+    """ValueError for a layer that is more than its kind: what takes its place has a weight and a bias alone."""
+    what = [name for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
             if getattr(layer, name, None) is not None and getattr(layer, name) is not False]
-    what += ["hooks"] * any((layer._forward_pre_hooks, layer._forward_hooks, layer._backward_hooks))
+    of_its_own = {**layer._parameters, **layer._buffers, **layer._modules}
+    what += [name for name in of_its_own if name not in ("weight", "bias")]
+    what += ["hooks"] * any(hooks for name, hooks in vars(layer).items() if name.endswith("_hooks"))
+    if getattr(layer.forward, "__func__", None) not in (kind.forward, model.Linear.forward):
+        what.append("a forward of its own")
     if what or not isinstance(layer, kind):
-        raise ValueError(f"tensor parallelism cuts a plain nn.{kind.__name__}, not {type(layer).__name__}"
+        raise ValueError(f"a plain {kind.__name__} can be cut over ranks, not {type(layer).__name__}"
                          f"{' with ' * bool(what)}{', '.join(what)}")
 
 
@@ -627,18 +655,27 @@ def planned(name, plan):
 
 
 def tensor_parallel(module, group, plan=None):
-    """Put this rank's slices in place of the layers that the plan names; left out, it is a GPT's `gpt2_plan`. N must
-    divide the heads. Ties stay ties."""
+    """Make the layers that the plan names this rank's slices; left out, it is a GPT's `gpt2_plan`. N must divide the
+    heads. Layers and parameters stay the objects that they are, so ties stay ties, and who holds one has its slice.
+    ValueError for a layer that does more than its kind, or has a parameter of a layer that the plan does not name."""
     plan = plan or gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply)
-    slices = {}  # layer or weight -> its slice: a tied one is cut once
-    for name, layer in list(module.named_modules(remove_duplicate=False)):
+    cut = {}  # layer -> how
+    for name, layer in module.named_modules(remove_duplicate=False):
         if how := planned(name, plan):
-            new = slices[layer] = slices.get(layer) or how(layer, group)
-            if hasattr(layer, "weight"):
-                new.weight = slices.setdefault(layer.weight, new.weight)
-            parent, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(parent), leaf, new)
+            cut[layer] = how
+    whole = {param for layer in module.modules() if layer not in cut for param in layer.parameters(recurse=False)}
+    if shared := whole.intersection(param for layer in cut for param in layer.parameters(recurse=False)):
+        names = [name for name, param in module.named_parameters(remove_duplicate=False) if param in shared]
+        raise ValueError(f"{' and '.join(names)} are one parameter: the plan must cut all of these layers, or none")
+    for layer, how in cut.items():
+        become(layer, how(layer, group))
     return module
+
+
+def become(layer, new):
+    """Make a layer another one for all who hold it, be it in a list or in a closure."""
+    layer.__class__ = type(new)
+    vars(layer).update(vars(new) | {"training": layer.training})
 
 
 # ----------------------------------------------------------------------------------- pipeline: layers spread over ranks
@@ -652,13 +689,13 @@ def gpipe_step(stage, loss, x, y, like, group=None):
     """The lecture's pipeline: receive, compute, send, for each micro-batch; then gradients, from the last rank up.
 
     stage: this rank's layers. loss(output, target) divides by m, because .grad adds up over micro-batches. x, y: lists
-    of m inputs and m targets; the first rank reads x, the last one y. like: a tensor of the shape and dtype that stages
-    send. Returns the losses, on the last rank.
+    of m inputs and m targets, on every rank; the first reads the inputs, the last the targets. like: a tensor of the
+    shape and dtype that stages send. Returns the losses, on the last rank.
     """
     rank = dist.get_rank(group)
     last = dist.get_world_size(group) - 1
     done = []
-    for x_i, y_i in zip(x, y):
+    for x_i, y_i in zip(x, y, strict=True):
         if rank > 0:
             x_i = torch.empty_like(like)
             dist.recv(x_i, group=group, group_src=rank - 1)
@@ -674,7 +711,8 @@ def gpipe_step(stage, loss, x, y, like, group=None):
         if rank < last:
             dy = torch.empty_like(like)
             dist.recv(dy, group=group, group_src=rank + 1)
-        out.backward(dy)
+        if out.requires_grad:  # not if all layers up to here are frozen
+            out.backward(dy)
         if rank > 0:
             dist.send(x_i.grad, group=group, group_dst=rank - 1)
     return [out.detach() for _, out in done] if rank == last else []

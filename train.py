@@ -49,6 +49,15 @@ def flag(default, help, **more):
 
 
 MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter: running means of its gradient and of its square
+KEEPS = {"adamw": MOMENTS, "muon": MOMENTS[:1]}  # what each --optimizer keeps of a matrix of a block
+
+
+def lacking(there, here):
+    """Why --optimizer `here` cannot go on from what `there` has kept, in words; "" if it can. (A mean that begins with
+    zeros, where the number of steps says that it is warm, would make steps many times too large.)"""
+    lost = ", ".join(key for key in KEEPS[here] if key not in KEEPS[there])
+    return lost and (f"--optimizer {here} goes on from {lost}, which the --optimizer {there} in --resume has not kept: "
+                     f"give --optimizer {there}")
 
 
 SCHEDULES = parallel.SCHEDULES     # {name: schedule(p, m, v)} of --schedule
@@ -182,6 +191,148 @@ def device_for(asked, processes):
     """--device, where it is auto: CUDA if each process on this machine gets a GPU of its own, else the CPU."""
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= processes
     return asked if asked != "auto" else "cuda" if enough else "cpu"
+
+
+# ---------------------------------------------------------------------------------------------------- what divides what
+#
+# Each table has rows (what is wrong, if it is not 0 or False; the line that says so, and a value that works). The first
+# wrong one counts: those behind it rely on it. `Run` and safe/flags.py refuse what they find, before processes meet.
+
+def dashed(name):
+    return "--" + name.replace("_", "-")
+
+
+def multiple(n, of):
+    """The smallest multiple of `of` that is not below n."""
+    return -(-n // of) * of
+
+
+def what_sizes_divide(c, called=dashed):
+    """Of a GPTConfig. called(field): what users call it."""
+    n_embd = called("n_embd")
+    n_head = called("n_head")
+    size = getattr(c, "head_size", 0)
+    yield not size and c.n_embd % c.n_head, (
+        f"{n_embd} {c.n_embd} is not a multiple of {n_head} {c.n_head}: give {n_embd} {multiple(c.n_embd, c.n_head)}")
+    if c.arch == "llama":
+        n_kv_head = called("n_kv_head")
+        yield c.n_head % c.kv_heads, (
+            f"{n_kv_head} {c.kv_heads} does not divide {n_head} {c.n_head}: give {n_kv_head} "
+            f"{math.gcd(c.kv_heads, c.n_head)}")
+        name, width, heads = (called("head_size"), size, 1) if size else (n_embd, c.n_embd, c.n_head)
+        yield c.head_dim % 2, (
+            f"{name} {width} makes heads of {c.head_dim} numbers, and rotary positions turn pairs: give {name} "
+            f"{multiple(width, 2 * heads)}")
+    if c.experts:
+        experts, top_k, expert_every = map(called, ("experts", "top_k", "expert_every"))
+        yield c.experts < c.top_k, (
+            f"{experts} {c.experts} is less than the {c.top_k} that a token goes through: give {top_k} {c.experts} or "
+            f"{experts} {max(4, c.top_k)}")
+        yield c.expert_every > c.n_layer, (
+            f"{expert_every} {c.expert_every} must be at most the number of blocks, {c.n_layer}: give {expert_every} "
+            f"{c.n_layer}")
+
+
+def what_ranks_divide(s, c, world=1):
+    """Of a layout, pipelines apart. world: how many processes there are; 1: as many as it needs will be started."""
+    return itertools.chain(what_tp_and_cp_divide(s, c, world), what_ep_divides(s, c, world), what_dp_divides(s))
+
+
+def what_tp_and_cp_divide(s, c, world):
+    kind = "heads" if c.kv_heads == c.n_head else "heads of keys and values"
+    yield c.kv_heads % s.tp, (
+        f"--tp {s.tp} does not divide the model's {c.kv_heads} {kind}: give --tp {math.gcd(s.tp, c.kv_heads)}")
+    least = min(c.vocab_size, c.hidden)
+    yield s.tp > least, (
+        f"--tp {s.tp} is more than the vocabulary's {c.vocab_size} tokens, or the hidden layer's {c.hidden} numbers: "
+        f"give --tp {max(n for n in range(1, min(least, s.tp) + 1) if s.tp % n == 0)}")
+    able = [n for n in range(2, c.kv_heads + 1)
+            if c.kv_heads % n == 0 and (world == 1 or world % (n * s.tp * s.pp * s.cp) == 0)]
+    instead = f"give --tp {able[0]}, say, or " if able else ""
+    yield s.sp and s.tp == 1, f"--sp cuts tokens over --tp: {instead}leave --sp out"
+
+    parts = parts_of_sequence(s)
+    yield c.seq_len % parts, (
+        f"{'--sp ' * s.sp}--tp {s.tp} --cp {s.cp}: sequences of {c.seq_len} tokens cannot be cut into {parts} parts: "
+        f"give --seq-len {multiple(c.seq_len, parts)}")
+    heads = c.kv_heads // s.tp
+    yield s.cp_kind == "ulysses" and heads % s.cp, (
+        f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} {kind} of a rank: give --cp "
+        f"{math.gcd(s.cp, heads)} or --cp-kind ring")
+
+
+def what_dp_divides(s):
+    unit = s.dp * s.micro_batches
+    yield s.batch_size % unit, (
+        f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches {s.micro_batches}: give e.g. "
+        f"--batch-size {multiple(s.batch_size, unit)}")
+    replicas = s.dp * s.cp
+    within = s.zero_within or replicas
+    yield replicas % within, (
+        f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: give --zero-within "
+        f"{math.gcd(within, replicas)}")
+    yield s.zero_within and not s.zero, (
+        f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
+
+
+def parts_of_sequence(s):
+    """In how many parts of one length --cp and --sp cut each sequence."""
+    chunks = 2 * s.cp if s.cp > 1 and s.cp_kind == "ring" else s.cp
+    return math.lcm(chunks, s.cp * s.tp if s.sp else 1)
+
+
+def what_ep_divides(s, c, world):
+    if not c.experts:
+        of_a_folder = getattr(s, "init_from", "") or s.resume  # whose model has what it has
+        instead = "" if of_a_folder else f"give --experts {2 * s.ep}, say, or "
+        yield s.ep > 1, f"--ep {s.ep} shares out experts, and the model has none: {instead}leave --ep out"
+    shared = math.gcd(s.ep, s.dp, c.experts)
+    more_ranks = f" or --dp {multiple(s.dp, s.ep)}" if world == 1 and c.experts % s.ep == 0 else ""
+    yield s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}{more_ranks}"
+    yield c.experts % s.ep, f"--ep {s.ep} does not divide the {c.experts} experts: give --ep {shared}"
+
+
+def what_stages_divide(s, c):
+    """Of a layout whose s.schedule is read."""
+    most = c.n_layer + 2
+    for a_rank in s.virtual_stages, None:  # before there are lists of so many, and as the lists have it
+        if not a_rank:
+            lists = schedule_of(s.schedule)(s.pp, 2 * s.pp, s.virtual_stages)
+            a_rank = len(parallel.ranks_of_stages(lists)) // s.pp
+            yield s.pp == 1 and s.virtual_stages > 1 or s.virtual_stages not in (1, a_rank), (
+                f"--virtual-stages {s.virtual_stages} is for --schedule interleaved and --pp 2 or more: leave it out")
+        fewer = f"--pp {most // a_rank}" if s.virtual_stages == 1 else f"--virtual-stages {max(1, most // s.pp)}"
+        yield s.pp * a_rank > most, (
+            f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {c.n_layer} layers with embedding and head: "
+            f"give {fewer} or fewer")
+
+
+def edition_of(form):
+    """The reference's edition of --form. (fast/edition.py's can do what Full can.)"""
+    if form in (None, "lecture"):
+        return parallel.Lecture
+    from further.full import Full
+    return Full
+
+
+def what_muon_needs(s, c):
+    """Whole matrices, in equal parts."""
+    if s.optimizer == "muon":
+        most = edition_of(s.form).muon
+        other = "--zero 2" if most else "--form full" if s.zero < 3 else "--form full --zero 2"
+        yield s.zero > most, (
+            f"--optimizer muon steps whole matrices, and --zero {s.zero} keeps parts of them: give {other}")
+        yield c.hidden % s.tp, (
+            f"--optimizer muon: --tp {s.tp} does not divide the width of the MLP, {c.hidden}: give --tp "
+            f"{math.gcd(s.tp, c.hidden)}")
+        yield s.zero and s.comm == "torch" and s.device == "cpu", (
+            "--comm torch --device cpu: gloo gathers no parts of unlike sizes, as --optimizer muon with --zero has them: "
+            "leave --comm out")
+
+
+def misfit(*tables):
+    """The line of the first row that is wrong, or None."""
+    return next((line for wrong, line in itertools.chain(*tables) if wrong), None)
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -759,20 +910,6 @@ def refuse(why):
     sys.exit(2)
 
 
-def edition_of(form):
-    """The reference's edition of --form. (fast/edition.py's can do what Full can.)"""
-    if form in (None, "lecture"):
-        return parallel.Lecture
-    from further.full import Full
-    return Full
-
-
-def muon_cannot(zero, edition):
-    """Why --optimizer muon cannot go with this ZeRO stage."""
-    other = "--zero 2" if edition.muon else "--form full" if zero < 3 else "--form full --zero 2"
-    return f"--optimizer muon steps whole matrices, and --zero {zero} keeps parts of them: give {other}"
-
-
 def started():
     """How many processes torchrun has started; 1 without it."""
     given = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")]
@@ -781,6 +918,10 @@ def started():
     if (rank or world) and not whole:
         refuse("the environment has a part of what torchrun sets: start with torchrun, or unset RANK and WORLD_SIZE")
     return int(world or 1)
+
+
+AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within micro_batches batch_size n_layer n_head n_embd seq_len
+    vocab_size top_k expert_every""".split()}
 
 
 class Run:
@@ -793,22 +934,17 @@ class Run:
     def __init__(self, arguments):
         world = started()
         s = parse(argparse.ArgumentParser(**ABOUT), self.flags, arguments)
-        for name in "dp", "tp", "pp", "cp", "ep", "micro_batches", "batch_size":
-            if getattr(s, name) is not None and getattr(s, name) < 1:
-                refuse(f"--{name.replace('_', '-')} {getattr(s, name)}: give 1 or more")
+        for f in dataclasses.fields(s):
+            given, least = getattr(s, f.name), int(f.name in AT_LEAST_1)
+            if f.type is int and given is not None and given < least:
+                refuse(f"{dashed(f.name)} {given}: give {least} or more")
         if not math.isfinite(s.lr):
             refuse(f"--lr {s.lr}: give a number, e.g. 0.001")
-        processes = processes_of(s, world)
-        if processes != world and not s.together:
-            refuse(f"this layout needs torchrun --nproc_per_node {processes}; {world} were started")
-        parts = s.dp * s.micro_batches
-        if s.batch_size % parts:
-            refuse(f"--batch-size must be a multiple of --dp x --micro-batches: give --batch-size {parts}")
         if s.form == "fast":
             refuse("--plain and --together run the reference alone, without fast/: give --form full")
         self.edition = edition_of(s.form)
-        if s.optimizer == "muon" and s.zero > self.edition.muon:
-            refuse(muon_cannot(s.zero, self.edition))
+        self.world = 1 if s.together else world
+        self.processes = processes_of(s, self.world)
         s.device = "cpu" if s.together else device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
         self.s = s
@@ -825,6 +961,14 @@ class Run:
         if s.tokenizer:
             s.vocab_size = len(vocabulary)
         self.config = config_of(s)
+        if s.schedule_file:
+            from further.lists import read_schedule
+            s.schedule = read_schedule(s)
+        if why := misfit(what_sizes_divide(self.config), what_ranks_divide(s, self.config, self.world),
+                         what_stages_divide(s, self.config), what_muon_needs(s, self.config)):
+            raise ValueError(why)
+        if self.processes != self.world and not s.together:
+            raise ValueError(f"this layout needs torchrun --nproc_per_node {self.processes}; {self.world} were started")
         files = [pathlib.Path(s.data)] if s.data else standard_library()
         texts = [file.read_bytes() for file in files]
         if any(b"\0" in text for text in texts):
@@ -835,14 +979,13 @@ class Run:
         self.data = *split(tokens), vocabulary
         if len(self.data[1]) <= self.config.seq_len:
             raise ValueError(f"the held-out tenth is of {len(self.data[1])} tokens: give more text")
-        if s.schedule_file:
-            from further.lists import read_schedule
-            s.schedule = read_schedule(s)
-        stage_to_rank_of(self.config, layout_of(s))
         if s.resume:
             from further.resume import read_checkpoint
             path = s.out if s.resume == "newest" else s.resume
             self.saved, self.source = read_checkpoint(path, self.config, config_of)
+            why = lacking(self.saved["flags"].get("optimizer", "adamw"), s.optimizer)
+            if why and s.steps > self.saved["step"]:
+                raise ValueError(why)
         if s.out:
             os.makedirs(s.out, exist_ok=True)
 

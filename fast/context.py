@@ -73,8 +73,8 @@ def start_shift(tensor, group):
     link = dist.link_of(group)
     incoming = tensor.new_empty(tensor.shape)
     if isinstance(link, Direct):  # copies between GPUs of one node
-        grouped.SPARED = 2  # multiprocessors for their barriers, which attention would else hold up until it ends
-        return link.run("isend", True, Direct.shift, tensor.contiguous().view(-1), incoming.view(-1)), incoming
+        handle = link.run("isend", True, Direct.shift, tensor.contiguous().view(-1), incoming.view(-1))
+        return grouped.under_way(handle), incoming  # attention would else hold up their barriers until it ends
     handles = dist.batch_isend_irecv([
         dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(link.rank + 1) % link.size),
         dist.P2POp(dist.irecv, incoming, group=group, group_peer=(link.rank - 1) % link.size)])

@@ -212,7 +212,8 @@ class Arrival(torch.autograd.Function):
 def start_exchange(rows, group, sends, receives):
     """Start an `exchange` without waiting for it: (handle, the rows that will be received)."""
     arriving = rows.new_empty(sum(receives), rows.shape[1])
-    return dist.all_to_all_single(arriving, rows.contiguous(), receives, sends, group, async_op=True), arriving
+    handle = dist.all_to_all_single(arriving, rows.contiguous(), receives, sends, group, async_op=True)
+    return grouped.under_way(handle), arriving
 
 
 # Exchanges are hidden in groups with this link, and from so many bytes of rows a rank on. Measured on two H200s with
@@ -234,7 +235,6 @@ def visit_under_own_rows(mlps, group, rows, counts):
         return visit(mlps, group, rows, counts)
     n = link.size
     rank = link.rank
-    grouped.SPARED = 2  # products spare 2 multiprocessors for the transfers' signals
     arriving, sends, receives = exchange_counts(counts, group)
     first = sum(sends[:rank])                                                                 # rows for lower ranks
     before, own, after = rows.split([first, sends[rank], len(rows) - first - sends[rank]])

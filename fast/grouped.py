@@ -4,9 +4,12 @@ Takes the place of further/experts.py's grouped_linear, whose loop makes the CPU
 forward: 683 TFLOP/s, a loop of products 607.
 """
 
+import weakref
+
 import torch
 from torch.autograd.function import once_differentiable
 
+import collectives as dist
 import kernels
 from fast.linear import column_sums
 from kernels import _tile, dot, load_float32, programs_at_once, TensorDescriptor, tl, triton
@@ -137,7 +140,24 @@ def tma_takes(*tensors):
 
 
 GROUP = 8   # rows of tiles that programs share, as in kernels.matmul
-SPARED = 0  # multiprocessors left free for the one-program kernels that signal other GPUs, which else would wait
+UNDER_WAY = weakref.WeakSet()  # handles of transfers that nobody has waited for yet
+
+
+def programs_beside_transfers(device):
+    """How many programs a product may have. Two multiprocessors stay free, while transfers are under way, for the
+    one-program kernels that signal other GPUs: else these would wait until the product ends."""
+    return programs_at_once(device) - 2 * bool(UNDER_WAY)
+
+
+def under_way(handle):
+    """The handle of a transfer beside which products leave room, until its wait()."""
+    def wait():
+        UNDER_WAY.discard(watched)
+        handle.wait()
+
+    watched = dist.Handle(wait, handle.is_completed)
+    UNDER_WAY.add(watched)
+    return watched
 
 
 def tuned_grouped(x, weight, bias, counts):
@@ -154,7 +174,7 @@ def tuned_grouped(x, weight, bias, counts):
     padded = triton.next_power_of_2(E)
     table = x.new_empty(tall, 3, dtype=torch.int32)
     _list_row_tiles[(tall,)](counts, table, E, padded, BM, num_warps=1)
-    tuned_grouped_kernel[(min(programs_at_once(x.device) - SPARED, tall * triton.cdiv(N, BN)),)](
+    tuned_grouped_kernel[(min(programs_beside_transfers(x.device), tall * triton.cdiv(N, BN)),)](
         TensorDescriptor(x, list(x.shape), [K, 1], [BM, BK]),
         TensorDescriptor.from_tensor(stored, [1, BK, BN] if transposed else [1, BN, BK]),
         grouped_descriptor(y, BM, BN // 2), None if bias is None else bias.contiguous(), counts, table, E, N, K,

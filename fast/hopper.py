@@ -8,7 +8,7 @@ import torch
 
 import kernels
 from fast import grouped
-from kernels import load_rows, programs_at_once, store_rows, TensorDescriptor, tiled, tl, triton
+from kernels import load_rows, store_rows, TensorDescriptor, tiled, tl, triton
 
 
 try:  # Gluon is a part of Triton whose names still change. Without it kernels.py serves Hopper GPUs, too.
@@ -436,7 +436,7 @@ def specialized_attention_forward(q, k, v, is_causal):
     o = q.new_empty(B, Tq, H, D).transpose(1, 2)
     lse = q.new_empty(B * H, Tq, dtype=torch.float32)
     together = max(1, (32 << 20) // (2 * k[0, 0].nbytes))  # of L2's 50 MiB
-    programs = min(programs_at_once(q.device) - grouped.SPARED, B * H * (Tq // TILE))
+    programs = min(grouped.programs_beside_transfers(q.device), B * H * (Tq // TILE))
     tiles = specialized_tiles(Tq, Tk, is_causal, B * H, together, programs, q.device)
     specialized_forward_kernel[(programs,)](
         described(tiled(q, TILE // 2)), described(tiled(k, TILE)), described(tiled(v, TILE)),
@@ -467,7 +467,7 @@ def one_pass_backward(q, k, v, o, lse, do, dq, dk, dv):
     dq_sum = TensorDescriptor.from_tensor(q.new_empty(B * H * T, D, dtype=torch.float32), [rows, D])
     grid = T // rows, B * H
     delta_and_zeros_kernel[grid](tiled(o, rows), tiled(do, rows), delta, dq_sum, lse.stride(0), T, H, D, rows)
-    programs = min(programs_at_once(q.device) - grouped.SPARED, B * H // G * blocks)
+    programs = min(grouped.programs_beside_transfers(q.device), B * H // G * blocks)
     together = max(1, round(programs / blocks))  # heads that programs are at, so that Q, dO and dQ stay in L2
     tiles = specialized_tiles(T, T, True, B * H // G, together, programs, q.device)
     one_pass_backward_kernel[(programs,)](

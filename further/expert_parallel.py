@@ -15,7 +15,7 @@ import collectives as dist
 import kernels
 from further import experts as mixture
 from further.sequence import Conjugate
-from parallel import Cut, groups_of, local_parameter, set_placement
+from parallel import check_replaceable, Cut, groups_of, local_parameter, set_placement
 
 
 # ------------------------------------------------------------------------------------ experts cut by tensor parallelism
@@ -29,10 +29,11 @@ class RowParallelExperts(nn.Module):
 
     def __init__(self, layer, group):
         super().__init__()
+        check_replaceable(layer, mixture.StackedLinear)
         cut = Cut(group, 1)
+        out = layer.weight.shape[1]
         self.weight, self.bias = local_parameter(layer.weight, Cut(group, 2)), local_parameter(layer.bias, cut)
         if self.bias is not None:
-            out = layer.bias.shape[1]
             first = cut.first(out)
             self.zeros = first, out - first - self.bias.shape[1]  # how many before this rank's Nth, and behind it
 
@@ -50,9 +51,10 @@ def between_f_and_g(experts, group, f, g):
 
 
 def cut_in_place(layer, cut):
-    """Put this rank's parts of a layer's parameters in their places."""
-    for leaf, param in list(layer.named_parameters()):
-        setattr(layer, leaf, local_parameter(param, cut))
+    """Leave of the parameters of a StackedLinear this rank's parts."""
+    check_replaceable(layer, mixture.StackedLinear)
+    for param in layer.parameters():
+        local_parameter(param, cut)
     return layer
 
 

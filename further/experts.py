@@ -46,7 +46,7 @@ class Router(nn.Module):
     def forward(self, x):                                                                     # (B, T, C)
         chosen, gates, counts = self.choose(x)
         if gates.requires_grad:
-            gates.register_hook(lambda grad: self.count(counts))
+            self.count_in_backward(gates, counts)
         return chosen, gates
 
     def choose(self, x):
@@ -60,8 +60,13 @@ class Router(nn.Module):
             gates = gates / gates.sum(-1, keepdim=True)
         return chosen, gates, count_of_each(chosen, len(weight))
 
-    def count(self, counts):
-        self.load = self.load + counts
+    def count_in_backward(self, gates, counts):
+        """Once, though a backward in halves comes here twice."""
+        def count(grad):
+            hook.remove()
+            self.load = self.load + counts
+
+        hook = gates.register_hook(count)
 
     @torch.no_grad()
     def balance(self, load, rate):

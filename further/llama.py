@@ -75,6 +75,7 @@ class GroupedAttention(Attention):
         self.packed = config.packed_heads()[0]
         if config.qkv_bias:
             self.c_attn = Linear(config.n_embd, config.qkv_width)
+        parallel.set_placement(self.c_attn.weight, fused=config.fused)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
@@ -95,6 +96,14 @@ class GroupedAttention(Attention):
         cos, sin = self.table(x)
         y = self.attention(kernels.table[rotary](qkv, cos[own], sin[own]))                    # (B, T, H, D)
         return self.c_proj(y.reshape(B, T, -1))                                               # (B, T, C)
+
+
+def gated(mlp):
+    """Say of an MLP, or of experts, that its first matrix is two: the one that makes a, and b's."""
+    for name, param in mlp.named_parameters():
+        if name.endswith("c_fc.weight"):
+            parallel.set_placement(param, fused=(1, 1))
+    return mlp
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,11 @@ class LlamaConfig(GPTConfig):
     def up_width(self):
         return 2 * self.hidden
 
+    @property
+    def fused(self):
+        """Relative sizes of q, k and v."""
+        return self.n_head // self.kv_heads, 1, 1
+
     def positions(self):
         return None
 
@@ -141,12 +155,18 @@ class LlamaConfig(GPTConfig):
     def activation_function(self):
         return kernels.table[swiglu]
 
+    def mlp(self, block):
+        return gated(super().mlp(block))
+
 
 @dataclass(frozen=True)
 class LlamaExpertsConfig(ExpertsConfig, LlamaConfig):
     """Of a Llama of which some blocks have experts, each a gated MLP."""
     activation: str = "silu"
     tied: bool = False
+
+    def mlp(self, block):
+        return gated(super().mlp(block))
 
 
 KINDS = LlamaConfig, LlamaExpertsConfig  # without and with experts
@@ -169,7 +189,7 @@ def llama_plan(config, f, columns=parallel.ColumnParallelLinear):
     they read, and both halves of its hidden layer. N must divide H/G."""
     column = functools.partial(columns, f=f)
     return {
-        "attn.c_attn": functools.partial(column, fused=(config.n_head // config.kv_heads, 1, 1)),
+        "attn.c_attn": functools.partial(column, fused=config.fused),
         "attn.q_norm": of_some_heads,
         "attn.k_norm": of_some_heads,
         "mlp.c_fc": functools.partial(column, fused=(1, 1)),

@@ -8,13 +8,14 @@ matrix, and all gather it.
 Read with: Jordan, "Muon" (2024); Liu et al., "Muon is Scalable for LLM Training" (2025), whose scale is taken.
 """
 
+import itertools
 import math
 
 import torch
 
 import collectives as dist
 from further.flat import FlatBucket
-from parallel import is_matrix, placement_of, set_placement
+from parallel import is_matrix, placement_of, set_placement, whole_shape
 
 
 # ----------------------------------------------------------------------------------------------------------- one matrix
@@ -45,20 +46,35 @@ def orthogonal(x):
     return x.mT if is_tall else x
 
 
-class Matrices:
-    """Those of one parameter: of a `fused` q, k, v three, if they are equally large; of experts one each."""
+def matrices_of(name, param):
+    """[(which of its numbers, the Matrices that lie there)]. An expert's are its own, and so are each of q, k, v, where
+    `Placement.fused` says how large these are, or the name that they are thirds, as in a GPT-2."""
+    *experts, rows, columns = param.shape
+    thirds = "c_attn" in name and whole_shape(param) == (3 * columns, columns)
+    fused = placement_of(param).fused or ((1, 1, 1) if thirds else (1,))
+    cut = next((cut for cut in placement_of(param).cuts if cut.dim >= len(experts)), None)  # tp's
+    if cut and whole_shape(param)[cut.dim] % (cut.size * sum(cut.fused)):
+        raise ValueError(f"Muon gathers equal parts of a matrix, and of {name}, {tuple(whole_shape(param))}, "
+                         f"{cut.size} ranks have unequal ones: give a group that divides it")
+    found, end = [], 0
+    for size, alike in itertools.groupby(fused):  # q apart from k and v, if they are not as large
+        n = math.prod(experts) * len([*alike])
+        height = rows // sum(fused) * size
+        start, end = end, end + n * height * columns
+        found.append((slice(start, end), Matrices(n, height, columns, cut, cut and cut.dim - param.dim())))
+    return found
 
-    def __init__(self, param, fused):
-        *experts, rows, columns = param.shape
+
+class Matrices:
+    """n of one size, of which this rank has (rows, columns) each. cut: how tp has cut them along `dim`, or None."""
+
+    def __init__(self, n, rows, columns, cut, dim):
+        self.shape = n, rows, columns
+        self.cut, self.dim = cut, dim
         whole = [rows, columns]
-        self.cut = cut = next((cut for cut in placement_of(param).cuts if cut.dim >= len(experts)), None)  # tp's
         if cut:
-            self.dim = cut.dim - param.dim()
-            whole[self.dim] *= cut.size
-        parts = 3 if fused and whole[0] == 3 * columns else 1
-        n = math.prod(experts) * parts
-        self.shape = n, rows // parts, columns
-        a, b = sorted([whole[0] // parts, whole[1]])
+            whole[dim] *= cut.size
+        a, b = sorted(whole)
         self.cost = n * a * a * (2 * b + a)
         self.scale = 0.2 * b**0.5
 
@@ -107,7 +123,7 @@ class Muon(torch.optim.AdamW):
             group["sought"] = True
             for name, p in zip(group["param_names"], group["params"]):
                 if is_muons(name, p):
-                    p.matrices = [(slice(None), Matrices(p, "c_attn" in name))]
+                    p.matrices = matrices_of(name, p)
                     set_placement(p, decays=True)  # unlike embeddings', which it decides, so buckets have one kind
 
     @torch.no_grad()
@@ -137,7 +153,8 @@ class Muon(torch.optim.AdamW):
         """What a FlatOptimizer lays these parameters into."""
         if not hasattr(params[0], "matrices"):
             return FlatBucket(params, group, *options)
-        costs = {p: p.matrices[0][1].cost for g in self.param_groups for p in g["params"] if hasattr(p, "matrices")}
+        stepped = [p for g in self.param_groups for p in g["params"] if hasattr(p, "matrices")]
+        costs = {p: sum(matrices.cost for _, matrices in p.matrices) for p in stepped}
         return OwnedBucket(owners(costs, group), params, group, *options)
 
 
@@ -171,7 +188,10 @@ class OwnedBucket(FlatBucket):
     def __init__(self, owner, params, *options):
         self.owner = owner
         super().__init__(sorted(params, key=owner.get), *options)
-        self.shard.matrices = [(self.kept(p)[1], p.matrices[0][1]) for p in self.mine]
+        self.shard.matrices = []
+        for p in self.mine:
+            start = self.kept(p)[1].start
+            self.shard.matrices += [(slice(start + here.start, start + here.stop), of) for here, of in p.matrices]
 
     def share_out(self, ranks, rank):
         every = [[p for p in self.params if self.owner[p] % ranks == r] for r in range(ranks)]  # or all, if ranks is 1

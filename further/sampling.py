@@ -7,6 +7,8 @@ computes one row of scores. When the context is full it slides: all positions ch
     python train.py --steps 10
 """
 
+from contextlib import contextmanager
+
 import torch
 
 import kernels
@@ -32,27 +34,41 @@ class Cache:
 
 
 class CachedGPT(GPT):
-    """A GPT to sample from, one stream at a time."""
-    seen = 0  # tokens whose keys and values the caches have
+    """A GPT to sample from. It has room for the keys and values of one stream; two in turn run all tokens each time."""
+    cached = None  # the tokens (B, T) whose keys and values the caches have
+    first = 0  # where in the sequence the tokens of this call begin
 
     def positions(self, every):
-        return every + self.seen
+        return every + self.first
 
     def stream(self, *args, **options):
-        self.seen = 0
+        self.cached = None
         return super().stream(*args, **options)
 
     @torch.inference_mode()
     def newest_logits(self, tokens):
         """As in GPT, of the tokens of the call before and one more; or of others, which all run."""
-        T = tokens.shape[1]
-        if self.seen == 0 or T != self.seen + 1:
-            self.seen = 0
+        if self.cached is None or not tokens[:, :-1].equal(self.cached):
+            self.caches = [Cache(self.config.seq_len) for _ in self.h]
+        seen = self.caches[0].seen
+        with self.caching(seen):
+            x = self.embed(tokens[:, seen:])                                                  # (B, t, C)
             for block in self.h.values():
-                block.attn.attention = Cache(self.config.seq_len).attention
-                block.attn.positions = self.positions
-        x = self.embed(tokens[:, self.seen:])                                                 # (B, t, C)
-        for block in self.h.values():
-            x = block(x)
-        self.seen = T
+                x = block(x)
+        self.cached = tokens
         return self.head(x[:, -1:])[:, 0]                                                     # (B, V)
+
+    @contextmanager
+    def caching(self, first):
+        """Blocks look into their caches in this call alone: afterwards the model runs any tokens as a GPT does."""
+        layers = [block.attn for block in self.h.values()]
+        self.first = first
+        for layer, cache in zip(layers, self.caches):
+            layer.attention = cache.attention
+            layer.positions = self.positions
+        try:
+            yield
+        finally:
+            self.first = 0
+            for layer in layers:
+                del layer.attention, layer.positions

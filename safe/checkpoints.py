@@ -24,7 +24,7 @@ from safe.files import (
 from safe.flags import dashed, Settings
 from safe.huggingface import open_hf, write_hf
 from safe.sizes import BadInput, reject
-from train import Bytes, config_of, MOMENTS
+from train import Bytes, config_of, lacking, MOMENTS
 
 # A crash or a full disk must not leave half a checkpoint that looks whole. So each is written into a folder called
 # .step-00000200.part, which is renamed only when every byte is on the disk:
@@ -209,10 +209,18 @@ def start_of(s, config, asked, read_all):
            f"that says which: {another}")
     here = run_of(s, config)
     if there and (how := differences(there, here)):
-        same = newest and not s.init_from and not differences(there, here, ("model",))
+        same = (newest and not s.init_from and not differences(there, here, ("model",))
+                and not lacking(there["flags"].get("optimizer", "adamw"), s.optimizer))
         raise BadInput(f"--out {out} holds another run ({'; '.join(how[:3])}): {another}"
                        + ", or add --resume" * bool(same))
     return newest, there
+
+
+def check_optimizer(s, checkpoint):
+    """Reject an optimizer that would go on from what another has not kept."""
+    why = lacking(checkpoint.manifest["run"]["flags"].get("optimizer", "adamw"), s.optimizer)
+    reject(why and checkpoint.manifest["step"] < s.steps,
+           ", or ".join([why, *begin_anew(s.out and f"{s.out}-2", s, checkpoint)]))
 
 
 def check_same_data(s, known, here, checkpoint):

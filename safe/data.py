@@ -18,10 +18,9 @@ import numpy as np
 
 from further.bpe import END, FILES, LETTERS, read, text_of, Tokenizer
 from safe.files import writable, write_blocks
-from safe.flags import parts_of_sequence
 from safe.launch import cores
 from safe.sizes import BadInput, reject
-from train import Bytes, split, standard_library
+from train import Bytes, parts_of_sequence, split, standard_library
 
 
 class Numbers:

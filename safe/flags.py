@@ -15,9 +15,11 @@ import parallel
 from further.lists import check, lower, read_schedule
 from safe.files import tell
 from safe.huggingface import open_hf, shortened
-from safe.sizes import BadInput, check_sizes, checked_use, multiple, reject
+from safe.sizes import BadInput, check_sizes, checked_use, reject
 from theory.speed import replayable
-from train import config_of, device_for, edition_of, flag, Flags, muon_cannot, processes_of, schedule_of
+from train import (
+    config_of, dashed, device_for, flag, Flags, misfit, multiple, processes_of, schedule_of, what_muon_needs,
+    what_ranks_divide, what_stages_divide)
 
 
 # -------------------------------------------------------------------------------------------------- settings, bad input
@@ -63,10 +65,6 @@ def refuse(program, problem):
 class Parser(argparse.ArgumentParser):
     def error(self, message):  # argparse would print its usage and exit on every rank, maybe before rank 0 prints
         raise BadInput(message.removeprefix("argument ") + "; see --help")
-
-
-def dashed(name):
-    return "--" + name.replace("_", "-")
 
 
 def check_numbers(s):
@@ -142,70 +140,27 @@ def check_parts(s, c, world, local_world, processes):
 
     reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
            f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}")
-    kind = "heads" if c.kv_heads == c.n_head else "heads of keys and values"
-    reject(c.kv_heads % s.tp, f"--tp {s.tp} does not divide the model's {c.kv_heads} {kind}: give --tp "
-           f"{math.gcd(s.tp, c.kv_heads)}")
-    able = [n for n in range(2, c.kv_heads + 1) if c.kv_heads % n == 0 and (world == 1 or world % (n * others) == 0)]
-    instead = f"give --tp {able[0]}, say, or " if able else ""
-    reject(s.sp and s.tp == 1, f"--sp cuts tokens over --tp: {instead}leave --sp out")
-
-    parts = parts_of_sequence(s)
-    reject(c.seq_len % parts, f"{'--sp ' * s.sp}--tp {s.tp} --cp {s.cp}: sequences of {c.seq_len} tokens cannot be cut "
-           f"into {parts} parts: give --seq-len {multiple(c.seq_len, parts)}")
-    heads = c.kv_heads // s.tp
-    reject(s.cp_kind == "ulysses" and heads % s.cp, f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} "
-           f"{kind} of a rank: give --cp {math.gcd(s.cp, heads)} or --cp-kind ring")
-
-    if not c.experts:
-        instead = "" if s.init_from or s.resume else f"give --experts {2 * s.ep}, say, or "
-        reject(s.ep > 1, f"--ep {s.ep} shares out experts, and the model has none: {instead}leave --ep out")
-    shared = math.gcd(s.ep, s.dp, c.experts)
-    more_ranks = f" or --dp {multiple(s.dp, s.ep)}" if world == 1 and c.experts % s.ep == 0 else ""
-    reject(s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}{more_ranks}")
-    reject(c.experts % s.ep, f"--ep {s.ep} does not divide the {c.experts} experts: give --ep {shared}")
-
-    unit = s.dp * s.micro_batches
-    reject(s.batch_size % unit, f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches "
-           f"{s.micro_batches}: give e.g. --batch-size {multiple(s.batch_size, unit)}")
-
-    replicas = s.dp * s.cp
-    within = s.zero_within or replicas
-    reject(replicas % within, f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: "
-           f"give --zero-within {math.gcd(within, replicas)}")
-    reject(s.zero_within and not s.zero, f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
+    reject_misfit(what_ranks_divide(s, c, world))
 
 
-def parts_of_sequence(s):
-    """In how many parts of one length --cp and --sp cut each sequence."""
-    chunks = 2 * s.cp if s.cp > 1 and s.cp_kind == "ring" else s.cp
-    return math.lcm(chunks, s.cp * s.tp if s.sp else 1)
+def reject_misfit(table):
+    why = misfit(table)
+    reject(why, why)
 
 
 def check_schedule(s, config):
     """Reject a schedule that makes no lists for these ranks, micro-batches and stages, or lists that cannot finish."""
-    check_stages(s, config, s.virtual_stages)  # before there are lists of so many
     try:
         if s.schedule_file:
             s.schedule = read_schedule(s)
     except ValueError as problem:
         raise BadInput(problem) from None
+    reject_misfit(what_stages_divide(s, config))
     try:
-        lists = schedule_of(s.schedule)(s.pp, s.micro_batches, s.virtual_stages)
-        check(lower(lists), s.micro_batches)
+        check(lower(schedule_of(s.schedule)(s.pp, s.micro_batches, s.virtual_stages)), s.micro_batches)
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
         raise BadInput(f"--schedule {s.schedule}: {problem}; give --micro-batches "
                        f"{multiple(s.micro_batches, s.pp)}") from None
-    a_rank = len(parallel.ranks_of_stages(lists)) // s.pp
-    reject(s.pp == 1 and s.virtual_stages > 1 or s.virtual_stages not in (1, a_rank), f"--virtual-stages "
-           f"{s.virtual_stages} is for --schedule interleaved and --pp 2 or more: leave it out")
-    check_stages(s, config, a_rank)
-
-
-def check_stages(s, config, a_rank):
-    most = config.n_layer + 2
-    fewer = f"--pp {most // a_rank}" if s.virtual_stages == 1 else f"--virtual-stages {max(1, most // s.pp)}"
-    reject(s.pp * a_rank > most, f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {config.n_layer} "
-           f"layers with embedding and head: give {fewer} or fewer")
 
 
 def check_device(s, config, world, local_world, processes):
@@ -230,7 +185,7 @@ def check_device(s, config, world, local_world, processes):
     reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
            + f", or a layout of {gpus}" * (gpus > 0))
     check_fp8(s, config)
-    check_muon(s, config)
+    reject_misfit(what_muon_needs(s, config))
     checked_use(s.kernels)
     s.cuda_graphs = "on" if able and s.cuda_graphs != "off" else "off"
 
@@ -247,17 +202,6 @@ def check_fp8(s, c):
     tokens = s.batch_size // (s.dp * s.micro_batches) * c.seq_len
     for what, width in ("--n-embd", c.n_embd), ("tokens of a micro-batch on a rank:", tokens):
         reject(width % 16, f"--dtype fp8: {what} {width} is no multiple of 16: give --dtype bf16")
-
-
-def check_muon(s, c):
-    """Reject --optimizer muon where a rank has no whole matrices, or its parts cannot be sent."""
-    if s.optimizer != "muon":
-        return
-    reject(s.zero > edition_of(s.form).muon, muon_cannot(s.zero, edition_of(s.form)))
-    reject(c.hidden % s.tp, f"--optimizer muon: --tp {s.tp} does not divide the width of the MLP, {c.hidden}: give "
-           f"--tp {math.gcd(s.tp, c.hidden)}")
-    reject(s.zero and s.comm == "torch" and s.device == "cpu", "--comm torch --device cpu: gloo gathers no parts of "
-           "unlike sizes, as --optimizer muon with --zero has them: leave --comm out")
 
 
 def gpus_here():

@@ -13,7 +13,8 @@ import torch
 import collectives as dist
 from safe import launch
 from safe.checkpoints import (
-    check_same_data, differences, find_checkpoint, fingerprint, lock, run_of, start_of, write_checkpoint)
+    check_optimizer, check_same_data, differences, find_checkpoint, fingerprint, lock, run_of, start_of,
+    write_checkpoint)
 from safe.data import (
     bytes_a_token, check_data, check_pipe, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
 from safe.files import check_folder, Log, sync, tell
@@ -294,6 +295,8 @@ class WatchedRun(Run):
             known = self.identity
             if s.out:
                 checkpoint, known = start_of(s, config, checkpoint, self.on_rank_0)
+            if checkpoint:
+                check_optimizer(s, checkpoint)
             data = load_data(s, vocabulary, self.left_out)
             check_data(s, config, *data)
             self.identity = run_of(s, config) | {"data": fingerprint(*data)}

@@ -7,6 +7,7 @@ import torch
 
 import kernels
 from kernels import HAVE_TRITON
+from train import misfit, what_sizes_divide
 
 
 class BadInput(ValueError):
@@ -16,11 +17,6 @@ class BadInput(ValueError):
 def reject(wrong, text):
     if wrong:
         raise BadInput(text)
-
-
-def multiple(n, of):
-    """The smallest multiple of `of` that is not below n."""
-    return -(-n // of) * of
 
 
 MAY_BE_0 = "inner", "experts", "n_kv_head", "head_size"
@@ -36,24 +32,13 @@ def check_sizes(c, called):
         reject(type(value) is not field.type, f"{name} {value!r} must be of type {field.type.__name__}")
         reject(field.type is int and not least <= value < 2**31,
                f"{name} {value} must be at least {least} and less than 2^31: give e.g. {name} {field.default}")
-    reject(c.n_embd % c.n_head and not getattr(c, "head_size", 0), f"{called('n_embd')} {c.n_embd} is not a multiple "
-           f"of {called('n_head')} {c.n_head}: give {called('n_embd')} {multiple(c.n_embd, c.n_head)}")
     reject(c.activation not in c.activations,
            f"{called('activation')} {c.activation!r} is not one of {', '.join(c.activations)}")
     reject(not 0 <= c.norm_eps <= 1, f"{called('norm_eps')} {c.norm_eps} must be between 0 and 1")
     if c.arch == "llama":
-        reject(c.n_kv_head and c.n_head % c.n_kv_head, f"{called('n_kv_head')} {c.n_kv_head} does not divide "
-               f"{called('n_head')} {c.n_head}: give {called('n_kv_head')} {math.gcd(c.n_kv_head, c.n_head)}")
-        name, heads = ("head_size", 1) if c.head_size else ("n_embd", c.n_head)
-        width = getattr(c, name)
-        reject(width // heads % 2, f"{called(name)} {width} makes heads of {width // heads} numbers, and rotary "
-               f"positions turn pairs: give {called(name)} {multiple(width, 2 * heads)}")
         reject(not 0 < c.rope_theta < math.inf, f"{called('rope_theta')} {c.rope_theta} must be above 0")
-    if c.experts:
-        reject(c.experts < c.top_k, f"{called('experts')} {c.experts} is less than the {c.top_k} that a token goes "
-               f"through: give {called('top_k')} {c.experts} or {called('experts')} {max(4, c.top_k)}")
-        reject(c.expert_every > c.n_layer, f"{called('expert_every')} {c.expert_every} must be at most the number of "
-               f"blocks, {c.n_layer}: give {called('expert_every')} {c.n_layer}")
+    why = misfit(what_sizes_divide(c, called))
+    reject(why, why)
 
 
 def checked_use(choice):

@@ -396,6 +396,24 @@ def test_calls_that_come_again_see_new_values(elements, rank, size):
         assert len(counted) == len(dict(counted)), name
 
 
+@on_both
+@on_ranks(1)
+def test_no_number_is_cast_or_repeated_in_silence():
+    """As copy_ would do it, with what a rank sends to itself."""
+    one, two, whole = torch.ones(1), torch.ones(2), torch.ones(2, dtype=torch.int64)
+    for room in one, whole:
+        for name, given in {
+                "gather": (two, [room]), "scatter": (two, [room]), "all_gather": ([two], room),
+                "reduce_scatter": (two, [room]), "all_to_all": ([two], [room]), "all_gather_into_tensor": (two, room),
+                "reduce_scatter_tensor": (two, room), "all_to_all_single": (two, room)}.items():
+            with pytest.raises(ValueError, match="elements|dtype|for each rank"):
+                getattr(dist, name)(*given)
+    parts = [two, two]  # of one rank
+    for name, given in ("all_gather", (parts, two)), ("reduce_scatter", (two, parts)), ("all_to_all", (parts, parts)):
+        with pytest.raises(ValueError, match="one for each rank"):
+            getattr(dist, name)(*given)
+
+
 @on_plain
 @on_ranks(2)
 def test_after_an_operation_that_failed_none_runs(rank):

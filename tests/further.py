@@ -1,24 +1,48 @@
 """Sequences, contexts and experts over ranks equal one process."""
 
 import contextlib
+import gc
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import collectives as dist
+import fast.context
+import fast.experts
 import further.context
 import further.experts
 import kernels
 import model
+from fast import grouped
 from tests.kernels import plain_gelu
 from tests.layouts import SMALL, case_of, differences_in
 from tests.links import DirectGlooLink, served_by
-from tests.pool import close, needs_kernels, on_ranks, parametrize
+from tests.pool import close, needs_kernels, on_cpus, on_ranks, parametrize
 
 
 def test_a_ring_is_wrong_where_keys_and_values_stay(pool):
     assert all(differences_in(pool, case_of("cp=2 tokens=8 without=keys_travel_ahead")))
+
+
+@on_cpus
+@on_ranks(2)
+def test_products_leave_room_for_a_transfer_until_it_has_been_waited_for():
+    """Of a ring's keys and of experts' rows. One that nobody waits for, because its step failed, is forgotten."""
+    rows = torch.zeros(8, 4)
+    with served_by(DirectGlooLink), patch.object(grouped, "programs_at_once", lambda device: 132):
+        for start in (lambda: fast.context.start_shift(rows, None),
+                      lambda: fast.experts.start_exchange(rows, None, [4, 4], [4, 4])):
+            (first, _), (second, _) = start(), start()
+            first.wait()
+            assert grouped.programs_beside_transfers(rows.device) == 130
+            second.wait()
+            second.wait()
+            assert grouped.programs_beside_transfers(rows.device) == 132
+            start()
+            gc.collect()
+            assert grouped.programs_beside_transfers(rows.device) == 132
 
 
 def test_a_router_takes_the_lower_number_of_equal_scores_and_counts_what_backward_has_passed_once():
@@ -29,6 +53,7 @@ def test_a_router_takes_the_lower_number_of_equal_scores_and_counts_what_backwar
         router(x)
     chosen, gates = router(x)
     assert chosen.eq(torch.tensor([1, 3])).all() and gates.eq(0.5).all() and router.load == 0
+    torch.autograd.grad(gates.sum(), x, retain_graph=True)  # as the two halves of a backward pass it
     gates.sum().backward()
     assert router.load.tolist() == [0, 6, 0, 6, 0]
     router.balance(router.load, 0.5)

@@ -79,16 +79,27 @@ def optimizer_of(name, params, **options):
     return kind(params, lr=lr, **options)
 
 
+def matrices_in(config, name, weight):
+    """Views of the matrices that lie in one of a block's weights, or in each expert's part of it: q, k and v, or a
+    Llama's a and b."""
+    rows = [weight.shape[-2]]
+    if "c_attn" in name:
+        rows = [config.n_head * config.head_dim, *2 * [config.kv_heads * config.head_dim]]
+    elif "c_fc" in name and config.arch == "llama":
+        rows = 2 * [config.hidden]
+    return [part for matrix in weight.view(-1, *weight.shape[-2:]) for part in matrix.split(rows)]
+
+
 class LibraryMuon:
     """PyTorch's Muon of each matrix of a GPT's blocks, given alone, and its AdamW of all else. Nothing is rounded to
     bf16."""
 
     def __init__(self, net, groups):
         self.parts = {}  # parameter -> its matrices, each a view
+        self.config, self.names = net.config, {p: name for name, p in net.h.named_parameters()}
         for name, p in net.h.named_parameters():
             if p.dim() > 1 and name.endswith("weight"):
-                rows = p.shape[-2] // (3 if "c_attn" in name and p.shape[0] == 3 * p.shape[1] else 1)
-                self.parts[p] = [nn.Parameter(matrix) for matrix in p.data.view(-1, rows, p.shape[-1])]
+                self.parts[p] = [nn.Parameter(matrix) for matrix in matrices_in(net.config, name, p.data)]
         self.muon = torch.optim.Muon(sum(self.parts.values(), []), 1e-2, DECAY, adjust_lr_fn="match_rms_adamw")
         self.adamw = torch.optim.AdamW(
             [group | {"params": [p for p in group["params"] if p not in self.parts]} for group in groups], 1e-2)
@@ -96,7 +107,7 @@ class LibraryMuon:
 
     def step(self):
         for p, parts in self.parts.items():
-            for part, grad in zip(parts, p.grad.view(-1, *parts[0].shape)):
+            for part, grad in zip(parts, matrices_in(self.config, self.names[p], p.grad), strict=True):
                 part.grad = grad
         with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
             self.muon.step()
@@ -525,6 +536,7 @@ muon  optimizer=muon
     pp=2 micro_batches=2
     dp=2 cp=2 zero=1 zero_within=2 tokens=8
     dp=4 ep=2 experts=4 tokens=8 zero=1
+    dp=2 tp=2 zero=1 arch=llama head_size=12 n_kv_head=2 tokens=8
 # A Llama, or Qwen: rotary positions follow the zigzag, tp cuts the heads of keys, norms of heads stay whole.
 llama  arch=llama n_kv_head=4 tokens=8
     dp=2 micro_batches=2 zero=1 tied=0 optimizer=adamw
@@ -661,11 +673,12 @@ def test_a_step_begins_from_nothing_and_gives_what_stays(zero):
 @on_ranks(1)
 def test_second_derivatives_through_tensor_parallelism_are_refused():
     """An all-reduce inside of a backward is nothing that autograd could differentiate."""
-    net = small_gpt().module(0)
+    net = model.GPT(SMALL)
     net.again = net.h["0"].mlp  # one layer under two names
     parallel.tensor_parallel(net, None)
     assert net.again.c_fc is net.h["0"].mlp.c_fc
-    loss = net(tokens_of(0)[0].to(torch.get_default_device())).square().sum()
+    device = torch.get_default_device()
+    loss = net.to(device)(tokens_of(0)[0].to(device)).square().sum()
     grads = torch.autograd.grad(loss, [*net.parameters()], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         sum(grad.square().sum() for grad in grads).backward()

@@ -17,6 +17,7 @@ import torch
 import bench
 import collectives as dist
 import further.bpe
+import further.together
 import kernels
 import lessons.demos
 import model
@@ -179,11 +180,13 @@ REFUSED = {
         --plain --dp 2                      | needs torchrun --nproc_per_node 2; 1 were started
         --plain --tp 0                      | --tp 0: give 1 or more
         --plain --lr nan                    | --lr nan: give a number, e.g. 0.001
-        --plain --virtual-stages 2          | this schedule has 1 stages a rank, not 2: give virtual_stages 1
-        --plain --virtual-stages 7 --schedule interleaved | 7 stages are more than the model's 6 pieces
-        --plain --optimizer muon --zero 3   | muon steps whole matrices, and --zero 3 keeps parts of them: give --zero 2
+        --plain --zero 1 --zero-within 0    | --zero-within 0: give 1 or more
+        --plain --sample -1                 | --sample -1: give 0 or more
         --plain --vocab-size 50             | too small for the text: give --vocab-size 121
-        --plain --micro-batches 3           | give --batch-size 3
+        --plain --data ASCII --resume MUON  | exp_avg_sq, which the --optimizer muon in --resume has not kept: give --op
+        --data ASCII --resume MUON --optimizer adamw | has not kept: give --optimizer muon$
+        --data ASCII --out MUON             | (--optimizer muon there, adamw here): name a new folder, e.g. --out
+        --data ASCII --out MUON             | /muon-2$
         --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4
         --plain --data ZERO                 | has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8
         --plain --data /no/such/file        | No such file or directory: '/no/such/file'
@@ -263,6 +266,38 @@ REFUSED = {
         puzzles ring --check HF             | --check"""}
 
 
+# Layouts and sizes that do not divide: each mode refuses them in the same words.
+UNDIVIDED = """
+    --n-head 3                              | give --n-embd 129
+    --arch llama --n-kv-head 3              | give --n-kv-head 1
+    --arch llama --n-embd 12                | give --n-embd 16
+    --experts 4 --top-k 5                   | give --top-k 4 or --experts 5
+    --experts 4 --expert-every 5            | give --expert-every 4
+    --tp 3                                  | give --tp 1
+    --arch llama --tp 4                     | give --tp 2
+    --n-head 128 --tp 128 --vocab-size 125  | --tp 128 is more than the vocabulary's 125 tokens
+    --sp                                    | give --tp 2, say, or leave --sp out
+    --sp --tp 4 --seq-len 66                | give --seq-len 68
+    --cp 4 --seq-len 20                     | give --seq-len 24
+    --cp 2 --tp 2 --sp --seq-len 6          | give --seq-len 8
+    --cp 3 --cp-kind ulysses --seq-len 12   | give --cp 1 or --cp-kind ring
+    --dp 2 --ep 2                           | give --experts 4, say, or leave --ep out
+    --ep 2 --experts 4                      | give --ep 1 or --dp 2
+    --dp 4 --ep 4 --experts 6               | give --ep 2
+    --dp 3                                  | give e.g. --batch-size 18
+    --dp 2 --micro-batches 3                | give e.g. --batch-size 18
+    --dp 8 --zero 2 --zero-within 6         | give --zero-within 2
+    --dp 2 --zero-within 2                  | give --zero 1, 2 or 3
+    --pp 7                                  | give --pp 6 or fewer
+    --pp 4 --schedule zb-v                  | give --pp 3 or fewer
+    --pp 2 --virtual-stages 2               | is for --schedule interleaved and --pp 2 or more: leave it out
+    --virtual-stages 7 --schedule interleaved | give --virtual-stages 6 or fewer
+    --pp 2 --virtual-stages 4 --schedule interleaved | give --virtual-stages 3 or fewer
+    --optimizer muon --dp 2 --zero 3        | give --zero 2
+    --optimizer muon --arch llama --n-head 3 --n-kv-head 3 --n-embd 96 --tp 3 | the width of the MLP, 256: give --tp 1
+    --optimizer muon --dp 2 --zero 1 --comm torch --device cpu | leave --comm out"""
+
+
 class Started(BaseException):
     """Processes would start now, or meet others."""
 
@@ -276,6 +311,7 @@ def refusal(monkeypatch, capsys):
 
     monkeypatch.setattr(safe.launch, "start_again", start)
     monkeypatch.setattr(dist, "initialize", start)
+    monkeypatch.setattr(further.together, "join", start)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
 
     def of(main, words):
@@ -350,7 +386,9 @@ def files(text, tmp_path_factory):
         (folder / name).write_bytes(data)
     os.mkdir(folder / "read_only", 0o555)
     os.mkfifo(folder / "fifo")
-    torch.save({"flags": vars(train.Flags()), "step": 1, "tensors": {"wte.weight": 0}}, folder / "step-00000001.pt")
+    os.mkdir(folder / "muon")
+    for place, flags in (".", train.Flags()), ("muon", train.Flags(optimizer="muon")):
+        torch.save({"flags": vars(flags), "step": 1, "tensors": {"wte.weight": 0}}, folder / place / "step-00000001.pt")
     flags = f"--data {text} --steps 3 --save-every 1 --experts 2 --out {folder / 'run'}"
     ran([*TRAIN, *flags.split()], 1, folder / "log")
     shutil.copytree(folder / "run" / "step-00000003", folder / "renamed")
@@ -383,6 +421,15 @@ def test_bad_input_is_one_line_and_exit_code_2(main, row, files, refusal, monkey
         monkeypatch.setenv("WORLD_SIZE", (re.findall(r"torchrun --nproc_per_node (\d+)", said) or [""])[0])
         text = re.sub("give (more )?text", f"give --data {files['TEXT']}", said)
         heed(lambda words: refusal(main, words), words, text)
+
+
+@parametrize("row", UNDIVIDED.strip().splitlines())
+def test_what_does_not_divide_is_refused_in_the_same_words_in_each_mode(row, files, refusal):
+    flags, _, says = map(str.strip, row.partition(" | "))
+    words = f"{flags} --data {files['ASCII']}".split()
+    said = {refusal(train.main, words + mode) for mode in ([], ["--plain"], ["--together"])}
+    assert len(said) == 1 and says in min(said), said
+    heed(functools.partial(refusal, train.main), words + ["--together"], min(said))
 
 
 def heed(refusal, words, said, hops=3):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import collectives as dist
 import kernels
@@ -48,22 +49,75 @@ def test_vocabulary_parallel_cross_entropy_of_large_logits(vocab, rank, size):
     assert close(loss.cpu(), F.cross_entropy(z, y, reduction="sum").cpu())
 
 
+class Scaled(nn.Embedding):
+    def forward(self, tokens):
+        return 8 * super().forward(tokens)
+
+
+class InAList(nn.Module):
+    """Calls layers that lie in a list. One has a second name, and the head is the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(10, 6)
+        self.up, self.down, self.head = nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 10, bias=False)
+        self.first, self.head.weight = self.up, self.tokens.weight
+        self.called = [self.tokens, self.up, torch.tanh, self.down, self.head]
+
+    def forward(self, x):
+        return functools.reduce(lambda x, layer: layer(x), self.called, x)
+
+
+@on_ranks(2)
+def test_who_else_holds_a_layer_or_a_weight_holds_its_slice():
+    """A list, a second name, a tie, an optimizer made before."""
+    f, g = parallel.CopyToGroup.apply, parallel.ReduceFromGroup.apply
+    column = functools.partial(parallel.ColumnParallelLinear, f=f)
+    plan = {"tokens": functools.partial(parallel.VocabParallelEmbedding, g=g), "up": column, "head": column,
+            "down": functools.partial(parallel.RowParallelLinear, g=g)}
+    losses, x, y = [], *torch.arange(20).view(2, 2, 5) % 10
+    for cut in False, True:
+        torch.manual_seed(1)
+        net = InAList().double().eval()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        if cut:
+            parallel.tensor_parallel(net, None, plan)
+            assert len(net.first.weight) == (5, 4)[dist.get_rank()]
+        for _ in range(3):
+            loss = parallel.cross_entropy(net(x), y, 10)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    assert close(*losses) and not net.head.training and net.head.weight is net.tokens.weight
+
+
 @on_ranks(2)
 def test_cut_layers_refuse_what_they_cannot_do():
     """On a GPU, which nobody waits for, numbers outside of the vocabulary give NaN."""
     f, g = parallel.CopyToGroup.apply, parallel.ReduceFromGroup.apply
     plan = {"0": functools.partial(parallel.VocabParallelEmbedding, g=g)}
     columns = {"0": functools.partial(parallel.ColumnParallelLinear, f=f)}
-    hooked = nn.Linear(4, 4)
-    hooked.register_forward_hook(lambda *_: None)
+    hooked, watched, scaled, tied = (nn.Linear(4, 4) for _ in range(4))
+    hooked.register_full_backward_pre_hook(lambda *_: None)
+    watched.weight.register_hook(lambda grad: None)
+    scaled.forward = lambda x: 8 * F.linear(x, scaled.weight)
+    tied.weight = hooked.weight
+    adapted, narrowed = nn.Sequential(nn.Linear(4, 4)), prune.identity(nn.Linear(4, 4), "weight")
+    adapted[0].adapter = nn.Linear(4, 4)
     for says, plan_of, layer in [
             ("padding_idx", plan, nn.Embedding(10, 4, padding_idx=0)),
             ("max_norm, sparse", plan, nn.Embedding(10, 4, max_norm=1.0, sparse=True)),
             ("scale_grad_by_freq", plan, nn.Embedding(10, 4, scale_grad_by_freq=True)),
             ("parametrizations", columns, nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
-            ("hooks", columns, hooked), ("nn.Linear, not Conv1d", columns, nn.Conv1d(4, 4, 1))]:
+            ("with hooks", columns, hooked), ("it has hooks", columns, watched), ("adapter", columns, adapted[0]),
+            ("weight_orig, weight_mask", columns, narrowed), ("a forward of its own", columns, scaled),
+            ("Scaled with a forward of its own", plan, Scaled(10, 4)), ("a group of 1 or fewer", plan, nn.Embedding(1, 4)),
+            ("Linear can be cut over ranks, not Conv1d", columns, nn.Conv1d(4, 4, 1))]:
         with pytest.raises(ValueError, match=says):
             parallel.tensor_parallel(nn.Sequential(layer), None, plan_of)
+    with pytest.raises(ValueError, match="0.weight and 1.weight are one parameter"):
+        parallel.tensor_parallel(nn.Sequential(hooked, tied), None, columns)
     with pytest.raises(ValueError, match="needs 9 processes, there are 2"):
         parallel.make_mesh("cpu", 3, 3)
     net = parallel.tensor_parallel(nn.Sequential(nn.Embedding(10, 4)), None, plan)
@@ -83,6 +137,22 @@ def test_cut_layers_refuse_what_they_cannot_do():
                 assert loss.isnan() and torch.autograd.grad(loss, z)[0].isnan().all()
                 assert net(numbers).isnan().all(2).tolist() == [[False, True]]
     kernels.use("auto")
+
+
+@on_ranks(3)
+def test_the_lecture_s_pipeline_trains_behind_frozen_layers(rank):
+    """Every rank is given inputs and targets."""
+    torch.manual_seed(1)
+    one = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+    one[0].requires_grad_(False)
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    want = [one(x_i).square().sum() for x_i in x]
+    grads = torch.autograd.grad(sum(want), one[rank].parameters()) if rank else []
+    got = parallel.gpipe_step(one[rank], lambda out, y: (out - y).square().sum(), [*x], 2 * [0], x[0])
+    assert got == want * (rank == 2)
+    assert all(map(close, grads, [p.grad for p in one[rank].parameters()]))
+    with pytest.raises(ValueError, match="shorter"):
+        parallel.gpipe_step(one[rank], None, [*x], [], x[0])
 
 
 # --------------------------------------------------------------------------------------------------- pipeline schedules

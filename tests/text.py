@@ -22,8 +22,10 @@ import torch
 
 import further.bpe
 import safe.data
+import model
 import train
 from further.bpe import END, LETTERS, learn, piece_pattern, Tokenizer
+from further.llama import LlamaConfig
 from further.sampling import CachedGPT
 from safe.checkpoints import checkpoints, open_checkpoint
 from safe.data import load_data, open_tokenizer, parts_of
@@ -314,3 +316,16 @@ def test_cached_logits_are_those_without(change):
         assert ran == [3, *[1] * 7, *[10] * 12] and out.equal(net.generate(start, 20, 1.0, top_k=5, seed=seed))
         for i, logits in enumerate(seen):
             assert (logits - net(out[:, :3 + i][:, -10:])[:, -1]).abs().max() < 1e-10
+
+
+@parametrize("kind", [model.GPTConfig, LlamaConfig])
+def test_between_two_tokens_of_a_sample_a_model_is_as_before(kind):
+    """It runs other tokens, and may be in a second stream."""
+    one, two = torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6, 7]])
+    samples = []
+    for gpt in model.GPT, CachedGPT:
+        net = gpt(kind(vocab_size=37, seq_len=10, n_layer=2, n_embd=32)).double()
+        streams = net.stream(one, seed=1), net.stream(two, seed=1)
+        samples += [torch.cat([next(stream) for _ in range(5) for stream in streams])]
+        samples += [net(two).detach(), net.generate(one, 5, seed=2)]
+    assert all(map(close, samples[:3], samples[3:]))
