@@ -912,6 +912,7 @@ class Pipeline:
     stages: {stage: module} of this rank. stage_to_rank: {stage: rank} of all. loss(output, target): the last stage's.
     Activations and their gradients are sent as (B, T / cut, width), in dtype.
     """
+    around = nullcontext  # for those who watch: around(action) holds an action, around(None) a wait inside of one
 
     def __init__(self, stages, stage_to_rank, mesh, loss, dtype, width, device, cut=1):
         self.stages = stages
@@ -933,7 +934,8 @@ class Pipeline:
         """
         self.begin(actions, x, y, dloss, sync)
         for action in actions:
-            self.do(action)
+            with self.around(action):
+                self.do(action)
         self.wait_for_sent(0)
         return self.losses
 
@@ -1000,7 +1002,8 @@ class Pipeline:
     def wait_for(self, result):
         """What an action has made, on another rank, which has sent it, or in another stage of this one."""
         handle, tensor = self.results.pop(result)
-        handle.wait()
+        with self.around(None):
+            handle.wait()
         return tensor
 
     def receive(self, action):

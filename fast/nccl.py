@@ -269,7 +269,8 @@ class NodeLink(Direct, NcclLink):
             for elements in blocks(tensor, sizes, self.size):
                 place.append((at, elements * width))
                 at += elements * width
-        window.all_to_all(*places)
+        with self.around((self.name, [input])):
+            window.all_to_all(*places)
         torch.autograd.graph.increment_version(output)
         progress("after all_to_all_single")
         return True

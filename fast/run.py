@@ -1,4 +1,4 @@
-"""The training program with both rooms on: safe/'s, with graphs, AdamW's kernel, and windows in the profile.
+"""The training program with both rooms on: safe/'s, with graphs and AdamW's kernel.
 
 Takes the place of safe/run.py's trainer, and puts the rest of fast/ to use that a run must choose. That a step looks at
 the numbers of the step before saves 2.5 % of a step of GPT-2 124M on an H200 with 32 sequences, 6.6 % with 8.
@@ -13,7 +13,6 @@ from fast.adamw import AdamW
 from fast.fp8 import use_fp8
 from fast.gloo import mailbox_memory
 from fast.graphs import replay_micro_batches
-from fast.windows import Window
 from further.sampling import CachedGPT
 from safe.run import WatchedRun, WatchedTrainer
 from train import edition_of
@@ -63,14 +62,6 @@ class FastTrainer(WatchedTrainer):
 
     def buffers_of_collectives(self):
         return mailbox_memory()
-
-    def profiled_collectives(self):
-        return [*super().profiled_collectives(), (Window, "all_to_all", exchange_name)]
-
-
-def exchange_name(window, outgoing, incoming):
-    """As collective_name, from Window.all_to_all's arguments. Experts on GPUs of one node call it, not Watched.run."""
-    return f"all_to_all_single {sum(size for _, size in outgoing):,} bytes"
 
 
 class FastRun(WatchedRun):

@@ -1,4 +1,4 @@
-"""The lecture's own forms, which open the sections of parallel.py, beside the full ones: what the full ones save.
+"""The short forms that open the sections of parallel.py, beside the full ones: what the full ones save.
 
     python -m lessons forms --ranks 2
 """
@@ -24,7 +24,7 @@ from model import GPT, GPTConfig
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # its momentum is an optimizer's state
 STEPS = 3
 
-# ZeRO3's hooks stand at the embeddings, too, whose inputs, tokens, have no gradient.
+# ZeRO3's hooks stand at every module. Of the GPT and its embeddings the inputs are whole numbers, without a gradient.
 warnings.filterwarnings("ignore", "Full backward hook is firing")
 
 
@@ -169,7 +169,7 @@ def mlps(config):
 
 
 def demo_forms():
-    """The lecture's own form of each strategy beside the full one: the same losses; messages, bytes, memory, time."""
+    """The short form of each strategy beside the full one: the same losses; messages, bytes, memory, time."""
     n, rank = dist.get_world_size(), dist.get_rank()
     config = GPTConfig(vocab_size=64, seq_len=32, n_layer=2 * n, n_head=n, n_embd=16 * n, tied=False)
     want, *_ = trained(one_process, config, 0, 1)

@@ -38,6 +38,7 @@ def lost_peer_named(what):
 
 class Watched(Link):
     """A Link that reports progress, refuses wrong arguments, and says which operation lost its peer."""
+    around = contextlib.nullcontext  # for a profile: around((name, arguments)) holds an operation
     aside = False  # whether the operation under way runs beside the caller (async_op)
 
     def run(self, name, async_op, algorithm, *arguments):
@@ -45,8 +46,12 @@ class Watched(Link):
         self.check(name, arguments)
         self.aside = async_op
         perform = self.perform if self.last.is_completed() and not async_op else self.perform_aside
-        # `Library` calls the library in place of what it is given here.
-        result = super().run(name, async_op, lambda link, *given: perform(algorithm, *given), *arguments)
+
+        def watched(link, *given):  # `Library` calls the library in place of this
+            with self.around((name, given)):
+                perform(algorithm, *given)
+
+        result = super().run(name, async_op, watched, *arguments)
         if not async_op:
             progress(f"after {name}")
         return result

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import time
-from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,9 +17,27 @@ from further.bpe import Tokenizer
 from further.prefetch import FlatParameter
 from safe.data import about_left_out
 from safe.flags import gpus_here
+from safe.messages import Watched
 from theory import speed
 from theory.memory import kept_tensors, memory_bytes, reducers_of, tensors_in
 from train import Bytes
+
+
+@contextlib.contextmanager
+def watching(owner, around):
+    """Inside, whatever owner.around holds is inside of around(it), too. owner: a Pipeline, or the class Watched."""
+    before = owner.around
+
+    @contextlib.contextmanager
+    def both(what):
+        with before(what), around(what):
+            yield
+
+    owner.around = staticmethod(both)
+    try:
+        yield
+    finally:
+        owner.around = staticmethod(before)
 
 
 @contextlib.contextmanager
@@ -31,8 +48,6 @@ def timed(pipeline):
     the stream, so the CPU need not wait for the GPU.
     """
     cuda = pipeline.device.type == "cuda"
-    do = pipeline.do
-    wait_for = pipeline.wait_for
     spans = []
 
     def now():
@@ -42,21 +57,18 @@ def timed(pipeline):
         event.record()
         return event
 
-    def timed_do(action):
-        spans.append([action, now(), None])
-        do(action)
-        spans[-1][2] = now()
-
-    def timed_wait(result):
-        value = wait_for(result)
-        spans[-1][1] = now()  # until now the rank was idle
-        return value
+    @contextlib.contextmanager
+    def around(action):
+        if action:
+            spans.append([action, now(), None])
+        yield
+        spans[-1][2 if action else 1] = now()  # until the end of a wait the rank was idle
 
     if cuda:
         torch.cuda.synchronize()
     origin = time.time()
     zero = now()
-    with patch.multiple(pipeline, do=timed_do, wait_for=timed_wait):
+    with watching(pipeline, around):
         yield spans
     if cuda:
         torch.cuda.synchronize()
@@ -95,10 +107,12 @@ def measured(trainer):
     births = BirthLog()
     net = trainer.net
     pipeline = net.pipeline
-    forward = pipeline.forward
 
+    @contextlib.contextmanager
     def note(action):
-        forward(action)
+        yield
+        if not action or action.kind != "F":
+            return
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
         gathered = [bucket.weights for reducer in reducers_of(net) for bucket in reducer.buckets
                     if isinstance(bucket, FlatParameter) and bucket.weights is not None]
@@ -108,7 +122,7 @@ def measured(trainer):
                            *trainer.buffers_of_collectives()])
         trainer.activations = max(trainer.activations, births.alive(others))
 
-    with births, patch.object(pipeline, "forward", note):
+    with births, watching(pipeline, note):
         yield
     loads = trainer.loads
     ranks = trainer.s.ep
@@ -211,34 +225,30 @@ def nothing_else_lost(what, folder, say):
         say(f"no {what} in {folder}: {problem.strerror}")
 
 
-def named(owner, method, name):
-    """Inside, the profile shows each call of owner.method as a range called name(the call's arguments)."""
-    whole = getattr(owner, method)
-
-    def ranged(*args):
-        with torch.profiler.record_function(name(*args)):
-            return whole(*args)
-
-    return patch.object(owner, method, ranged)
+def action_range(action):
+    """Of a profile, "F3 stage 0"; a wait has none."""
+    return torch.profiler.record_function(f"{action} stage {action.stage}") if action else contextlib.nullcontext()
 
 
-def collective_name(link, algorithm, *arguments):
-    """From Watched.perform's arguments, e.g. "all_reduce 4,096 bytes": the size of the largest tensor."""
-    return f"{link.name} {max((t.nbytes for t in dist.tensors_among(arguments)), default=0):,} bytes"
+def operation_range(operation):
+    """Of a profile, e.g. "all_reduce 4,096 bytes": the size of the largest tensor."""
+    name, arguments = operation
+    most = max((t.nbytes for t in dist.tensors_among(arguments)), default=0)
+    return torch.profiler.record_function(f"{name} {most:,} bytes")
 
 
 @contextlib.contextmanager
 def profiled(trainer):
     """Profile the step that runs inside, into a file on each rank. Ranges name the pipeline's actions, finish_grad_sync
-    and collectives, on whatever thread they run. `named` replaces these methods until the end."""
+    and collectives, on whatever thread they run."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
-    ranges = [*trainer.profiled_collectives(),
-              (trainer.net.pipeline, "do", lambda action: f"{action} stage {action.stage}"),
-              (trainer.net.optimizer, "finish_grad_sync", lambda: "finish_grad_sync")]
     with contextlib.ExitStack() as stack, torch.profiler.profile(  # of the CPU, and of CUDA where it is available
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
-        for each in ranges:
-            stack.enter_context(named(*each))
+        stack.enter_context(watching(trainer.net.pipeline, action_range))
+        stack.enter_context(watching(Watched, operation_range))
+        sync = trainer.net.optimizer
+        sync.finish_grad_sync = torch.profiler.record_function("finish_grad_sync")(sync.finish_grad_sync)
+        stack.callback(delattr, sync, "finish_grad_sync")
         yield
     path = pathlib.Path(trainer.s.profile, f"rank-{dist.get_rank()}.json")
     with nothing_else_lost("profile", trainer.s.profile, trainer.say):

@@ -21,7 +21,7 @@ from safe.files import check_folder, Log, sync, tell
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
 from safe.messages import progress, Watched
 from safe.page import Page
-from safe.reports import collective_name, describe, describe_first_steps, measured, profiled, traced
+from safe.reports import describe, describe_first_steps, measured, profiled, traced
 from safe.sizes import BadInput, reject
 from safe.watch import Watch
 from theory import speed
@@ -234,10 +234,6 @@ class WatchedTrainer(Trainer):
         self.first = self.logged = first
         self.since = time.perf_counter()
         return first
-
-    def profiled_collectives(self):
-        """[(owner, method, name)] of the methods that a profile shows as collectives, as for `named`."""
-        return [(Watched, "perform", collective_name)]
 
     def buffers_of_collectives(self):
         return []

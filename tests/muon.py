@@ -92,6 +92,6 @@ def test_the_lesson_trains_with_both():
     config = model.GPTConfig(seq_len=16, n_layer=1, n_head=2, n_embd=32)
     for name in KINDS:
         s = train.Flags(dp=1, steps=8, batch_size=4, lr=0.01, optimizer=name.lower())
-        trainer = train.Trainer(s, config, None, (tokens, tokens, None), torch.device("cpu"))
+        trainer = train.Trainer(s, config, None, (tokens, tokens, None), torch.get_default_device())
         losses, step_ms, update_ms = trained(trainer, [1, 8])
         assert losses[1] < losses[0] - 0.2 and step_ms > update_ms > 0

@@ -1,5 +1,6 @@
 """The README and docs/ name what is there, and their commands run."""
 
+import ast
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -33,7 +34,7 @@ import train
 from further.expert_parallel import split_experts
 from further.lists import check, lower
 from tests.kernels import no_worse_than_pytorch, random
-from tests.layouts import small_gpt, tokens_of
+from tests.layouts import LAYOUTS, small_gpt, tokens_of
 from tests.pool import HERE, in_new_process, parametrize
 from tests.runs import TRAIN, command, output_of, ran, slow
 from tests.walls import CORE, REFERENCE, ROOMS, SOURCES, room_of
@@ -58,6 +59,17 @@ def named(token, where=None):
             operator.attrgetter(token.removeprefix(f"{module.__name__}."))(module)
             return True
     return False
+
+
+def code_of(token):
+    """The lines of all classes, functions or methods of that name."""
+    found = []
+    for text in SOURCES.values():
+        nodes = [ast.parse(text)]
+        for name in token.split("."):
+            nodes = [inner for node in nodes for inner in node.body if getattr(inner, "name", None) == name]
+        found += [ast.get_source_segment(text, node) for node in nodes]
+    return "\n".join(found)
 
 
 def inline_code(text):
@@ -164,6 +176,24 @@ def names_tests(word):
 def test_lessons_name_what_to_read():
     for lesson in lessons.gpu.LESSONS.values():
         assert named(lesson.read.split()[1], lesson.read.split(".py")[0]), lesson.read
+
+
+def test_exercises_break_what_stands_in_the_place_they_name():
+    """What a row says to leave out stands in what it names first; its tests are there, with rows of that subject."""
+    rows = re.findall(r"(?m)^\| `([\w.]+)`: (.*) \| `(\w+)`(.*) \|$", PAGES["docs/exercises.md"])
+    for where, change, test, subject in rows:
+        code = code_of(where)
+        assert code and all(re.search(rf"\b{name}\b", code) for name in re.findall(r"`(\w+)`", change)), where
+        assert test in names_tests(test), test
+        assert not subject or re.search(rf"(?m)^{subject.strip(', ')}\b", LAYOUTS), subject
+    assert len(rows) == 16
+
+
+def test_the_hours_of_the_reading_path_are_its_stops():
+    first, *stops = map(int, re.findall(r"(?m)^\| [^|]+ \| (\d+) \|", section("For a teacher", "docs/reading.md")))
+    said = "two beside them, about twelve hours by estimate, after a first evening of two"
+    assert said in " ".join(section("Reading path").split()) and len(stops) == 14
+    assert (round(sum(stops) / 60), round(first / 60)) == (12, 2)
 
 
 def test_each_claim_names_its_tests():
