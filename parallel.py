@@ -41,7 +41,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import collectives as dist
 import kernels
-import model
 
 
 # ----------------------------------------------------------------------------------------------------------------- mesh
@@ -593,7 +592,8 @@ def check_replaceable(layer, kind):
     of_its_own = {**layer._parameters, **layer._buffers, **layer._modules}
     what += [name for name in of_its_own if name not in ("weight", "bias")]
     what += ["hooks"] * any(hooks for name, hooks in vars(layer).items() if name.endswith("_hooks"))
-    if getattr(layer.forward, "__func__", None) not in (kind.forward, model.Linear.forward):
+    forward = getattr(layer.forward, "__func__", None)
+    if getattr(forward, "computes", forward) is not kind.forward:
         what.append("a forward of its own")
     if what or not isinstance(layer, kind):
         raise ValueError(f"a plain {kind.__name__} can be cut over ranks, not {type(layer).__name__}"

@@ -28,6 +28,8 @@ KERNELS = {  # of the reference: what computes the same sooner
 
 def on():
     """Let this process compute the same numbers sooner, and fail in words. RuntimeError if a group exists already."""
+    if kernels.table.items() >= KERNELS.items():  # it is on
+        return
     safe.on()
     kernels.table.update(KERNELS)
     collectives.LINKS.update(links.LINKS)

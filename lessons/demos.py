@@ -368,8 +368,8 @@ ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, de
 
 
 def main():
-    parser = Parser(prog="python -m lessons", description="Lessons of the reading path, of the reference. Those on several "
-                    "ranks run with safe/, which says which rank failed.")
+    parser = Parser(prog="python -m lessons", description="Lessons of the reading path, of the reference. Those on "
+                    "several ranks run with safe/, which says which rank failed.")
     lessons = parser.add_subparsers(required=True, metavar="LESSON")
     for name, (demo, flags) in DEMOS.items():
         lesson = lessons.add_parser(name, help=demo.__doc__)

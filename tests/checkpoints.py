@@ -19,7 +19,6 @@ import torch
 import torch.distributed.run
 
 import collectives as dist
-import fast.run
 import further.resume
 import parallel
 from tests.pool import close, GPUS, HERE, on_cpus, on_linux, parametrize, table
@@ -29,7 +28,7 @@ from safe.checkpoints import checkpoints, NUMBERS, open_checkpoint
 from safe.files import Log, read_safetensors
 from safe.flags import Settings
 from safe.reports import nothing_else_lost
-from safe.run import NotFinite
+from safe.run import NotFinite, WatchedTrainer
 
 
 # The flags that are not in NUMBERS: a run's identity has these as its model, its data and its start.
@@ -227,8 +226,8 @@ def at_step_20(sig):
             os.kill(os.getpid(), sig)
         return real(trainer, number)
 
-    real = fast.run.FastTrainer.step
-    fast.run.FastTrainer.step = step
+    real = WatchedTrainer.step
+    WatchedTrainer.step = step
 
 
 @on_cpus
