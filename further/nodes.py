@@ -89,6 +89,11 @@ class TwoLevels(Link):
             inside.all_gather(own)
 
 
+def maker_of(levels):
+    """What makes a group's link of its two levels. A program may have put a faster one into LINKS."""
+    return functools.partial(dist.LINKS.get("nodes", TwoLevels), levels=levels)
+
+
 def two_levels(group, groups):
     """Let a group work in two levels, if it spans several nodes, with equally many ranks, at least 2, on each.
 
@@ -105,5 +110,4 @@ def two_levels(group, groups):
         counts = {len(node) for node in nodes.values()}
         if len(nodes) > 1 and len(counts) == 1 and counts != {1}:
             if levels := dist.rows_and_columns([*nodes.values()]):
-                make = dist.LINKS.get("nodes", TwoLevels)  # the program may have put another there
-                dist.registered[group] = functools.partial(make, levels=levels)
+                dist.registered[group] = maker_of(levels)

@@ -1,7 +1,6 @@
 """What carries the messages of a test: each link of ours, on CPUs as where GPUs share memory or nodes stand apart."""
 
 import contextlib
-import functools
 import os
 import shutil
 import tempfile
@@ -109,8 +108,7 @@ def nodes_of(count):
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(count)):
         grid = [range(first, first + count) for first in range(0, size, count)]
         levels = dist.rows_and_columns(grid)
-        two_levels = dist.LINKS.get("nodes", further.nodes.TwoLevels)
-        dist.registered[torch_dist.group.WORLD] = make = functools.partial(two_levels, levels=levels)
+        dist.registered[torch_dist.group.WORLD] = make = further.nodes.maker_of(levels)
         try:
             with served_by(make):
                 yield
