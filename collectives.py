@@ -26,6 +26,7 @@ Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parall
 """
 
 import atexit
+import copy
 import functools
 import itertools
 import os
@@ -434,9 +435,18 @@ class Link:
         self.backend = torch_dist.get_backend(group)
         self.device = DEVICE[self.backend]
         self.nodes = [node_of(rank) for rank in torch_dist.get_process_group_ranks(group)]  # of each rank of the group
-        self.name = ""  # of the operation under way
         self.worker = self.stream = None  # which run operations with `async_op`: a thread on CPUs, a stream on GPUs
         self.last = Handle()  # of the latest operation that the worker was given
+
+    def during(self, name, aside=False):
+        """This link as one operation sees it: a copy, so that what is an operation's lies in no other's.
+
+        aside: whether the operation runs beside the caller.
+        """
+        call = copy.copy(self)
+        call.name = name
+        call.aside = aside
+        return call
 
     # What the public functions call. chunks: N flat tensors; chunk r is mine. Subclasses have other algorithms.
 
@@ -477,7 +487,7 @@ class Link:
     # Operations, which wait or run beside the caller
 
     def run(self, name, async_op, algorithm, *arguments):
-        """Call algorithm(self, *arguments), logged under `name`. All ranks call in the same order.
+        """Call algorithm(self.during(name), *arguments), logged under `name`. All ranks call in the same order.
 
         With `async_op` return a handle at once. The operation then runs beside the caller, after those before it. A
         blocking call waits behind those, too, or its messages would overtake theirs. (NCCL keeps that order itself: a
@@ -487,13 +497,11 @@ class Link:
 
         if not async_op and self.last.is_completed():
             self.last.wait()  # raises what went wrong in it: peers could take this one's messages for those of that one
-            self.name = name
-            algorithm(self, *arguments)
+            algorithm(self.during(name), *arguments)
             return None
 
         def operation():
-            self.name = name  # set here, because a Worker may start this after the next call of `run`
-            algorithm(self, *arguments)
+            algorithm(self.during(name, async_op), *arguments)
 
         if self.device == "cuda":
             return self.on_a_stream(operation, tensors_among(arguments))

@@ -242,13 +242,11 @@ class GlooLink(DoublingLink):
                 handles.append(self.mailboxes.send(t, peer, call))
         return handles
 
-    def prepare(self):
-        if self.mailboxes is None:
-            name = self.name
-            self.name = "first operation"  # whichever that is; its log, without calls, is not shown
-            self.mailboxes = make_mailboxes(self) or False
-            self.name = name
+    def during(self, name, aside=False):
+        if self.mailboxes is None:  # the log of "first operation", without calls, is not shown
+            self.mailboxes = make_mailboxes(super().during("first operation")) or False
         self.calls += 1
+        return super().during(name, aside)
 
     def close(self):
         super().close()

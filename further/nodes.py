@@ -57,10 +57,8 @@ class TwoLevels(Link):
         self.inside, self.between = map(link_of, levels)
 
     def levels(self):
-        """Both links, which work for the operation that is under way."""
-        for link in self.inside, self.between:
-            link.name = self.name
-        return self.inside, self.between
+        """Both links, as the operation under way sees them."""
+        return self.inside.during(self.name, self.aside), self.between.during(self.name, self.aside)
 
     def of_each_node(self, chunks):
         return [chunks[first:first + self.inside.size] for first in range(0, self.size, self.inside.size)]
