@@ -256,5 +256,5 @@ class GlooLink(DoublingLink):
 
 def mailbox_memory():
     """The memory of all Mailboxes."""
-    links = {link for links in dist.links.values() for link in links.values() if isinstance(link, GlooLink)}
+    links = {link for links in dist.process.links.values() for link in links.values() if isinstance(link, GlooLink)}
     return [memory for link in links if link.mailboxes for memory in link.mailboxes.memory]

@@ -34,8 +34,8 @@ def fast_link(group, comm):
     """As collectives.make_link: "ours" is answered here, the others are safe/'s."""
     if comm != "ours":
         return watched_link(group, comm)
-    if group in dist.registered:
-        return dist.registered[group](group)
+    if group in dist.process.registered:
+        return dist.process.registered[group](group)
     if torch_dist.get_backend(group) != "nccl":
         return GlooLink(group)
     nodes = set(map(node_of, torch_dist.get_process_group_ranks(group)))

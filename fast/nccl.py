@@ -8,8 +8,9 @@ import functools
 
 import torch
 
+import collectives as dist
 import kernels
-from collectives import blocks, link_of, tensors_among, traffic_log
+from collectives import blocks, link_of, tensors_among
 from fast import recorded, windows
 from fast.exchange import OPS, SUMMED, window_bytes
 from fast.recorded import Replays
@@ -259,7 +260,7 @@ class NodeLink(Direct, NcclLink):
                 and input.dtype == output.dtype and kernels.on_triton(window.floats)):
             return False
         progress("all_to_all_single")
-        log = traffic_log["all_to_all_single"]
+        log = dist.process.traffic["all_to_all_single"]
         log.calls += 1
         places = []
         for tensor, sizes in (input, input_split_sizes), (output, output_split_sizes):

@@ -94,7 +94,7 @@ def two_levels(group, groups):
     ranks of the world, before the group is used, because every rank must take part in making every sub-group.
     """
     group = group or torch_dist.group.WORLD
-    if group in dist.registered:  # a mesh of one axis takes the world's group: already done
+    if group in dist.process.registered:  # a mesh of one axis takes the world's group: already done
         return
     for ranks in groups:
         nodes = defaultdict(list)
@@ -103,4 +103,4 @@ def two_levels(group, groups):
         counts = {len(node) for node in nodes.values()}
         if len(nodes) > 1 and len(counts) == 1 and counts != {1}:
             if levels := dist.rows_and_columns([*nodes.values()]):
-                dist.registered[group] = functools.partial(TwoLevels, levels=levels)
+                dist.process.registered[group] = functools.partial(TwoLevels, levels=levels)

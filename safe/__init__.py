@@ -23,7 +23,7 @@ def on():
 
 def swap(rows):
     """Rebind each row's name. RuntimeError once a group exists: what was made before would keep the old parts."""
-    if collectives.is_initialized() or collectives.links:
+    if collectives.is_initialized() or collectives.process.links:
         raise RuntimeError("on() comes first: before any process group, model or optimizer is made")
     for module, name, new in rows:
         setattr(module, name, new)

@@ -106,7 +106,7 @@ class Watched(Link):
 def watched_link(group, comm):
     """As collectives.make_link, of links that report and name."""
     if comm == "ours":
-        return dist.registered.get(group, Watched)(group)
+        return dist.process.registered.get(group, Watched)(group)
     plain = dist.LINKS[comm]
     return type(f"Watched{plain.__name__}", (Watched, plain), {})(group)
 
