@@ -26,8 +26,8 @@ Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parall
 """
 
 import atexit
+import copy
 import functools
-import itertools
 import os
 import queue
 import sys
@@ -389,8 +389,8 @@ def barrier(group=None, async_op=False):
 def count_sent(name, tensor, group, dst, group_dst):
     if group is not torch_dist.GroupMember.NON_GROUP_MEMBER:
         dst = torch_dist.get_global_rank(group or torch_dist.group.WORLD, group_dst) if dst is None else dst
-        traffic_log[name].calls += 1
-        traffic_log[name].count(tensor, node_of(dst) != node_of(get_rank()))
+        process.traffic[name].calls += 1
+        process.traffic[name].count(tensor, node_of(dst) != node_of(get_rank()))
 
 
 def start_one(op, tensor, peer, group, tag, group_peer):
@@ -462,9 +462,18 @@ class Link:
         self.backend = torch_dist.get_backend(group)
         self.device = DEVICE[self.backend]
         self.nodes = [node_of(rank) for rank in torch_dist.get_process_group_ranks(group)]  # of each rank of the group
-        self.name = ""  # of the operation under way
         self.worker = self.stream = None  # which run operations with `async_op`: a thread on CPUs, a stream on GPUs
         self.last = Handle()  # of the latest operation that the worker was given
+
+    def during(self, name, aside=False):
+        """This link as one operation sees it: a copy, so that what is an operation's lies in no other's.
+
+        aside: whether the operation runs beside the caller.
+        """
+        call = copy.copy(self)
+        call.name = name
+        call.aside = aside
+        return call
 
     # What the public functions call. chunks: N flat tensors; chunk r is mine. Subclasses have other algorithms.
 
@@ -500,28 +509,26 @@ class Link:
 
     @property
     def log(self):
-        return traffic_log[self.name]
+        return process.traffic[self.name]
 
     # Operations, which wait or run beside the caller
 
     def run(self, name, async_op, algorithm, *arguments):
-        """Call algorithm(self, *arguments), logged under `name`. All ranks call in the same order.
+        """Call algorithm(self.during(name), *arguments), logged under `name`. All ranks call in the same order.
 
         With `async_op` return a handle at once. The operation then runs beside the caller, after those before it. A
         blocking call waits behind those, too, or its messages would overtake theirs. (NCCL keeps that order itself: a
         group has one stream for all of its messages.)
         """
-        traffic_log[name].calls += 1
+        process.traffic[name].calls += 1
 
         if not async_op and self.last.is_completed():
             self.last.wait()  # raises what went wrong in it: peers could take this one's messages for those of that one
-            self.name = name
-            algorithm(self, *arguments)
+            algorithm(self.during(name), *arguments)
             return None
 
         def operation():
-            self.name = name  # set here, because a Worker may start this after the next call of `run`
-            algorithm(self, *arguments)
+            algorithm(self.during(name, async_op), *arguments)
 
         if self.device == "cuda":
             return self.on_a_stream(operation, tensors_among(arguments))
@@ -608,17 +615,14 @@ class Traffic:
         self.outside += message.nbytes * outside
 
 
-traffic_log = defaultdict(Traffic)
-
-
 def traffic():
     """The log so far: operation name -> Traffic. Every message is counted where it is sent, by no formula."""
-    return {name: replace(log) for name, log in traffic_log.items() if log.calls}
+    return {name: replace(log) for name, log in process.traffic.items() if log.calls}
 
 
 def reset_traffic():
     """Start the log again from zero."""
-    traffic_log.clear()
+    process.traffic.clear()
 
 
 def processes_of_a_node(world):
@@ -636,8 +640,27 @@ def node_of(rank):
 # What makes the link of a group. "torch" is there after `import further.library`. A program may put others here before
 # it makes a group, "nodes" among them, the two levels of further/nodes.py: `fast.on()` does.
 LINKS = {"ours": Link, "ring": Link}
-links = defaultdict(dict)  # group -> {one of these names: Link, "in use": the one that serves the group}
-registered = {}  # group -> what makes its link in place of LINKS["ours"], where further/nodes.py has said so
+
+
+class Process:
+    """What this module keeps while a process runs. (Of ranks that are threads, in further/together.py, each has one.)
+
+        traffic      operation name -> Traffic
+        links        group -> {one of LINKS' names: Link, "in use": the one that serves the group}
+        registered   group -> what makes its link in place of LINKS["ours"], where further/nodes.py has said so
+        stores       where it has met others: (store, rank, world size)
+        worlds       how many it has joined
+    """
+
+    def __init__(self):
+        self.traffic = defaultdict(Traffic)
+        self.links = defaultdict(dict)
+        self.registered = {}
+        self.stores = {}
+        self.worlds = 0
+
+
+process = Process()
 
 
 def use(group, comm):
@@ -646,7 +669,7 @@ def use(group, comm):
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return
     group = group or torch_dist.group.WORLD
-    made = links[group]
+    made = process.links[group]
     made["in use"] = made[comm] = made.get(comm) or make_link(group, comm)
 
 
@@ -659,7 +682,7 @@ def make_link(group, comm):
         return LINKS[comm](group)
     if LINKS["ours"] is Link:
         say_what_is_faster(torch_dist.get_backend(group))
-    return registered.get(group, LINKS["ours"])(group)
+    return process.registered.get(group, LINKS["ours"])(group)
 
 
 @functools.cache  # once a process
@@ -681,32 +704,29 @@ def link_of(group):
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return NoLink()
     group = group or torch_dist.group.WORLD
-    if "in use" not in links[group]:
+    if "in use" not in process.links[group]:
         use(group, "ours")
-    return links[group]["in use"]
+    return process.links[group]["in use"]
 
 
 # -------------------------------------------------------------------------------------------------------- start and end
 
-def rendezvous(device_type, timeout):
+def where_torchrun_says(device_type, timeout):
     """Where processes meet, as arguments of init_process_group: under torchrun where the environment says, alone in a
     store of one's own. ValueError if WORLD_SIZE speaks of others, and no RANK says which of them this process is."""
     if not os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "") in ("", "1"):
         return {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
     place = tuple(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    if place not in stores:  # it outlives groups, or a rank would meet the others in a store that rank 0 is closing
-        stores[place] = next(torch_dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-    store, rank, size = stores[place]
+    if place not in process.stores:  # it outlives groups, or a rank would meet others in a store that rank 0 is closing
+        process.stores[place] = next(torch_dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    store, rank, size = process.stores[place]
     store.set_timeout(timedelta(seconds=timeout))
     # A second world that met under the same keys would find the first one's sockets.
-    return {"store": torch_dist.PrefixStore(f"world {next(worlds)}", store), "rank": rank, "world_size": size}
+    process.worlds += 1
+    return {"store": torch_dist.PrefixStore(f"world {process.worlds}", store), "rank": rank, "world_size": size}
 
 
-stores = {}  # where this process has met others: (store, rank, world size)
-worlds = itertools.count()  # that this process has joined
-
-
-def initialize(device_type, timeout=600, rendezvous=rendezvous):
+def initialize(device_type, timeout=600, rendezvous=where_torchrun_says):
     """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device.
     "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error.
     rendezvous: where they meet; safe/launch.py has another. (`join` of further/together.py takes threads of this
@@ -728,10 +748,10 @@ def rows_and_columns(grid):
 
 def destroy_process_group(group=None):
     """torch.distributed's own, for one group or all; what was kept for it goes, too."""
-    for served in [*links, *registered] if group is None else [group]:
-        for link in set(links.pop(served, {}).values()):
+    for served in [*process.links, *process.registered] if group is None else [group]:
+        for link in set(process.links.pop(served, {}).values()):
             link.close()
-        registered.pop(served, None)
+        process.registered.pop(served, None)
     torch_dist.destroy_process_group(group)
     if group is None:
         reset_traffic()

@@ -242,13 +242,11 @@ class GlooLink(DoublingLink):
                 handles.append(self.mailboxes.send(t, peer, call))
         return handles
 
-    def prepare(self):
-        if self.mailboxes is None:
-            name = self.name
-            self.name = "first operation"  # whichever that is; its log, without calls, is not shown
-            self.mailboxes = make_mailboxes(self) or False
-            self.name = name
+    def during(self, name, aside=False):
+        if self.mailboxes is None:  # the log of "first operation", without calls, is not shown
+            self.mailboxes = make_mailboxes(super().during("first operation")) or False
         self.calls += 1
+        return super().during(name, aside)
 
     def close(self):
         super().close()
@@ -258,5 +256,5 @@ class GlooLink(DoublingLink):
 
 def mailbox_memory():
     """The memory of all Mailboxes."""
-    links = {link for links in dist.links.values() for link in links.values() if isinstance(link, GlooLink)}
+    links = {link for links in dist.process.links.values() for link in links.values() if isinstance(link, GlooLink)}
     return [memory for link in links if link.mailboxes for memory in link.mailboxes.memory]

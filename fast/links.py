@@ -19,9 +19,9 @@ class TwoLevelGlooLink(WatchedLevels, GlooLink):
 class TwoLevelNcclLink(WatchedLevels, NcclLink):
     """GPUs of several nodes: copies and windows inside, rings between."""
 
-    def levels(self):
+    def __init__(self, group, levels):
+        super().__init__(group, levels)
         self.inside.replays = self.between.replays = self.replays  # one recording holds the work of all three links
-        return super().levels()
 
 
 def fast_levels(group, levels):

@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+import collectives as dist
 import kernels
 from collectives import blocks, link_of, tensors_among
 from fast import recorded, windows
@@ -121,7 +122,7 @@ class Direct:
     def reduce_scatter(self, chunks, result, op):
         if window := self.window_for_copies(chunks):
             for *parts, into in in_step([*chunks, result], windows.WINDOW_BYTES // self.size // 16 * 16):
-                combine_rows(window.scatter(parts), into, op)
+                combine_rows(window.scatter(parts, self.log), into, op)
             return
         own = chunks[self.rank]
         rows = [*own.new_empty(self.size, own.numel())]
@@ -132,7 +133,7 @@ class Direct:
     def all_gather(self, chunks):
         if window := self.window_for_copies(chunks):
             for parts in in_step(chunks, windows.WINDOW_BYTES):
-                window.gather(parts, parts[self.rank])
+                window.gather(parts, parts[self.rank], self.log)
         else:
             self._swap([chunks[self.rank]] * self.size, chunks)
 
@@ -158,9 +159,9 @@ class Direct:
             rows = windows.WINDOW_BYTES // (self.size * nbytes)
             for many, few in zip(whole.split(rows, 1), own.split(rows)):
                 if op is None:
-                    window.gather(many, few)
+                    window.gather(many, few, self.log)
                     continue
-                for parts, result in zip(zip(*window.scatter(many)), few):
+                for parts, result in zip(zip(*window.scatter(many, self.log)), few):
                     combine_rows([part.view(-1) for part in parts], result.view(-1), op)
         else:
             return False
@@ -171,14 +172,14 @@ class Direct:
         they take no multiprocessor from the computation beside them."""
         if window := self.window(windows.WINDOW_BYTES):
             for out, into in in_step([outgoing, incoming], windows.WINDOW_BYTES):
-                window.shift(out, into)
+                window.shift(out, into, self.log)
         else:
             self.exchange([(outgoing, (self.rank + 1) % self.size)], [(incoming, (self.rank - 1) % self.size)])
 
     def all_to_all(self, outgoing, incoming):
         if self.aside and windows.WINDOW_BYTES and (window := self.window(windows.WINDOW_BYTES)):
             incoming[self.rank].copy_(outgoing[self.rank])
-            window.all_to_all_by_copies(outgoing, incoming)
+            window.all_to_all_by_copies(outgoing, incoming, self.log)
             return
         self._swap(outgoing, incoming)
 
@@ -187,7 +188,8 @@ class Direct:
         or a window cannot be had."""
         window = self.kernel_window()
         if window:
-            window.all_to_all(*([(t.data_ptr(), t.nbytes) for t in tensors] for tensors in (outgoing, incoming)))
+            places = ([(t.data_ptr(), t.nbytes) for t in tensors] for tensors in (outgoing, incoming))
+            window.all_to_all(*places, self.log)
             torch.autograd.graph.increment_version(incoming)
         return bool(window)
 
@@ -212,8 +214,7 @@ def takes_rows(nbytes, group, waits=True):
     link = link_of(group)
     if not isinstance(link, NodeLink):
         return False
-    link.aside = not waits
-    window = link.kernel_window()
+    window = link.during("takes_rows", not waits).kernel_window()
     return bool(window and window.sums.takes_rows(nbytes)) or nbytes >= ROW_BYTES
 
 
@@ -259,8 +260,8 @@ class NodeLink(Direct, NcclLink):
                 and input.dtype == output.dtype and kernels.on_triton(window.floats)):
             return False
         progress("all_to_all_single")
-        self.name = "all_to_all_single"
-        self.log.calls += 1
+        log = dist.process.traffic["all_to_all_single"]
+        log.calls += 1
         places = []
         for tensor, sizes in (input, input_split_sizes), (output, output_split_sizes):
             at = tensor.data_ptr()
@@ -269,8 +270,8 @@ class NodeLink(Direct, NcclLink):
             for elements in blocks(tensor, sizes, self.size):
                 place.append((at, elements * width))
                 at += elements * width
-        with self.around((self.name, [input])):
-            window.all_to_all(*places)
+        with self.around(("all_to_all_single", [input])):
+            window.all_to_all(*places, log)
         torch.autograd.graph.increment_version(output)
         progress("after all_to_all_single")
         return True

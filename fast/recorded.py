@@ -30,7 +30,7 @@ os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 def traffic_since(before):
     """The traffic since `before = traffic()`: operation name -> Traffic."""
     since = {}
-    for name, log in dist.traffic_log.items():
+    for name, log in dist.process.traffic.items():
         earlier = before.get(name, Traffic())
         if log != earlier:
             since[name] = Traffic(**{field: n - getattr(earlier, field) for field, n in vars(log).items()})
@@ -40,7 +40,7 @@ def traffic_since(before):
 def count_traffic(more, times=1):
     """Add `more` to the log, `times` times. Replayed graphs need it, because a replay runs no Python that counts."""
     for name, t in more.items():
-        log = vars(dist.traffic_log[name])
+        log = vars(dist.process.traffic[name])
         for field, n in vars(t).items():
             log[field] += times * n
 

@@ -36,7 +36,7 @@ class Window:
 
     A message is a copy, or an access of a kernel. Copies and barriers are work of a stream, like kernels: bytes that
     were copied before a barrier have arrived after it, on every rank. When an operation ends, no rank accesses another
-    rank's window any more.
+    rank's window any more. log: the operation's Traffic, in which each counts what it sends.
     """
     made = 0  # windows that this process has made
 
@@ -78,33 +78,33 @@ class Window:
         _copy(self, self.mine[:flat.nbytes].view(flat.dtype), flat)
         self.barrier()
 
-    def scatter(self, parts):
+    def scatter(self, parts, log):
         """Write parts[r] into rank r's window. Returns the N parts for this rank, its own included."""
         self.barrier()  # all ranks have finished reading their window's old contents
         for r in self.others:
             self.copy(self.place(r, parts[r], self.rank * parts[r].nbytes), parts[r])
-            self.link.log.count(parts[r])
+            log.count(parts[r])
         self.barrier()
         own = parts[self.rank]
         return [own if r == self.rank else self.place(self.rank, own, r * own.nbytes) for r in range(self.size)]
 
-    def gather(self, parts, own):
+    def gather(self, parts, own, log):
         """Copy `own` of rank r to parts[r], for every r."""
         self.open(own.view(-1))
         unflatten(own, parts[self.rank])
         for r in self.others:
             self.copy(parts[r], self.place(r, parts[r]))
-            self.link.log.count(own)
+            log.count(own)
         self.barrier()
 
-    def shift(self, outgoing, incoming):
+    def shift(self, outgoing, incoming, log):
         """Send `outgoing` to the right rank: each rank copies its `incoming` out of the left rank's window."""
         self.open(outgoing)
         self.copy(incoming, self.place(self.rank - 1, incoming))
-        self.link.log.count(outgoing)
+        log.count(outgoing)
         self.barrier()
 
-    def all_to_all(self, outgoing, incoming):
+    def all_to_all(self, outgoing, incoming, log):
         """Send outgoing[r] to every rank r, and put what rank r sends into incoming[r]; each is (address, bytes).
 
         One kernel does it without barriers. Every two ranks count what has arrived between them and what was taken, so
@@ -115,10 +115,10 @@ class Window:
         self.kernel(outgoing, incoming)
         for r in self.others:
             if outgoing[r][1]:
-                self.link.log.messages += 1
-                self.link.log.bytes += outgoing[r][1]
+                log.messages += 1
+                log.bytes += outgoing[r][1]
 
-    def all_to_all_by_copies(self, outgoing, incoming):
+    def all_to_all_by_copies(self, outgoing, incoming, log):
         """An all-to-all of flat tensors by copy engines, without my own block. Each sender has a slot in the receiver's
         window, and signals ARRIVED when it has filled the slot. A block larger than the slot takes several turns, for
         which the receiver signals FREE when it has copied the slot out."""
@@ -134,7 +134,7 @@ class Window:
                         self.handle.wait_signal(r, FREE, patience)
                     self.copy(self.of[r][self.rank * slot:][:len(parts[r])], parts[r])
                     self.handle.put_signal(r, ARRIVED, patience)
-                    self.link.log.count(parts[r])
+                    log.count(parts[r])
             for r in self.others:
                 if len(into[r]):
                     self.handle.wait_signal(r, ARRIVED, patience)

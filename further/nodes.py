@@ -57,10 +57,8 @@ class TwoLevels(Link):
         self.inside, self.between = map(link_of, levels)
 
     def levels(self):
-        """Both links, which work for the operation that is under way."""
-        for link in self.inside, self.between:
-            link.name = self.name
-        return self.inside, self.between
+        """Both links, as the operation under way sees them."""
+        return self.inside.during(self.name, self.aside), self.between.during(self.name, self.aside)
 
     def of_each_node(self, chunks):
         return [chunks[first:first + self.inside.size] for first in range(0, self.size, self.inside.size)]
@@ -101,7 +99,7 @@ def two_levels(group, groups):
     ranks of the world, before the group is used, because every rank must take part in making every sub-group.
     """
     group = group or torch_dist.group.WORLD
-    if group in dist.registered:  # a mesh of one axis takes the world's group: already done
+    if group in dist.process.registered:  # a mesh of one axis takes the world's group: already done
         return
     for ranks in groups:
         nodes = defaultdict(list)
@@ -110,4 +108,4 @@ def two_levels(group, groups):
         counts = {len(node) for node in nodes.values()}
         if len(nodes) > 1 and len(counts) == 1 and counts != {1}:
             if levels := dist.rows_and_columns([*nodes.values()]):
-                dist.registered[group] = maker_of(levels)
+                dist.process.registered[group] = maker_of(levels)

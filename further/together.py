@@ -46,7 +46,7 @@ class Task(threading.Thread):
         self.world, self.body, self.rank, self.serves = world, body, rank or self, serves
         self.done, self.waits_for, self.turn = Future(), "", threading.Semaphore(0)
         self.groups = SimpleNamespace()  # PyTorch's bookkeeping of them
-        self.own = {"traffic_log": defaultdict(dist.Traffic), "links": defaultdict(dict), "registered": {}}
+        self.process = dist.Process()
         world.can_go_on(self)
         self.start()
 
@@ -164,7 +164,7 @@ class World:
         tasks = {"late": able[0], "eager": able[-1]}.get(self.worker) or self.random.choice(able)
         task = tasks.pop(self.random.randrange(len(tasks)))
         ThreadLocalWorld._world = task.rank.groups
-        vars(dist).update(task.rank.own)
+        dist.process = task.rank.process
         task.turn.release()
 
 
@@ -219,7 +219,7 @@ def run(n, body, world=None):
         return body()
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
-    kept, groups, hook = {**vars(dist)}, c10d._world, sys.excepthook
+    kept, groups, hook = (dist.Worker, dist.process), c10d._world, sys.excepthook
     dist.Worker, c10d._world = Worker, Worlds()
     isolate(True)
     try:
@@ -228,7 +228,7 @@ def run(n, body, world=None):
         world.ended.wait()
     finally:
         isolate(False)
-        vars(dist).update(kept)
+        dist.Worker, dist.process = kept
         c10d._world, sys.excepthook = groups, hook
     for rank in sorted(world.ranks, key=lambda rank: isinstance(rank.done.exception(), Deadlock)):
         rank.done.result()  # raises what another rank may wait for in vain

@@ -129,7 +129,7 @@ def ring_states():
             states.append(has.bitwise_or_(t).tolist())
             super().exchange(sends, receives)
 
-    Looking(torch_dist.group.WORLD).all_reduce(t, dist.ReduceOp.SUM)
+    Looking(torch_dist.group.WORLD).during("all_reduce").all_reduce(t, dist.ReduceOp.SUM)
     return [*states, t.tolist()]
 
 

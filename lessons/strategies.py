@@ -249,14 +249,14 @@ def without(a, device):
         device)
 
     def seconds(name, piece=None):
-        with patched([*pieces().get(piece, ()), (dist, "links", defaultdict(dict))]):
+        with patched([*pieces().get(piece, ()), (dist.process, "links", defaultdict(dict))]):
             edition = type("Without", (Fast,), OF_EDITION[piece]) if piece in OF_EDITION else None
             trainer = make_trainer(a.configs[name], a.layouts[name], device, edition)
             trainer.step(0)
             found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats, in_a_row(a, device))[name]
             trainer = None
             free_memory()
-            for link in {link for links in dist.links.values() for link in links.values()}:  # the world's
+            for link in {link for links in dist.process.links.values() for link in links.values()}:  # the world's
                 link.close()
         return found
 

@@ -39,17 +39,15 @@ def lost_peer_named(what):
 class Watched(Link):
     """A Link that reports progress, refuses wrong arguments, and says which operation lost its peer."""
     around = contextlib.nullcontext  # for a profile: around((name, arguments)) holds an operation
-    aside = False  # whether the operation under way runs beside the caller (async_op)
 
     def run(self, name, async_op, algorithm, *arguments):
         progress(name)
         self.check(name, arguments)
-        self.aside = async_op
-        perform = self.perform if self.last.is_completed() and not async_op else self.perform_aside
+        waits = self.last.is_completed() and not async_op
 
-        def watched(link, *given):  # `Library` calls the library in place of this
+        def watched(call, *given):  # `Library` calls the library in place of this
             with self.around((name, given)):
-                perform(algorithm, *given)
+                (call.perform if waits else call.perform_aside)(algorithm, *given)
 
         result = super().run(name, async_op, watched, *arguments)
         if not async_op:
@@ -58,16 +56,12 @@ class Watched(Link):
 
     def perform(self, algorithm, *arguments):
         """The operation under way, on whatever thread it runs."""
-        self.prepare()
         algorithm(self, *arguments)
 
     def perform_aside(self, algorithm, *arguments):
         progress(self.name)
         self.perform(algorithm, *arguments)
         progress(f"after {self.name}")  # where the caller does not wait, nobody else says so
-
-    def prepare(self):
-        """Called on all ranks before each operation, when its arguments have been checked."""
 
     def check(self, name, arguments):
         """ValueError for wrong arguments, before anything is sent."""
@@ -114,12 +108,7 @@ class WatchedLibrary(Watched, Library):
 
 
 class WatchedLevels(TwoLevels, Watched):
-    """`TwoLevels` that tells both its links whether the caller waits, for their windows."""
-
-    def levels(self):
-        for link in self.inside, self.between:
-            link.aside = self.aside
-        return super().levels()
+    """`TwoLevels` that is Watched."""
 
 
 LINKS = {"ours": Watched, "ring": Watched, "torch": WatchedLibrary, "nodes": WatchedLevels}  # for collectives.LINKS

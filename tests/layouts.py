@@ -306,7 +306,7 @@ def train_steps(edition, layout, optimizer, micro_batches, change, steps, batch,
     net = train.parallelize(config, train.Layout(**layout, dtype=dtype, **options), device, source,
                             functools.partial(optimizer_of, optimizer, weight_decay=DECAY), edition)
     opt = net.optimizer
-    assert two_levels is None or two_levels == (layout["dp"] in map(dist.get_world_size, dist.registered))
+    assert two_levels is None or two_levels == (layout["dp"] in map(dist.get_world_size, dist.process.registered))
     for group in net.all_groups():
         dist.use(group, comm)
     if cuda_graphs:

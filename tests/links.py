@@ -91,7 +91,7 @@ class WindowGlooLink(DirectGlooLink):
 def served_by(kind):
     """A new link, which knows nothing of earlier calls, carries the world's messages; then the old one again."""
     dist.link_of(None)  # one to come back to
-    link = dist.links[torch_dist.group.WORLD]["in use"] = kind(torch_dist.group.WORLD)
+    link = dist.process.links[torch_dist.group.WORLD]["in use"] = kind(torch_dist.group.WORLD)
     try:
         yield link
     finally:
@@ -108,12 +108,12 @@ def nodes_of(count):
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(count)):
         grid = [range(first, first + count) for first in range(0, size, count)]
         levels = dist.rows_and_columns(grid)
-        dist.registered[torch_dist.group.WORLD] = make = further.nodes.maker_of(levels)
+        dist.process.registered[torch_dist.group.WORLD] = make = further.nodes.maker_of(levels)
         try:
             with served_by(make):
                 yield
         finally:
-            del dist.registered[torch_dist.group.WORLD]
+            del dist.process.registered[torch_dist.group.WORLD]
             for group in levels:
                 dist.destroy_process_group(group)
 

@@ -115,10 +115,10 @@ def test_ranks_of_a_machine_hand_on_messages_of_any_size(slot_bytes, rank, size)
     with patch.object(fast.gloo, "SLOT_BYTES", slot_bytes), served_by(GlooLink) as link:
         dist.barrier()  # mailboxes are made in the first operation
         for times in range(3):
-            into = [(torch.zeros(sizes[i], dtype=torch.int64), r) for i, r in pairs]
-            got = link.post(receives=into[:len(into) // 2])
-            went = link.post([(message(i, rank, r), r) for i, r in pairs])
-            got += link.post(receives=into[len(into) // 2:])
+            call, into = link.during("messages"), [(torch.zeros(sizes[i], dtype=torch.int64), r) for i, r in pairs]
+            got = call.post(receives=into[:len(into) // 2])
+            went = call.post([(message(i, rank, r), r) for i, r in pairs])
+            got += call.post(receives=into[len(into) // 2:])
             for handle in went + got if times % 2 else got[::-1] + went:
                 handle.wait()
             assert all(t.equal(message(i, r, rank)) for (t, _), (i, r) in zip(into, pairs))

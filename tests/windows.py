@@ -38,8 +38,7 @@ def test_windows_are_used(rank, size):
             left_by(dist, name, Case((7,), async_op=True))
         for name in NTHS:
             left_by(dist, name, Case((5, 8, 32), layout="rows", whole=(size, 5, 8, 32)))
-        link, numbers = dist.link_of(None), torch.arange(3000, dtype=torch.float64)
-        link.name = "shift"
+        link, numbers = dist.link_of(None).during("shift"), torch.arange(3000, dtype=torch.float64)
         link.shift(numbers + rank, left := torch.zeros_like(numbers))  # in several turns
         assert left.equal(numbers + (rank - 1) % size) and link.log.bytes == numbers.nbytes
     assert all(mock.called for mock in calls.values()), calls
@@ -53,8 +52,8 @@ def test_copies_wait_for_who_reads_his_window(elements, rank):
     scatter, result = fast.windows.Window.scatter, torch.zeros(elements)
     numbers = [torch.arange(elements) + 100.0 * r for r in range(2)]
 
-    def late(window, parts):
-        rows = scatter(window, parts)
+    def late(window, parts, log):
+        rows = scatter(window, parts, log)
         time.sleep(0.1 * rank)
         return rows
 
