@@ -22,7 +22,7 @@ from parallel import master_dtype
 from safe.files import (
     crc_of_file, read_safetensors, sync_folder, UNKNOWN, warn_once, writable, write_file, write_safetensors)
 from safe.flags import dashed, Settings
-from safe.huggingface import open_hf, write_hf
+from safe.huggingface import open_hf, shortened, write_hf
 from safe.sizes import BadInput, reject
 from train import Bytes, config_of, MOMENTS
 
@@ -88,7 +88,8 @@ def write_checkpoint(trainer, done, tensors):
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
         end = getattr(trainer.vocabulary, "numbers", {}).get(END)
-        files = manifest["files"] = write_hf(part, trainer.config, tensors, dtype, end)
+        ids = {"bos_token_id": end, "eos_token_id": end, **trainer.run.token_ids}
+        files = manifest["files"] = write_hf(part, trainer.config, tensors, dtype, ids)
         files["optimizer.safetensors"] = write_safetensors(part / "optimizer.safetensors", dtype, moments, tensors)
         for name, text in getattr(trainer.vocabulary, "files", {}).items():
             files[name] = write_file(part / name, text)
@@ -153,6 +154,8 @@ def open_checkpoint(path, read_all):
             reject(read_all and crc_of_file(path / name) != entry["crc32"], "its checksum is not the manifest's")
         name = "tensors"
         config, source = open_hf(path)
+        if (seq_len := manifest["run"]["model"]["seq_len"]) < config.seq_len:  # of a Llama, whose folder knows more
+            config, source = shortened(config, source, seq_len)
         manifest["tensors"] = read_safetensors(path / "optimizer.safetensors")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"--resume {path}: {name}: {why(error)}; move that folder away to go on from the checkpoint "

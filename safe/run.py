@@ -18,6 +18,7 @@ from safe.data import (
     bytes_a_token, check_data, check_pipe, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
 from safe.files import check_folder, Log, sync, tell
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
+from safe.huggingface import token_ids
 from safe.messages import progress, Watched
 from safe.page import Page
 from safe.reports import collective_name, describe, describe_first_steps, measured, profiled, traced
@@ -248,8 +249,8 @@ class WatchedRun(Run):
     """The Run that checks its input before processes connect, starts them itself, locks --out, and explains errors.
 
     It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `world` (how many
-    processes were started), `processes` (how many the layout needs), `on_rank_0`, and `lock` (there, if checkpoints go
-    to --out: the file that is locked; else None).
+    processes were started), `processes` (how many the layout needs), `on_rank_0`, `token_ids` (of the folder of its
+    weights), and `lock` (there, if checkpoints go to --out: the file that is locked; else None).
     """
     mode = "safe; --plain runs what you read"
     flags = Settings
@@ -309,6 +310,8 @@ class WatchedRun(Run):
         if checkpoint:
             source = checkpoint.source
             self.saved = checkpoint.manifest
+        weights = checkpoint.path if checkpoint else s.init_from
+        self.token_ids = token_ids(weights) if weights else {}
         self.s = s
         self.config = config
         self.source = source

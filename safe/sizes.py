@@ -23,7 +23,7 @@ def multiple(n, of):
     return -(-n // of) * of
 
 
-MAY_BE_0 = "inner", "experts", "n_kv_head", "head_size"
+MAY_BE_0 = "inner", "experts", "n_kv_head", "head_size", "max_positions"
 
 
 def check_sizes(c, called):
