@@ -7,6 +7,17 @@ function that the reference calls through its module. What stands here subclasse
 imported by name before `on` rebinds it. There is no off(): the reference alone runs in a process that never calls `on`.
 """
 
+import importlib.util
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parents[1]
+for name in "collectives", "kernels", "model", "parallel", "further", "safe", "theory":
+    found = importlib.util.find_spec(name)
+    if found and found.origin and HERE not in pathlib.Path(found.origin).resolve().parents:
+        print(f"{found.origin}: Python takes it for the module {name} of {HERE}; give it another name", file=sys.stderr)
+        sys.exit(2)
+
 import collectives
 import kernels
 import model

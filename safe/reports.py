@@ -17,7 +17,9 @@ import kernels
 from further.bpe import Tokenizer
 from parallel import FlatParameter
 from safe.data import about_left_out
+from safe.files import keep_others
 from safe.flags import gpus_here
+from safe.sizes import BadInput
 from theory import speed
 from theory.memory import kept_tensors, memory_bytes, reducers_of, tensors_in
 from train import Bytes
@@ -164,6 +166,8 @@ def about_vocabulary(trainer):
         mean = f", {trainer.bytes_a_token:.2f} bytes a token" if trainer.bytes_a_token else ""
         unused = f" of the model's {size:,} numbers" * (size > len(vocabulary))
         return f"\ntokens   of {vocabulary.folder}: {len(vocabulary):,}{unused}{mean}"
+    if why := getattr(vocabulary, "why", ""):
+        return f"\ntokens   are shown as numbers, because their tokenizer is not read: {why}"
     if isinstance(vocabulary, Bytes) and size > len(vocabulary):
         return f"\ntokens   are bytes, {len(vocabulary)} of the vocabulary's {size:,} numbers; see --tokenizer"
     return ""
@@ -199,16 +203,17 @@ def traced(trainer):
                    "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": {"stage": stage, "micro_batch": i}}
                   for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
         with nothing_else_lost("trace", trainer.s.trace, trainer.say):
+            keep_others(pathlib.Path(trainer.s.trace, "trace.json"), "--trace")
             pathlib.Path(trainer.s.trace, "trace.json").write_text(json.dumps({"traceEvents": events}))
 
 
 @contextlib.contextmanager
 def nothing_else_lost(what, folder, say):
-    """A full disk costs the file that is written inside, not the run."""
+    """A full disk, or somebody's file of that name, costs the file that is written inside, not the run."""
     try:
         yield
-    except OSError as problem:
-        say(f"no {what} in {folder}: {problem.strerror}")
+    except (OSError, BadInput) as problem:
+        say(f"no {what} in {folder}: {getattr(problem, 'strerror', problem)}")
 
 
 def named(owner, method, name):
@@ -240,10 +245,12 @@ def profiled(trainer):
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
         for each in ranges:
             stack.enter_context(named(*each))
+        profile.add_metadata("ringGPT", "train.py --profile")  # by which the file is known as ours
         yield
     path = pathlib.Path(trainer.s.profile, f"rank-{dist.get_rank()}.json")
     with nothing_else_lost("profile", trainer.s.profile, trainer.say):
         os.makedirs(path.parent, exist_ok=True)  # on another node it may be missing
+        keep_others(path, "--profile")
         path.write_text("")  # raises an error where the profiler would fail silently
         profile.export_chrome_trace(str(path))
         trainer.say(f"profile  {path.parent}: rank-0.json and so on, for ui.perfetto.dev")

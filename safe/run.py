@@ -16,7 +16,7 @@ from safe.checkpoints import (
     check_same_data, differences, find_checkpoint, fingerprint, lock, run_of, start_of, write_checkpoint)
 from safe.data import (
     bytes_a_token, check_data, check_pipe, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
-from safe.files import check_folder, Log, sync, tell
+from safe.files import check_folder, Log, sync, tell, writable
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
 from safe.huggingface import token_ids
 from safe.messages import progress, Watched
@@ -229,8 +229,7 @@ class WatchedTrainer(Trainer):
         if self.optimizer.param_groups[0].get("fused"):  # it wants them there
             for state in self.optimizer.state.values():
                 state["step"] = state["step"].to(self.device)
-        if self.run.lock:
-            self.log = Log(f"{self.s.out}/log.jsonl", first)
+        self.log = self.run.log
         self.first = self.logged = first
         self.since = time.perf_counter()
         return first
@@ -250,12 +249,12 @@ class WatchedRun(Run):
 
     It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `world` (how many
     processes were started), `processes` (how many the layout needs), `on_rank_0`, `token_ids` (of the folder of its
-    weights), and `lock` (there, if checkpoints go to --out: the file that is locked; else None).
+    weights), and, if checkpoints go to --out, there `lock` (the file that is locked) and `log`; else None.
     """
     mode = "safe; --plain runs what you read"
     flags = Settings
     trainer = WatchedTrainer
-    lock = saved = None
+    lock = log = saved = None
 
     def __init__(self, arguments):
         try:
@@ -303,10 +302,12 @@ class WatchedRun(Run):
                 check_same_data(s, known, self.identity, checkpoint)
         check_prompt(s, config, vocabulary)
         if self.on_rank_0:
-            check_folder(s.trace, "--trace")
-            check_folder(s.profile, "--profile")
+            check_folder(s.trace, "--trace", "trace.json")
+            check_folder(s.profile, "--profile", "rank-*.json")
             if s.out:
                 self.lock = lock(s.out, self.identity)
+                with writable(s.out, "--out"):
+                    self.log = Log(f"{s.out}/log.jsonl", checkpoint.manifest["step"] if checkpoint else 0)
         if checkpoint:
             source = checkpoint.source
             self.saved = checkpoint.manifest
@@ -319,7 +320,8 @@ class WatchedRun(Run):
         self.checkpoint = checkpoint
 
     def start(self):
-        sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
+        if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
+            sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
         torch.set_num_threads(min(torch.get_num_threads(), launch.cores()))
         if self.processes != self.world:
             if self.lock:  # release it, for the rank 0 that is about to start
