@@ -32,6 +32,10 @@ import tempfile
 import torch
 import torch.distributed as torch_dist
 
+HERE = os.path.dirname(os.path.realpath(__file__))
+if HERE not in sys.path:  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, HERE)
+
 import collectives as dist
 import kernels
 from fast import edition
@@ -39,15 +43,15 @@ from fast.recorded import RecordedGraph
 from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
-from lessons.measure import interleaved, of_all_ranks, readable, say, seconds_of, Table, traffic_of, write_json
+from lessons.measure import interleaved, of_all_ranks, readable, ROWS, say, seconds_of, Table, traffic_of, write_json
 from lessons.muon import KINDS, optimizers
-from lessons.pictures import draw_trace, pictures
+from lessons.pictures import check_picture, draw_trace, DRAWN, pictures
 from lessons.plan import plan
 from lessons.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
 from lessons.strategies import configs_of, layouts, OF_EDITION, pieces, strategies
 from model import PRESETS
 from safe import launch
-from safe.files import check_folder
+from safe.files import check_file, check_folder
 from safe.flags import check_layout, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES
 from safe.launch import is_forked
 from safe.sizes import BadInput, checked_use, reject
@@ -247,10 +251,10 @@ def on_triton(a):
 
 def check(a, world):
     """Fill in flags left out; BadInput before any process starts. Returns the number of processes needed."""
-    reject(a.json and (os.path.isdir(a.json) or not os.path.isdir(os.path.dirname(os.path.abspath(a.json)))),
-           f"--json {a.json}: no file can be written there; give e.g. --json rows.json")
+    if a.json:
+        check_file(a.json, "--json", ROWS)
     if a.what == "pictures":
-        check_file(a)
+        check_trace(a)
         return 1
     if a.what == "plan":
         a.gpus = a.gpus or 8
@@ -325,13 +329,15 @@ def check_strategies(a):
     reject(not a.layouts, f"--batch-size {a.batch_size}: no strategy can run with it; {''.join(a.reasons[:1])}")
 
 
-def check_file(a):
+def check_trace(a):
     """Set a.drawn, {"pipeline": the picture of the trace}. BadInput for a file that cannot be drawn."""
     a.drawn = {}
     if a.file:
         with readable(a.file, "give the trace.json that train.py --trace wrote"), open(a.file) as file:
             a.drawn["pipeline"] = draw_trace(json.load(file))
     check_folder(a.into, "--into")
+    for name in (*DRAWN, *a.drawn):
+        check_picture(os.path.join(a.into, f"{name}.svg"), "--into")
 
 
 def main():

@@ -268,7 +268,7 @@ class GPT(nn.Module):
     def stream(self, tokens, temperature=1.0, top_k=None, seed=None):
         """Yield without end a token (B, 1) that continues tokens (B, T) and all those yielded before.
 
-        Temperature 0 takes the likeliest token, top_k samples among the k likeliest.
+        Temperature 0, or almost 0, takes the likeliest token, top_k samples among the k likeliest.
         """
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         while True:
@@ -277,7 +277,7 @@ class GPT(nn.Module):
             if top_k:
                 kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
-            if temperature:
+            if temperature > 1e-30:  # below, logits / temperature would be infinite
                 token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             else:
                 token = logits.argmax(-1, keepdim=True)

@@ -35,6 +35,10 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+HERE = os.path.dirname(os.path.realpath(__file__))
+if HERE not in sys.path:  # PYTHONSAFEPATH leaves it out
+    sys.path.insert(0, HERE)
+
 import collectives as dist
 import kernels
 import parallel
@@ -988,6 +992,11 @@ class Run:
                 raise ValueError(why)
         if s.out:
             os.makedirs(s.out, exist_ok=True)
+            first = self.saved["step"] if self.saved else 0
+            later = [file for file in pathlib.Path(s.out).glob(f"step-{8 * '[0-9]'}.pt") if int(file.stem[5:]) > first]
+            if later or not self.saved and os.path.exists(os.path.join(s.out, "log.jsonl")):
+                raise ValueError(f"--out {s.out} holds a run, which this one would write over: add --resume, or name "
+                                 f"a new folder, e.g. --out {s.out}-2")
 
     def start(self):
         """Meet the other processes, train, part."""

@@ -7,7 +7,18 @@ needs none of the GPT's files. fast/edition.py has the edition that trains a GPT
 is no off(): the reference alone runs in a process that never calls `on`.
 """
 
+import importlib.util
+import pathlib
+import sys
+
 import torch.nn.functional as F
+
+HERE = pathlib.Path(__file__).resolve().parents[1]
+for name in "collectives", "kernels", "parallel", "further", "safe":
+    found = importlib.util.find_spec(name)
+    if found and found.origin and HERE not in pathlib.Path(found.origin).resolve().parents:
+        print(f"{found.origin}: Python takes it for the module {name} of {HERE}; give it another name", file=sys.stderr)
+        sys.exit(2)
 
 import collectives
 import kernels

@@ -186,10 +186,12 @@ def write_learned(files, size, folder):
     if not whole or b"\0" in whole:
         raise ValueError(f"{', '.join(map(str, files))}: no text to learn from, or zero bytes in it")
     if not 257 <= size <= 65536:
-        raise ValueError(f"--vocab-size {size}: must be between 257 and 65,536, e.g. 4096")
+        raise ValueError(f"--vocab-size {size}: must be between 257 and 65,536: give e.g. --vocab-size 4096")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (name for name in FILES if (folder / name).exists()):
+        raise ValueError(f"--out {folder}: a {name} is there already: name a new folder, e.g. --out {folder}-2")
     merges = learn(texts, size)
     tokens = dict.fromkeys([*LETTERS.values(), *map("".join, merges), END])
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), "utf-8")
     (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in [("#version:", "0.2"), *merges]), "utf-8")
     count = len(Tokenizer(folder).tokens_of(texts))

@@ -190,7 +190,7 @@ def read_schedule(s):
     train.py's Flags."""
     file = s.schedule_file
     try:
-        text = pathlib.Path(file).read_text()
+        text = pathlib.Path(file).read_text("utf-8-sig")
         lists = parse(text)
     except ScheduleError as error:
         why = str(error).partition("\n")[0]

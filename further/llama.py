@@ -116,6 +116,7 @@ class LlamaConfig(GPTConfig):
     rope_theta: float = 10000.0  # of rotary positions: the slowest pair turns once in about 2 pi theta tokens
     qk_norm: bool = False        # a norm of each head's query and key, Qwen 3's
     qkv_bias: bool = False       # Qwen 2's
+    max_positions: int = 0       # that its weights were trained for, where seq_len is shorter; 0: seq_len
     arch = "llama"
     activations = ("silu",)
     biased = False

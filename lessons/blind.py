@@ -2,7 +2,7 @@
 
     python -m lessons blind                             the tables of docs/bugs.md
     python -m lessons blind --out assets/blind.svg      and its picture
-    python -m lessons blind --quick 1                   a few of both
+    python -m lessons blind --quick                     a few of both
 
 The right program runs in a row's layout, as threads of one process (further/together.py), then each wrong one. A habit
 sees what is off by more than it tolerates.
@@ -26,7 +26,7 @@ import torch
 
 import collectives as dist
 from collectives import ReduceOp
-from lessons.pictures import box, COLOURS, words, write_rows
+from lessons.pictures import box, check_picture, COLOURS, words, write_rows
 from lessons.puzzles import HERE, loaded_from, write
 from parallel import PRECISIONS
 from safe.launch import cores
@@ -235,6 +235,8 @@ def draw(found, path):
 
 def demo_blind(quick, out):
     """Which of six habits would have seen each bug that shipped, and each mutant of a collective."""
+    if out:
+        check_picture(out, "--out")
     rows = defaultdict(list)
     strategies = [*STRATEGIES.items()]
     for bug in bugs()[::8 if quick else 1]:

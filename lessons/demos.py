@@ -25,11 +25,11 @@ from lessons.machine import demo_machine
 from lessons.measure import off, readable, say, say_in_order, traffic_of
 from lessons.measuring import demo_measuring
 from lessons.moving import fsdp_step, ring_states, ring_steps
-from lessons.muon import demo_muon
+from lessons.muon import demo_muon, rates
 from lessons.overlap import demo_overlap
 from lessons.peers import token_loss
 from lessons.pictures import costs_of, spans_of
-from lessons.together import demo_together
+from lessons.together import demo_together, operation
 from model import GPT, PRESETS, GPTConfig
 from parallel import average_gradients, make_mesh, tensor_parallel
 import safe
@@ -360,9 +360,10 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "extension": (demo_extension, {}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
     "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "out": None, "many_ranks": 0, "break": None}),
-    "blind": (demo_blind, {"quick": 0, "out": None}),
+    "blind": (demo_blind, {"quick": False, "out": None}),
     "pages": (pages.pages, {"out": "runs/site"}),
     "explore": (explore, {"port": 0})}
+TYPES = {"port": int, "lr": rates, "break": operation}  # flag: what reads it, where it is no text or number above 0
 # Each rank is a process and runs the demo.
 ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_measuring, demo_lecture8, demo_forms
 
@@ -375,7 +376,10 @@ def main():
         lesson = lessons.add_parser(name, help=demo.__doc__)
         lesson.set_defaults(demo=demo)
         for flag, default in flags.items():
-            kind = int if flag == "port" else positive if isinstance(default, int) else str
+            if default is False:
+                lesson.add_argument(dashed(flag), action="store_true")
+                continue
+            kind = TYPES.get(flag, positive if isinstance(default, int) else str)
             choices = {"model": list(PRESETS), "machine": list(MACHINES)}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices)
     for many in (puzzles, runs):

@@ -149,6 +149,9 @@ def say_in_order(text):
         say(line)
 
 
+ROWS = rb'\A\{\n "what": "'  # how the file begins that write_json writes
+
+
 def write_json(a, device, *tables, **more):
     """Write the tables' rows, with the hardware, versions and commit that a figure means nothing without."""
     if not a.json or not is_first():

@@ -4,6 +4,7 @@
     python bench.py optimizers --model gpt2-xl
 """
 
+import argparse
 import itertools
 import time
 from functools import partial
@@ -25,6 +26,17 @@ KINDS = {"AdamW": torch.optim.AdamW, "Muon": Muon}
 
 # ------------------------------------------------------------------------------------------------ loss at equal tokens
 
+def rates(text):
+    """Learning rates of a text, for --lr."""
+    try:
+        found = [*map(float, text.split())]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= rate <= 1e9 for rate in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of learning rates: give e.g. --lr 1e-3")
+    return found
+
+
 def demo_muon(steps, batch_size, model, lr):
     """Loss of held-out text after as many tokens, by AdamW and by Muon, for learning rates."""
     device = dist.initialize("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,7 +48,7 @@ def demo_muon(steps, batch_size, model, lr):
           f"{batch_size} x {config.seq_len} bytes a step.\nHeld-out loss, nats a byte, after so many steps; "
           f"ms of a step, and of these the optimizer's\n")
     print(f"{'':7} {'lr':>7}" + "".join(f"{mark:>9}" for mark in marks) + f"{'step':>9}{'optimizer':>11}")
-    for rate, name in itertools.product(map(float, lr.split()), KINDS):
+    for rate, name in itertools.product(lr, KINDS):
         s = train.Flags(dp=1, steps=steps, batch_size=batch_size, lr=rate, min_lr=rate / 20, optimizer=name.lower())
         trainer = train.Trainer(s, config, None, (*train.split(tokens), vocabulary), device)
         losses, step_ms, update_ms = trained(trainer, marks)

@@ -14,6 +14,7 @@ import html
 import itertools
 import json
 import keyword
+import os
 import pathlib
 import re
 import string
@@ -24,6 +25,7 @@ from lessons import moving, puzzles
 from lessons.pictures import ring_frames, svg_of, tensor_frames, zero_frames
 from lessons.puzzles import HERE
 from model import PRESETS
+from safe.files import check_file, check_folder
 from theory.speed import MACHINES
 
 FILES = [name for name in puzzles.FILES if "__" not in name]  # but for further/__init__.py, which has no code
@@ -315,7 +317,9 @@ def page_of(name, live=False):
 
 def pages(out):
     """The reference as HTML, prose beside code, behind the README's reading path; and pictures to step through."""
-    pathlib.Path(out).mkdir(parents=True, exist_ok=True)
+    check_folder(out, "--out")
+    for name in NAMES:
+        check_file(os.path.join(out, f"{name}.html"), "--out", rb"\n<title>.* - ringGPT</title>")
     for name in NAMES:
         pathlib.Path(out, f"{name}.html").write_text(page_of(name))
     print(f"{out}/index.html")

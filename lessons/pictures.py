@@ -3,6 +3,7 @@
 import html
 import itertools
 import pathlib
+import re
 import statistics
 from collections import defaultdict
 
@@ -12,6 +13,7 @@ from further.schedules import SCHEDULES
 from lessons.measure import say
 from lessons.moving import fsdp_step, ring_states, ring_steps, tensor_matrices
 from model import PRESETS
+from safe.files import check_file
 from safe.flags import Settings
 from theory.clock import simulate
 from theory.memory import memory_bytes
@@ -216,9 +218,16 @@ def tensor_frames():
     return frames
 
 
+FRAME = '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" viewBox="0 0 1000 '
+
+
 def svg_of(height, parts):
-    frame = f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" viewBox="0 0 1000 {height}">'
-    return "\n".join([frame, *parts, "</svg>"]) + "\n"
+    return "\n".join([f'{FRAME}{height}">', *parts, "</svg>"]) + "\n"
+
+
+def check_picture(path, flag):
+    """BadInput unless a picture can be written there."""
+    check_file(path, flag, re.escape(FRAME.encode()))
 
 
 def write_rows(path, left, head, rows):
@@ -229,9 +238,12 @@ def write_rows(path, left, head, rows):
     pathlib.Path(path).write_text(svg_of(36 + 20 * len(rows), parts))
 
 
+DRAWN = {"ring": draw_ring, "zero-stages": draw_zero_stages, "schedules": draw_schedules}
+
+
 def pictures(a):
     """Write SVG pictures of what the code does, and of a trace."""
-    ours = {"ring": draw_ring(), "zero-stages": draw_zero_stages(), "schedules": draw_schedules()}
+    ours = {name: draw() for name, draw in DRAWN.items()}
     for name, (height, parts) in (ours | a.drawn).items():
         path = pathlib.Path(a.into, f"{name}.svg")
         path.write_text(svg_of(height, parts))

@@ -31,6 +31,7 @@ from torch import nn
 
 import kernels
 from safe import launch
+from safe.files import writable
 from safe.sizes import reject
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
@@ -320,7 +321,8 @@ def puzzles(name, into, check_in, shows_solution):
         print(solution(puzzle))
     if into:
         reject(os.path.exists(into), f"--into {into}: it is there already; give a new folder, e.g. {into}-2")
-        write(into, puzzle.file, filled(puzzle, empty(puzzle)))
+        with writable(into, "--into"):
+            write(into, puzzle.file, filled(puzzle, empty(puzzle)))
         print(f"{into}/{puzzle.file}, {puzzle.function}: write what is missing, then\n"
               f"python -m lessons puzzles {name} --check {into}")
     if check_in:

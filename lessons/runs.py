@@ -3,7 +3,7 @@
 import os
 
 from lessons.measure import say
-from safe.files import writable
+from safe.files import check_file, OURS, writable
 from safe.page import entries_of, page_of, write_page
 from safe.sizes import reject
 
@@ -15,6 +15,7 @@ def runs(folders, out):
     reject(not found, f"{folders[0]}: no log.jsonl with a step is there; give a folder of train.py's --out, e.g. "
            "runs/1")
     with writable(os.path.dirname(out) or ".", "--out"):
+        check_file(out, "--out", OURS["index.html"])
         write_page(out, page_of(" ".join(found), found))
     say(out)
 

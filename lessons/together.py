@@ -5,9 +5,11 @@
     python -m lessons together --many-ranks 256                    a ring of 256, FSDP on 64, 1F1B on 1,024
 """
 
+import argparse
 import builtins
 import contextlib
 import functools
+import inspect
 import math
 import os
 import pdb
@@ -26,9 +28,10 @@ import train
 from further import together
 from further.deadlock import waiting
 from further.prefetch import FlatFSDP
-from lessons.pictures import box, COLOURS, legend, write_rows
+from lessons.pictures import box, check_picture, COLOURS, legend, write_rows
 from lessons.puzzles import HERE
 from model import GPTConfig
+from safe.sizes import reject
 from theory.clock import simulate
 from theory.speed import MACHINES
 
@@ -99,6 +102,13 @@ class Seen:
         tensors = [f"{name} {tuple(t.shape)}" for name, t in frame.f_locals.items() if isinstance(t, torch.Tensor)]
         place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
         return "; ".join([waiting(task) if task.waits_for else f"{task.name} can go on", place, *tensors])
+
+
+def operation(name):
+    """A function of collectives.py, for --break."""
+    if not inspect.isfunction(getattr(dist, name, None)):
+        raise argparse.ArgumentTypeError(f"{name} is no function of collectives.py: give e.g. --break all_reduce")
+    return name
 
 
 def stop_in(name, world):
@@ -182,8 +192,14 @@ def many(n):
 
 def demo_together(dp, tp, pp, out, many_ranks, **stop):
     """All ranks as threads of one process: a step's messages, pdb in one rank, hundreds of ranks."""
+    if out:
+        check_picture(out, "--out")
     if many_ranks:
+        reject(many_ranks < 8, f"--many-ranks {many_ranks}: FSDP takes a quarter of them: give --many-ranks 8 "
+               "or more")
         return many(many_ranks)
+    reject(8 % dp or 8 % tp or pp > 6, f"--dp {dp} --tp {tp} --pp {pp}: 8 sequences, 8 heads and 6 pieces cannot be "
+           "shared out so: give e.g. --dp 2 --tp 2 --pp 1")
     world, layout = Clock(MACHINES["h200"]), train.Layout(dp=dp, tp=tp, pp=pp)
     if stop["break"]:
         stop_in(stop["break"], world)

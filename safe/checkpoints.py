@@ -1,5 +1,6 @@
 """Checkpoints that survive crashes and full disks, written, found again and checked; and whose run a folder holds."""
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -20,9 +21,10 @@ from further.bpe import END
 from model import GPTConfig, shapes
 from parallel import master_dtype
 from safe.files import (
-    crc_of_file, read_safetensors, sync_folder, UNKNOWN, warn_once, writable, write_file, write_safetensors)
+    crc_of_file, keep_others, read_safetensors, sync_folder, UNKNOWN, warn_once, writable, write_file,
+    write_safetensors)
 from safe.flags import dashed, Settings
-from safe.huggingface import open_hf, write_hf
+from safe.huggingface import open_hf, shortened, weight_files, write_hf
 from safe.sizes import BadInput, reject
 from train import Bytes, config_of, lacking, MOMENTS
 
@@ -49,7 +51,7 @@ def run_of(s, config):
     """A run's identity: what decides its losses, but not its layout. A run goes on in --out only with its own. Of the
     data it says nothing: `fingerprint` does, when the data is read."""
     flags = {name: getattr(s, name) for name in NUMBERS} | {"data": s.data and os.path.abspath(s.data)}
-    start = {"init_from": s.init_from and os.path.abspath(s.init_from)}
+    start = {"init_from": s.init_from and os.path.abspath(s.init_from), "weights": crc_of_weights(s.init_from)}
     model = {"experts": 0, **dataclasses.asdict(config), "arch": config.arch, "inner": config.hidden,
              "n_kv_head": config.kv_heads, "head_size": config.head_dim}
     return {"flags": flags, "start": start, "model": model, "data": {}}
@@ -62,24 +64,44 @@ def fingerprint(train, held_out, vocabulary):
             "crc32": zlib.crc32(np.concatenate(edges).tobytes())}
 
 
+def crc_of_weights(folder):
+    """The identity of the weights in a folder of --init-from; 0 without one."""
+    crc = 0
+    for file in weight_files(folder) if folder else ():
+        data = np.memmap(file, np.uint8, "r")
+        for edge in data[:1 << 20], data[-1 << 20:]:
+            crc = zlib.crc32(edge, crc)
+    return crc
+
+
 def differences(there, here, parts=("model", "flags", "start", "data")):
-    """How two results of `run_of` differ in what both know, in words. Data counts by its contents, not its path, so it
-    may move."""
+    """How two results of `run_of` differ in what both know, in words. Data and weights count by their contents, not
+    their paths, so they may move."""
     found = []
     for part in parts:
         for key, value in here[part].items():
             known = there[part].get(key, value)
-            if key != "data" and known != value:
+            moved = key == "data" or key == "init_from" and "weights" in there[part]
+            if known != value and not moved:
                 name = f"data: {key}" if part == "data" else dashed(key)
-                found.append(f"{name} {known or 'none'} there, {value or 'none'} here")
+                if key == "weights":
+                    name = "weights of --init-from"
+                    known = there[part]["init_from"]
+                    value = here[part]["init_from"]
+                found.append(f"{name} {shown(known)} there, {shown(value)} here")
     return found
+
+
+def shown(value):
+    return "none" if value in (None, "") else value
 
 
 # ------------------------------------------------------------------------------------------------------------- written
 
 def write_checkpoint(trainer, done, tensors):
-    """Write the checkpoint after `done` steps into --out, and remove all but the newest --keep; those of --plain stay.
-    OSError if that fails. tensors: of Trainer.whole_tensors, gathered one at a time, in the order of the files."""
+    """Write the checkpoint after `done` steps into --out, and remove all but the newest --keep; those of --plain stay,
+    and those with somebody's files. OSError if that fails. tensors: of Trainer.whole_tensors, gathered one at a time,
+    in the order of the files."""
     final = pathlib.Path(trainer.s.out, f"step-{done:08}")
     part = final.with_name(f".{final.name}.part")
     dtype = master_dtype(trainer.net.layout.dtype)
@@ -88,7 +110,8 @@ def write_checkpoint(trainer, done, tensors):
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
         end = getattr(trainer.vocabulary, "numbers", {}).get(END)
-        files = manifest["files"] = write_hf(part, trainer.config, tensors, dtype, end)
+        ids = {"bos_token_id": end, "eos_token_id": end, **trainer.run.token_ids}
+        files = manifest["files"] = write_hf(part, trainer.config, tensors, dtype, ids)
         files["optimizer.safetensors"] = write_safetensors(part / "optimizer.safetensors", dtype, moments, tensors)
         for name, text in getattr(trainer.vocabulary, "files", {}).items():
             files[name] = write_file(part / name, text)
@@ -99,11 +122,18 @@ def write_checkpoint(trainer, done, tensors):
     except OSError:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    ours = [path for path in checkpoints(final.parent) if path.is_dir()]
+    ours = [path for path in checkpoints(final.parent) if path.is_dir() and has_no_others(path)]
     for old in ours[:-trainer.s.keep]:
         gone = old.with_name(f".{old.name}.old")
         os.rename(old, gone)  # because a folder half removed must not look like a checkpoint
         shutil.rmtree(gone)
+
+
+def has_no_others(path):
+    """Whether a folder is a checkpoint, and has no file but its own."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return {*os.listdir(path)} == {"manifest.json", *json.loads((path / "manifest.json").read_text())["files"]}
+    return False
 
 
 def crc_of(value):
@@ -153,6 +183,8 @@ def open_checkpoint(path, read_all):
             reject(read_all and crc_of_file(path / name) != entry["crc32"], "its checksum is not the manifest's")
         name = "tensors"
         config, source = open_hf(path)
+        if (seq_len := manifest["run"]["model"]["seq_len"]) < config.seq_len:  # of a Llama, whose folder knows more
+            config, source = shortened(config, source, seq_len)
         manifest["tensors"] = read_safetensors(path / "optimizer.safetensors")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"--resume {path}: {name}: {why(error)}; move that folder away to go on from the checkpoint "
@@ -191,6 +223,8 @@ def start_of(s, config, asked, read_all):
     Data is not compared, because this comes before a text is encoded into --out."""
     out = pathlib.Path(s.out)
     found = checkpoints(s.out)
+    for name in "run.json", "index.html", ".lock":
+        keep_others(out / name, "--out")
     if asked:
         own = asked.path.resolve().parent
         is_it = [path.samefile(asked.path) for path in checkpoints(own)]  # no one, if it has been renamed
@@ -209,10 +243,11 @@ def start_of(s, config, asked, read_all):
            f"that says which: {another}")
     here = run_of(s, config)
     if there and (how := differences(there, here)):
-        same = (newest and not s.init_from and not differences(there, here, ("model",))
+        same = (newest and not differences(there, here, ("model",))
                 and not lacking(there["flags"].get("optimizer", "adamw"), s.optimizer))
+        without = "leave --init-from out and " * bool(s.init_from)
         raise BadInput(f"--out {out} holds another run ({'; '.join(how[:3])}): {another}"
-                       + ", or add --resume" * bool(same))
+                       + f", or {without}add --resume" * bool(same))
     return newest, there
 
 
@@ -260,6 +295,7 @@ def lock(folder, identity):
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         write_file(out / "run.json", json.dumps(identity))
-        for unfinished in out.glob(".step-*.*"):  # a killed run leaves folders half written or half removed
-            shutil.rmtree(unfinished)
+        for path in out.iterdir():  # a killed run leaves folders half written or half removed
+            if re.fullmatch(r"\.step-\d{8,}\.(part|old)", path.name) and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
     return file

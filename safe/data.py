@@ -17,14 +17,18 @@ import time
 import numpy as np
 
 from further.bpe import END, FILES, LETTERS, read, text_of, Tokenizer
-from safe.files import writable, write_blocks
+from safe.files import is_ours, writable, write_blocks
 from safe.launch import cores
 from safe.sizes import BadInput, reject
 from train import Bytes, parts_of_sequence, split, standard_library
 
 
 class Numbers:
-    """The vocabulary of a .bin without a tokenizer: a token shows as its number. Samples go on after the number 0."""
+    """The vocabulary of a .bin without a tokenizer: a token shows as its number. Samples go on after the number 0. why:
+    what is wrong with the tokenizer that is there, in words."""
+
+    def __init__(self, why=""):
+        self.why = why
 
     def encode(self, text):
         return [0]
@@ -53,13 +57,14 @@ def open_vocabulary(s, checkpoint):
             return Numbers() if is_bin(s) else Bytes()
     try:
         found = open_tokenizer(folder)
+        reject(len(found) > 1 << 16, f"its {len(found):,} tokens are more than uint16 can number")
+        return found
     except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         what = f"{os.path.basename(error.filename)}: {error.strerror}" if isinstance(error, OSError) else error
-        raise BadInput(f"{flag} {folder}: {what}; give a folder with a GPT-2's own {WHOLE}, or {' and '.join(FILES)}"
-                       ) from None
-    reject(len(found) > 1 << 16, f"{flag} {folder}: its {len(found):,} tokens are more than uint16 can number; give a "
-           "vocabulary of at most 65,536")
-    return found
+    if is_bin(s) and not s.tokenizer:  # tokens need no tokenizer, and many weights have one of another kind beside them
+        return Numbers(f"{folder}: {what}")
+    raise BadInput(f"{flag} {folder}: {what}; give a folder with a GPT-2's own {WHOLE}, or {' and '.join(FILES)}"
+                   + ", or what needs none: --data TOKENS.bin" * (not s.tokenizer))
 
 
 def open_tokenizer(folder):
@@ -171,33 +176,45 @@ def load_data(s, vocabulary, left_out=None):
         problem = "" if len(tokens) else about_left_out(left_out) or "it is empty"
     except OSError as error:
         problem = f"{error.strerror}{f': {error.filename}' * (error.filename not in (None, s.data))}"
+    reject(problem and s.resume, f"{where}: {problem}; give --data TEXT, where the run's text lies now")
     reject(problem, f"{where}: {problem}; give text, or leave the flag out for the standard library's source")
     return *split(tokens), vocabulary
 
 
 def files_of(s):
-    """The files of --data. In a folder, none that this run or that of --resume wrote."""
+    """The files of --data. In a folder, none that a run wrote, and none of its vocabulary or weights."""
     if not os.path.isdir(s.data):
         return [pathlib.Path(s.data)] if s.data else standard_library()
     data = pathlib.Path(s.data).resolve()
-    written = s.out, s.trace, s.profile, s.resume, os.path.dirname(s.resume.rstrip("/"))
+    written = s.out, s.trace, s.profile, s.resume, os.path.dirname(s.resume.rstrip("/")), s.tokenizer, s.init_from
     return [*files_in(data, {pathlib.Path(folder).resolve() for folder in written if folder} - {data, *data.parents})]
 
 
 def files_in(folder, seen):
-    """What lies in a folder, also behind links, but neither hidden files nor hidden folders. Each folder is read once,
-    whatever links lead there, and those in `seen` are not."""
+    """What lies in a folder, also behind links, but neither hidden files nor hidden folders, nor what a run has
+    written. Each folder is read once, whatever links lead there, and those in `seen` are not."""
     def stop(error):
         raise error
 
     for here, folders, names in os.walk(folder, followlinks=True, onerror=stop):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         here = pathlib.Path(here)
-        if here.resolve() in seen:
+        written = written_by_runs(here, names)
+        if here.resolve() in seen or written & {*RUNS} and here != folder:
             folders.clear()
         else:
             seen = seen | {here.resolve()}
-            yield from (here / name for name in names if not name.startswith("."))
+            yield from (here / name for name in names if not name.startswith(".") and name not in written)
+
+
+RUNS = "run.json", "log.jsonl", "manifest.json"  # where a run has written one of these, all is the run's
+
+
+def written_by_runs(folder, names):
+    """Those of a folder's files that train.py or further.bpe have written."""
+    vocabulary = {*FILES} if {*FILES} <= {*names} else set()
+    encoded_there = {name for name in names if re.fullmatch(r"text-[0-9a-f]{16}\.bin", name)}
+    return vocabulary | encoded_there | {name for name in names if is_ours(folder / name)}
 
 
 def read_texts(files, left_out):
@@ -296,9 +313,9 @@ def check_tokens(s, tokens, vocab_size):
 PART = 1 << 22  # letters that a process encodes at a time
 LINE_END = re.compile(r"(?<=\S)\n")  # before it a piece ends, whatever follows
 WORKER = """
-import json
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:] = sys.argv[1:]  # the program's own, because this one would take a json.py in the user's folder for Python's
+import json
 from further.bpe import Tokenizer
 words = Tokenizer("", json.loads(sys.stdin.buffer.readline()))
 sys.stdout.buffer.write(words.tokens_of([sys.stdin.buffer.read()]).tobytes())
@@ -360,8 +377,7 @@ def parts_of(text, size=PART):
 
 
 def encode_part(part, vocabulary):
-    here = pathlib.Path(__file__).resolve().parents[1]
     contents = json.dumps(vocabulary.contents).encode() + b"\n"
-    tokens = subprocess.check_output([sys.executable, "-c", WORKER, here],
+    tokens = subprocess.check_output([sys.executable, "-c", WORKER, *sys.path],
                                      input=contents + part.encode("utf-8", "surrogateescape"))
     return np.frombuffer(tokens, np.uint16)

@@ -10,6 +10,8 @@ import functools
 import json
 import math
 import os
+import pathlib
+import re
 import sys
 import tempfile
 import zlib
@@ -25,7 +27,8 @@ SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.f
 
 
 def read_safetensors(path):
-    """{name: tensor} of a .safetensors file, mapped into memory and read when used. ValueError if it is damaged."""
+    """{name: tensor} of a .safetensors file, mapped into memory and read when used. In place of a tensor in another
+    dtype than the table's stands its dtype's name, because nobody may ask for it. ValueError if the file is damaged."""
     try:
         data = np.memmap(path, np.uint8, "c")  # what is written into it does not reach the file
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
@@ -36,9 +39,9 @@ def read_safetensors(path):
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             reject(begin < 0 or end > len(room), f"{name} lies outside the file: it is cut short or damaged")
-            reject(entry["dtype"] not in SAFETENSORS_DTYPES, f"{name} is in {entry['dtype']}, which is not read here")
-            values = torch.from_numpy(room[begin:end]).view(SAFETENSORS_DTYPES[entry["dtype"]])
-            tensors[name] = values.view(entry["shape"])
+            dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
+            values = torch.from_numpy(room[begin:end])
+            tensors[name] = values.view(dtype).view(entry["shape"]) if dtype else str(entry["dtype"])
         return tensors
     except Exception as error:  # noqa: BLE001  anything may stand in a damaged header
         raise ValueError(f"{path}: not a whole .safetensors file ({error})") from None
@@ -74,14 +77,19 @@ def write_file(path, text):
 def write_blocks(path, blocks):
     """Write a file that has its name only when all of it is on the disk. Returns its {"bytes", "crc32"}."""
     size = crc = 0
-    with open(f"{path}.part", "wb") as file:
-        for block in blocks:
-            file.write(block)
-            size += len(block)
-            crc = zlib.crc32(block, crc)
-        file.flush()
-        sync(file)
-    os.replace(f"{path}.part", path)
+    try:
+        with open(f"{path}.part", "wb") as file:
+            for block in blocks:
+                file.write(block)
+                size += len(block)
+                crc = zlib.crc32(block, crc)
+            file.flush()
+            sync(file)
+        os.replace(f"{path}.part", path)
+    except OSError:  # a full disk, say
+        with contextlib.suppress(OSError):
+            os.unlink(f"{path}.part")
+        raise
     return {"bytes": size, "crc32": crc}
 
 
@@ -132,10 +140,59 @@ def writable(folder, name):
         raise BadInput(f"{name} {folder}: {error.strerror}; name a folder that can be written") from None
 
 
-def check_folder(folder, name):
+def check_folder(folder, name, files=""):
+    """BadInput unless files can be written into the folder that flag `name` asks for, where none of these names (a
+    pattern) is somebody else's."""
     if folder:
         with writable(folder, name), tempfile.TemporaryFile(dir=folder):
             pass
+        for path in pathlib.Path(folder).glob(files) if files else ():
+            keep_others(path, name)
+
+
+def check_file(path, name, begins):
+    """BadInput unless a file can be written at the path that flag `name` gives. One that is there must begin like those
+    that we write."""
+    try:
+        with tempfile.TemporaryFile(dir=os.path.dirname(path) or "."):
+            pass
+    except OSError as error:
+        raise BadInput(f"{name} {path}: {error.strerror}; name a file in a folder that can be written") from None
+    start, end = os.path.splitext(path)
+    reject(os.path.lexists(path) and not begins_with(path, begins), f"{name} {path}: is there, and not what would be "
+           f"written: name a new file, e.g. {name} {start}-2{end}")
+
+
+# Files that a run writes, and what stands in them near their beginning. Nothing else of these names is written over, or
+# read as if it were a run's. (N: a number.)
+OURS = {
+    "run.json": rb'\A\{"flags": \{"data": "',
+    "log.jsonl": rb'(?m)^\{"step": \d+, "',
+    "index.html": rb'\A<!doctype html>\n<html lang="en"><meta charset="utf-8">.*\n<title>.*\n<style>\n  :root \{',
+    ".lock": rb"\A(process \d+ on .*)?\Z",
+    "manifest.json": rb'\A\{"format": \d+, "step": ',
+    "trace.json": rb'\A\{"traceEvents": \[(\]|\{"name": "\w+ stage )',
+    "rank-N.json": rb'"ringGPT"'}
+
+
+def begins_with(path, pattern):
+    if not os.path.isfile(path):  # a pipe would be waited for
+        return False
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return bool(re.search(pattern, file.read(1 << 14)))
+    return False
+
+
+def is_ours(path):
+    """Whether a run has written this file."""
+    pattern = OURS.get(re.sub(r"\d+", "N", path.name))
+    return bool(pattern) and begins_with(path, pattern)
+
+
+def keep_others(path, name):
+    """BadInput if at this path, in the folder that flag `name` asks for, is a file that no run has written."""
+    reject(os.path.lexists(path) and not is_ours(path), f"{name} {path.parent}: the {path.name} there is no run's: "
+           f"name a new folder, e.g. {name} {path.parent}-2")
 
 
 class Log:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import math
 import os
+import pathlib
 import sys
 import time
 from dataclasses import dataclass
@@ -104,7 +105,9 @@ def model_config(s, checkpoint=None):
     try:
         config, source = (checkpoint.config, checkpoint.source) if checkpoint else open_hf(s.init_from)
     except (ValueError, OSError) as error:
-        raise BadInput(f"--init-from {s.init_from}: {error}") from None
+        goes_on = s.out and any(pathlib.Path(s.out).glob("step-*"))
+        instead = "; to go on in --out, leave --init-from out and add --resume" * bool(goes_on)
+        raise BadInput(f"--init-from {s.init_from}: {error}{instead}") from None
     where = "--resume" if checkpoint else "--init-from"
     if not checkpoint and s.seq_len is not None and s.seq_len < config.seq_len:
         config, source = shortened(config, source, s.seq_len)

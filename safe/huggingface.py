@@ -1,5 +1,6 @@
 """GPT-2 as a Hugging Face folder: `load(folder)`, `save(model, folder)`. safe/llamas.py says how Llamas differ."""
 
+import contextlib
 import json
 import pathlib
 from dataclasses import replace
@@ -27,6 +28,7 @@ HF_FIXED = {  # our model has these values; a config.json with others is refused
 ALSO_WRITTEN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 WITH_EXPERTS = "ringgpt_moe"  # model_type of a folder with experts. transformers knows no such model:
 # AutoModelForCausalLM refuses the folder. GPT2LMHeadModel warns, leaves experts out and draws new MLPs.
+TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 HF_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "elu": "elu"}
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
@@ -41,14 +43,16 @@ def load(folder):
     config, source = open_hf(folder)
     model = GPT(config, seed=None)
     materialize(model, source)
+    model.token_ids = token_ids(folder)
     return model
 
 
 def save(model, folder):
-    """Write the model as a Hugging Face folder, which transformers' from_pretrained can read."""
+    """Write the model as a Hugging Face folder, which transformers' from_pretrained can read. Of a model from `load`
+    it says which tokens begin and end a text."""
     tensors = model.state_dict()
     names = {**shapes(model.config), **buffers(model.config)}
-    write_hf(folder, model.config, ((name, tensors[name]) for name in names))
+    write_hf(folder, model.config, ((name, tensors[name]) for name in names), ids=getattr(model, "token_ids", None))
 
 
 def parts_of(config, name):
@@ -96,25 +100,56 @@ def open_hf(folder):
     tensors = {}
     where = {}
     for file in weight_files(folder):
-        found = {name.removeprefix("transformer."): tensor for name, tensor in read_safetensors(file).items()}
+        found = {whole_name(config, name): tensor for name, tensor in read_safetensors(file).items()}
         tensors |= found
         where |= dict.fromkeys(found, file)
+    config = with_the_head_there(config, tensors)
     keys = llamas.KEYS if config.arch == "llama" else {field: key_of(hf, field) for field in KEYS}
     whose = "the default" if config.arch == "llama" else "a GPT-2's"
     said = ", ".join(f"{key} {getattr(config, field)}" + f", {whose}, as there is none in the file"
                      * (key not in hf) for field, key in keys.items() if config.experts or field not in OF_EXPERTS)
     for name, shape in expected(config):
         reject(name not in tensors, f"{file}: has no {name}, which config.json asks for ({said})")
-        found = tuple(tensors[name].shape)
-        reject(found != shape, f"{where[name]}: {name} is {found}, config.json makes it {shape} ({said})")
-        reject(not tensors[name].is_floating_point(), f"{where[name]}: {name} is in {tensors[name].dtype}: give a "
-               "folder whose weights are not quantized")
+        tensor = tensors[name]
+        quantized = f"{where.get(name, file)}: {name} is in {{}}: give a folder whose weights are not quantized"
+        reject(isinstance(tensor, str), quantized.format(f"{tensor}, which is not read here"))
+        found = tuple(tensor.shape)
+        reject(found != shape, f"{where.get(name, file)}: {name} is {found}, config.json makes it {shape} ({said})")
+        reject(not tensor.is_floating_point(), quantized.format(tensor.dtype))
 
     def source(name):
         name = "wte.weight" if config.tied and name == "lm_head.weight" else name
         return joined(config, name, [tensors[part] for part in parts_of(config, name)])
 
     return config, source
+
+
+def whole_name(config, name):
+    """What a tensor of a file is called here. A body alone, as GPT2Model and LlamaModel are saved, has shorter names
+    than a model with a head has."""
+    if config.arch != "llama":
+        return name.removeprefix("transformer.")
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+
+
+def with_the_head_there(config, tensors):
+    """The config of these tensors. As in transformers, a head that has other numbers than the embedding is not tied to
+    it, whatever config.json says. A head without an embedding is both."""
+    head = tensors.get("lm_head.weight")
+    if not config.tied or not isinstance(head, torch.Tensor):
+        return config
+    embedding = tensors.setdefault("model.embed_tokens.weight" if config.arch == "llama" else "wte.weight", head)
+    tied = isinstance(embedding, torch.Tensor) and embedding.shape == head.shape and (embedding == head).all()
+    return replace(config, tied=bool(tied))
+
+
+def token_ids(folder):
+    """What a folder's config.json says of the tokens that begin, end and fill a text. {} without one that can be read,
+    as beside a file of --plain's."""
+    with contextlib.suppress(OSError, ValueError):
+        hf = json.loads(pathlib.Path(folder, "config.json").read_text("utf-8-sig"))
+        return {key: hf[key] for key in TOKEN_IDS if hf.get(key) is not None}
+    return {}
 
 
 def weight_files(folder):
@@ -126,7 +161,8 @@ def weight_files(folder):
     named_by = "which transformers' save_pretrained writes"
     if index.exists() and not files[0].exists():
         try:
-            files = [folder / shard for shard in sorted({*json.loads(index.read_text())["weight_map"].values()})]
+            files = [folder / shard for shard in sorted(
+                     {*json.loads(index.read_text("utf-8-sig"))["weight_map"].values()})]
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise BadInput(f"{index}: no index of weights ({error})") from None
         named_by = f"which {index.name} names; give all files of the folder"
@@ -136,11 +172,13 @@ def weight_files(folder):
 
 
 def shortened(config, source, seq_len):
-    """config and source of the same model for a shorter context, which has the first positions."""
+    """config and source of the same model for shorter sequences. A GPT-2 is left with the first positions. Rotary ones
+    are no weights, so a Llama's folder goes on to name all that the model knows."""
     def first(name):
         return source(name)[:seq_len] if name == "wpe.weight" else source(name)
 
-    return replace(config, seq_len=seq_len), first
+    known = {"max_positions": config.max_positions or config.seq_len} if config.arch == "llama" else {}
+    return replace(config, seq_len=seq_len, **known), first
 
 
 def key_of(hf, field):
@@ -186,10 +224,10 @@ def config_from(hf):
 
 # -------------------------------------------------------------------------------------------------------------- written
 
-def write_hf(folder, config, tensors, dtype=torch.float32, end=None):
+def write_hf(folder, config, tensors, dtype=torch.float32, ids=None):
     """Write config.json and model.safetensors. tensors: an iterator of (name, tensor), each parameter, then buffers.
 
-    dtype: of the tensors in the file; float64 keeps float64 weights exactly. end: the token between two texts, where
+    dtype: of the tensors in the file; float64 keeps float64 weights exactly. ids: as of `token_ids`; at eos_token_id
     transformers' generate() stops. Returns {file: {"bytes", "crc32"}}.
     """
     folder = pathlib.Path(folder)
@@ -198,16 +236,16 @@ def write_hf(folder, config, tensors, dtype=torch.float32, end=None):
     parts = ((long_name(config, part), tensor) for name, whole in tensors
              for part, tensor in zip(parts_of(config, name), taken_apart(config, name, whole)))
     return {"model.safetensors": write_safetensors(folder / "model.safetensors", dtype, there, parts),
-            "config.json": write_file(folder / "config.json", json.dumps(hf_config(config, dtype, end), indent=2))}
+            "config.json": write_file(folder / "config.json", json.dumps(hf_config(config, dtype, ids), indent=2))}
 
 
 def long_name(config, name):
     return name if name == "lm_head.weight" or config.arch == "llama" else f"transformer.{name}"
 
 
-def hf_config(config, dtype, end):
+def hf_config(config, dtype, ids):
     """The contents of config.json."""
-    every = {"dtype": str(dtype).removeprefix("torch."), "bos_token_id": end, "eos_token_id": end}
+    every = {"dtype": str(dtype).removeprefix("torch."), "bos_token_id": None, "eos_token_id": None, **(ids or {})}
     if config.arch == "llama":
         return every | llamas.hf_config(config)
     kind, name = (WITH_EXPERTS, "RingGPTMixtureOfExperts") if config.experts else ("gpt2", "GPT2LMHeadModel")

@@ -114,13 +114,14 @@ def start_again(processes, saved=lambda: True):
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup, but torchrun would handle it
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # ranks inherit this
-    module = sys.modules["__main__"].__spec__  # of `python -m lessons`
-    words = ["--module", module.name.removesuffix(".__main__")] if module else [sys.argv[0]]
+    program = os.path.abspath(sys.argv[0])  # not __main__, which is pdb's or a profiler's where they run it
+    folder, file = os.path.split(program)
+    words = ["--module", os.path.basename(folder)] if file == "__main__.py" else [program]  # `python -m lessons`
     if may_fork():
         # Ranks are forked from this process, because a new process would spend four seconds on importing PyTorch.
         from torch import _dynamo  # noqa: F401  optimizers need it: import it once, before the fork
         os.register_at_fork(after_in_child=forked)
-        words = ["--run-path", "--start-method", "fork", os.path.abspath(sys.argv[0])]
+        words = ["--run-path", "--start-method", "fork", program]
     # The address, because ranks would look up a machine name that may not resolve.
     flags = ["--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", str(processes)]
     try:

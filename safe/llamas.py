@@ -65,6 +65,7 @@ def hf_config(config):
     reject(config.qk_norm and config.qkv_bias, "a model with biases and norms of heads has no name in transformers")
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     sizes = {key: getattr(config, field) for field, key in KEYS.items()}
+    sizes |= {"max_position_embeddings": config.max_positions or config.seq_len}
     sizes |= {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "intermediate_size": config.hidden}
     fixed = {key: value for key, value in FIXED.items() if value is not None}
     return {"model_type": kind, "architectures": [ARCHITECTURES[kind]], **fixed, **sizes,

@@ -15,6 +15,9 @@ import pathlib
 import string
 import time
 
+from safe.files import keep_others
+from safe.sizes import BadInput
+
 LOOK = pathlib.Path(__file__).parent.parent / "assets/run.html"
 CURVES = {"loss": "loss, nats a token", "val_loss": "validation loss, nats a token", "grad_norm": "gradient norm",
           "lr": "learning rate", "tokens_per_s": "tokens/s", "mfu": "MFU"}
@@ -98,10 +101,12 @@ class Page:
         start = time.perf_counter()
         if start < self.next and not over:
             return
-        with contextlib.suppress(OSError):
+        path = pathlib.Path(self.folder, "index.html")
+        with contextlib.suppress(OSError, BadInput):
+            keep_others(path, "--out")
             entries = entries_of(self.folder)
             more = memory_table(entries) + f"<pre>{html.escape(chr(10).join(self.said))}</pre>"
             refresh = "" if over else '<meta http-equiv="refresh" content="10">'
-            write_page(f"{self.folder}/index.html", page_of(str(self.folder), {"": entries}, more, refresh))
+            write_page(path, page_of(str(self.folder), {"": entries}, more, refresh))
         now = time.perf_counter()
         self.next = now + 100 * (now - start)

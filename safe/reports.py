@@ -16,8 +16,10 @@ import kernels
 from further.bpe import Tokenizer
 from further.prefetch import FlatParameter
 from safe.data import about_left_out
+from safe.files import keep_others
 from safe.flags import gpus_here
 from safe.messages import Watched
+from safe.sizes import BadInput
 from theory import speed
 from theory.memory import kept_tensors, memory_bytes, reducers_of, tensors_in
 from train import Bytes
@@ -178,6 +180,8 @@ def about_vocabulary(trainer):
         mean = f", {trainer.bytes_a_token:.2f} bytes a token" if trainer.bytes_a_token else ""
         unused = f" of the model's {size:,} numbers" * (size > len(vocabulary))
         return f"\ntokens   of {vocabulary.folder}: {len(vocabulary):,}{unused}{mean}"
+    if why := getattr(vocabulary, "why", ""):
+        return f"\ntokens   are shown as numbers, because their tokenizer is not read: {why}"
     if isinstance(vocabulary, Bytes) and size > len(vocabulary):
         return f"\ntokens   are bytes, {len(vocabulary)} of the vocabulary's {size:,} numbers; see --tokenizer"
     return ""
@@ -213,16 +217,17 @@ def traced(trainer):
                    "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": {"stage": stage, "micro_batch": i}}
                   for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
         with nothing_else_lost("trace", trainer.s.trace, trainer.say):
+            keep_others(pathlib.Path(trainer.s.trace, "trace.json"), "--trace")
             pathlib.Path(trainer.s.trace, "trace.json").write_text(json.dumps({"traceEvents": events}))
 
 
 @contextlib.contextmanager
 def nothing_else_lost(what, folder, say):
-    """A full disk costs the file that is written inside, not the run."""
+    """A full disk, or somebody's file of that name, costs the file that is written inside, not the run."""
     try:
         yield
-    except OSError as problem:
-        say(f"no {what} in {folder}: {problem.strerror}")
+    except (OSError, BadInput) as problem:
+        say(f"no {what} in {folder}: {getattr(problem, 'strerror', problem)}")
 
 
 def action_range(action):
@@ -249,10 +254,12 @@ def profiled(trainer):
         sync = trainer.net.optimizer
         sync.finish_grad_sync = torch.profiler.record_function("finish_grad_sync")(sync.finish_grad_sync)
         stack.callback(delattr, sync, "finish_grad_sync")
+        profile.add_metadata("ringGPT", "train.py --profile")  # by which the file is known as ours
         yield
     path = pathlib.Path(trainer.s.profile, f"rank-{dist.get_rank()}.json")
     with nothing_else_lost("profile", trainer.s.profile, trainer.say):
         os.makedirs(path.parent, exist_ok=True)  # on another node it may be missing
+        keep_others(path, "--profile")
         path.write_text("")  # raises an error where the profiler would fail silently
         profile.export_chrome_trace(str(path))
         trainer.say(f"profile  {path.parent}: rank-0.json and so on, for ui.perfetto.dev")

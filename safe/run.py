@@ -17,8 +17,9 @@ from safe.checkpoints import (
     write_checkpoint)
 from safe.data import (
     bytes_a_token, check_data, check_pipe, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
-from safe.files import check_folder, Log, sync, tell
+from safe.files import check_folder, Log, sync, tell, writable
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
+from safe.huggingface import token_ids
 from safe.messages import progress, Watched
 from safe.page import Page
 from safe.reports import describe, describe_first_steps, measured, profiled, traced
@@ -229,8 +230,7 @@ class WatchedTrainer(Trainer):
         if self.optimizer.param_groups[0].get("fused"):  # it wants them there
             for state in self.optimizer.state.values():
                 state["step"] = state["step"].to(self.device)
-        if self.run.lock:
-            self.log = Log(f"{self.s.out}/log.jsonl", first)
+        self.log = self.run.log
         self.first = self.logged = first
         self.since = time.perf_counter()
         return first
@@ -245,13 +245,13 @@ class WatchedRun(Run):
     """The Run that checks its input before processes connect, starts them itself, locks --out, and explains errors.
 
     It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `world` (how many
-    processes were started), `processes` (how many the layout needs), `on_rank_0`, and `lock` (there, if checkpoints go
-    to --out: the file that is locked; else None).
+    processes were started), `processes` (how many the layout needs), `on_rank_0`, `token_ids` (of the folder of its
+    weights), and, if checkpoints go to --out, there `lock` (the file that is locked) and `log`; else None.
     """
     mode = "safe; --plain runs what you read"
     flags = Settings
     trainer = WatchedTrainer
-    lock = saved = None
+    lock = log = saved = None
 
     def __init__(self, arguments):
         try:
@@ -301,13 +301,17 @@ class WatchedRun(Run):
                 check_same_data(s, known, self.identity, checkpoint)
         check_prompt(s, config, vocabulary)
         if self.on_rank_0:
-            check_folder(s.trace, "--trace")
-            check_folder(s.profile, "--profile")
+            check_folder(s.trace, "--trace", "trace.json")
+            check_folder(s.profile, "--profile", "rank-*.json")
             if s.out:
                 self.lock = lock(s.out, self.identity)
+                with writable(s.out, "--out"):
+                    self.log = Log(f"{s.out}/log.jsonl", checkpoint.manifest["step"] if checkpoint else 0)
         if checkpoint:
             source = checkpoint.source
             self.saved = checkpoint.manifest
+        weights = checkpoint.path if checkpoint else s.init_from
+        self.token_ids = token_ids(weights) if weights else {}
         self.s = s
         self.config = config
         self.source = source
@@ -315,7 +319,8 @@ class WatchedRun(Run):
         self.checkpoint = checkpoint
 
     def start(self):
-        sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
+        if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
+            sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
         torch.set_num_threads(min(torch.get_num_threads(), launch.cores()))
         if self.processes != self.world:
             if self.lock:  # release it, for the rank 0 that is about to start

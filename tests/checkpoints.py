@@ -26,6 +26,7 @@ from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, start, TRAIN, trained)
 from safe.checkpoints import checkpoints, NUMBERS, open_checkpoint
 from safe.files import Log, read_safetensors
+from safe.page import Page
 from safe.flags import Settings
 from safe.reports import nothing_else_lost
 from safe.run import NotFinite, WatchedTrainer
@@ -151,6 +152,57 @@ def test_resume_takes_settings_along_and_says_what_changes(start, tmp_path):
     assert open_checkpoint(out / "step-00000005", True).manifest["run"]["flags"]["seed"] == 5
     assert sorted(os.listdir(out)) == [
         ".lock", "index.html", "log.jsonl", "run.json", "step-00000003", "step-00000005"]
+
+
+def test_nothing_that_no_run_has_written_is_lost(trained, tmp_path):
+    """Folders that a killed run has left go, older checkpoints, and nothing else. (What would be written over is
+    refused: tests/refusals.py.)"""
+    flags = "--save-every 1 --keep 1 --out OUT --steps "
+    trained(1, flags + "1")
+    files = {tmp_path / name: b"mine" for name in (
+        ".step-notes.txt.swp", ".step-00000004.pt.Xa1b2c", ".step-00000001.part", ".step-by-step.d/notes",
+        ".hidden/notes", "step-00000001/notes", "step-by-step/notes", "step-notes", "notes.part", "notes.old")}
+    for path, data in files.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    (tmp_path / ".step-00000007.old").mkdir()
+    (tmp_path / ".step-00000008.part").symlink_to(tmp_path / "step-by-step")
+    trained(1, flags + "3 --resume")
+    assert {path: path.read_bytes() for path in files} == files and (tmp_path / ".step-00000008.part").exists()
+    assert not (tmp_path / ".step-00000007.old").exists()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001", "step-00000003"]
+    page = tmp_path / "index.html"
+    page.write_text("mine")
+    Page(tmp_path).write()
+    assert page.read_text() == "mine"
+
+
+def test_a_run_goes_on_where_its_weights_lie_now(trained, tmp_path):
+    """A path may be another, what lies there may not."""
+    def run(flags):
+        return trained(1, f"--steps 2 --save-every 1 --keep 0 --out OUT/run {flags}", refused_with)
+
+    trained(1, "--steps 1 --out OUT/old")
+    trained(1, "--steps 1 --seed 1 --out OUT/other")
+    assert run("--init-from OUT/old/step-00000001") == [""]
+    shutil.rmtree(tmp_path / "run" / "step-00000002")
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert run("--init-from OUT/new/step-00000001") == [""] and end_of(tmp_path / "run")[0] == 2
+    said, = run("--init-from OUT/other/step-00000001")
+    assert "(weights of --init-from /" in said and said.endswith("or leave --init-from out and add --resume")
+    said, = run("--init-from OUT/old/step-00000001")
+    assert said.endswith("to go on in --out, leave --init-from out and add --resume")
+    assert run("--resume") == [""]
+
+
+def refused_with(flags):
+    """Train; what is said if that is refused, else ""."""
+    with patch("safe.run.refuse", lambda program, problem: pytest.skip(str(problem))):
+        try:
+            run_training(flags)
+            return ""
+        except pytest.skip.Exception as refusal:
+            return str(refusal)
 
 
 def dies(nth, after):

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import ctypes
+import io
 import multiprocessing
 import os
 import re
@@ -22,7 +23,7 @@ import collectives as dist
 from fast import edition
 from tests.pool import forkserver, GPUS, HERE, in_new_process, on_linux, on_ranks, parametrize, table
 from tests.refusals import refusal_of_layout
-from tests.runs import TINY, Ranks, command, log_of, processes, ran
+from tests.runs import TINY, Ranks, command, import_from, log_of, processes, ran
 import safe.launch
 from safe.checkpoints import checkpoints
 from safe.sizes import BadInput
@@ -117,6 +118,45 @@ def test_a_rank_that_dies_takes_the_others_along_and_is_named(tmp_path):
     started = dict(re.findall(r"pid (\d+) of rank (\d) of 2 --flag a b\n", said))
     assert {*started.values()} >= {"1"} and not left_of(map(int, started))
     assert "rank 1 ended with exit code -9; all others were stopped" in said
+
+
+@parametrize("program, words", [("train.py", ["train.py"]), ("lessons/__main__.py", ["--module", "lessons"])])
+def test_what_starts_again_is_the_program_and_not_what_runs_it(program, words, monkeypatch):
+    """__main__ is pdb's or a profiler's, and may have no __spec__."""
+    asked = []
+    monkeypatch.setattr("sys.argv", [os.path.join(HERE, program), "--dp", "2"])
+    monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace())
+    monkeypatch.setattr(safe.launch, "may_fork", lambda: False)
+    monkeypatch.setattr(safe.launch, "forget_launcher", lambda: None)
+    monkeypatch.setattr(torch.distributed.run, "parse_args", asked.append)
+    monkeypatch.setattr(torch.distributed.run, "run", lambda _: None)
+    with pytest.raises(SystemExit):
+        safe.launch.start_again(2)
+    words = [os.path.join(HERE, word) if word.endswith(".py") else word for word in words]
+    assert asked[0][-len(words) - 2:] == [*words, "--dp", "2"]
+
+
+class Notebook(io.TextIOBase):
+    """What a notebook has for a stdout: it can be written to, and not much else."""
+
+    def write(self, text):
+        return sys.__stdout__.write(text)
+
+    def flush(self):
+        sys.__stdout__.flush()
+
+
+def in_a_notebook_without_paths():
+    """Nor does Python put a program's folder in front of its path (PYTHONSAFEPATH)."""
+    sys.stdout = Notebook()
+    import_from("/no/such")
+    sys.path.remove("/no/such")
+
+
+@parametrize("plain", ["", "--plain"])
+def test_train_runs_in_a_notebook_and_without_its_folder_in_the_path(text, tmp_path, plain):
+    words = [*TINY, *f"--device cpu --steps 1 --sample 3 --data {text} {plain}".split()]
+    assert "tokens ---" in ran(words, 1, tmp_path / "log", before=in_a_notebook_without_paths)
 
 
 # What the environment has, and how many processes that means, or what is refused.

@@ -17,6 +17,7 @@ from further.sampling import CachedGPT
 from safe.files import read_safetensors, write_safetensors
 from safe.huggingface import load, open_hf, save
 from tests.pool import close, parametrize
+from tests.runs import log_of, trained
 
 
 SIZES = dict(vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -148,6 +149,52 @@ def test_a_llama_is_transformers_llama(tmp_path, kind):
     ours = read_safetensors(tmp_path / "ours" / "model.safetensors")
     assert ours.keys() == theirs.keys() == names.keys() and load(tmp_path / "ours").config == config
     assert all(ours[name].equal(theirs[name].float()) for name in names)
+
+
+@parametrize("kind", [*KINDS, "gpt2"])
+def test_a_head_beside_a_tied_config_is_what_transformers_makes_of_it(tmp_path, kind):
+    """One with other numbers than the embedding is not tied to it, one without an embedding is both. A body is called
+    by shorter names."""
+    if kind == "gpt2":
+        save(model.GPT(model.GPTConfig(37, 10, 2, 2, 32)), tmp_path)
+    else:
+        write_folder(tmp_path, kind, tie_word_embeddings=True)
+    file, name = tmp_path / "model.safetensors", "transformer.wte" if kind == "gpt2" else "model.embed_tokens"
+    tensors, name = {key: t.clone() for key, t in read_safetensors(file).items()}, f"{name}.weight"
+    embedding, tied = tensors[name], load(tmp_path)(X)
+    assert "lm_head.weight" not in tensors
+
+    def loaded(tensors):
+        write_safetensors(file, torch.float32, {key: [*t.shape] for key, t in tensors.items()}, iter(tensors.items()))
+        return load(tmp_path)
+
+    assert loaded({**tensors, "lm_head.weight": embedding})(X).equal(tied)
+    other = loaded({**tensors, "lm_head.weight": 2 * embedding})
+    assert not other.config.tied and close(other(X).detach(), 2 * tied.detach(), 1e-5)
+    assert other.wte.weight.equal(embedding.float())
+    alone = loaded({**{key: t for key, t in tensors.items() if key != name}, "lm_head.weight": embedding})
+    body = loaded({key.partition(".")[2]: t for key, t in tensors.items()})
+    assert alone(X).equal(tied) and body(X).equal(tied) and body.config.tied
+
+
+def test_a_llama_trained_on_shorter_sequences_keeps_what_its_folder_says(trained, tmp_path):
+    """Its context, which rotary positions do not cut, and the tokens that begin and end a text; when the run goes on,
+    too, and where a program loads and saves it."""
+    llama = "--arch llama --n-kv-head 1 --eval-every 1"
+    trained(1, f"{llama} --steps 1 --out OUT/long")
+    path, out = tmp_path / "long" / "step-00000001" / "config.json", tmp_path / "short"
+    long = json.loads(path.read_text())
+    assert (long["max_position_embeddings"], long["eos_token_id"]) == (16, None)
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 4}
+    path.write_text(json.dumps(long | ids))
+    for flags in f"--init-from {path.parent} --steps 1", f"--init-from {path.parent} --steps 1", "--steps 2 --resume":
+        trained(1, f"{llama} --seq-len 8 --out OUT/short {flags}")
+    config, _ = open_hf(out / "step-00000002")
+    assert config.seq_len == 16 and len(log_of(out)) == 2
+    save(load(out / "step-00000002"), tmp_path / "saved")
+    for folder in out / "step-00000001", out / "step-00000002", tmp_path / "saved":
+        said = json.loads((folder / "config.json").read_text())
+        assert said["max_position_embeddings"] == 16 and said.items() >= ids.items()
 
 
 @parametrize("kind", KINDS)

@@ -202,6 +202,8 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
     words, out = Tokenizer(vocab), tmp_path / "out"
     folder = tmp_path / "texts"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json.py").write_text("raise RuntimeError('a file of the user, and no module of these processes')")
     texts = bytes(range(1, 256)) * 20, b"second line\n" * 200  # the first one is no UTF-8
     folder.mkdir()
     for name, text in zip("ab", texts):
@@ -222,6 +224,24 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
     load_data(s, words)
     load_data(s, Tokenizer(write_vocabulary(tmp_path / "other", BY_HAND)))
     assert len(os.listdir(out)) == 3
+
+
+def test_what_runs_have_written_is_no_text(trained, vocab, tmp_path):
+    """Two of one text, below its folder, and a vocabulary; where a run's files lie beside the text, too. Files of the
+    same names that are somebody's are text."""
+    data, mine = tmp_path / "data", tmp_path / "data" / "mine"
+    mine.mkdir(parents=True)
+    (data / "a.txt").write_text("one text\n" * 100)
+    for name in "run.json", "log.jsonl", "index.html", "vocab.json":
+        (mine / name).write_text('{"mine": 1}')
+    shutil.copytree(vocab, data / "vocab")
+    want = sorted(map(str, safe.data.files_of(Settings(data=str(data)))))
+    assert [os.path.basename(path) for path in want] == ["a.txt", "index.html", "log.jsonl", "run.json", "vocab.json"]
+    for flags in "runs/1", f"runs/2 --trace {data}/trace", f". --tokenizer {vocab} --profile {data}/profile":
+        trained(1, f"--data {data} --steps 1 --out {data}/{flags}")
+    (data / "plain").mkdir()
+    (data / "plain" / "log.jsonl").write_text('{"step": 10, "loss": 2.0}\n')
+    assert sorted(map(str, safe.data.files_of(Settings(data=str(data))))) == want
 
 
 def test_a_core_encodes_a_part(vocab, monkeypatch):
@@ -275,16 +295,21 @@ def test_runs_on_words_log_the_same_losses_and_show_text(start, trained, vocab, 
 SAID_OF_TOKENS = [  # flags of a run, and what it says
     ("--vocab-size 300 --out OUT/bytes", "tokens   are bytes, 256 of the vocabulary's 300 numbers"),
     ("--init-from OUT/bytes/step-00000001 --seq-len 8 --data OUT",  # only ours says so
-     "no text: model.s.*, x.bin\ntokens   are bytes, 256.*sequences of 8 a step"),
+     "no text: x.bin\ntokens   are bytes, 256.*sequences of 8 a step"),
     ("--tokenizer VOCAB --vocab-size 640", "tokens   of .*: 600 of the model's 640 numbers"),
     ("--tokenizer VOCAB --eval-every 1", r"nats a token, [\d.]+ bits, [\d.]+ bits a byte"),
     ("--data OUT/x.bin --vocab-size 300 --sample 3", r"---\n0( \d+){3}\n---"),
+    ("--data OUT/x.bin --init-from OUT/bytes/step-00000001", "as numbers, because .* pre_tokenizer.type is 'Metaspace'"),
     ("--data OUT/x.bin --tokenizer VOCAB --sample 3 --prompt low", "---\nlow")]
 
 
 def test_a_run_says_what_its_tokens_are(start, vocab, tmp_path):
     (np.arange(5000) % 300).astype(np.uint16).tofile(tmp_path / "x.bin")
+    (tmp_path / "a.txt").write_text("a line of text\n" * 200)
     for flags, says in SAID_OF_TOKENS:
+        if "as numbers" in says:
+            (tmp_path / "bytes/step-00000001/tokenizer.json").write_text(
+                json_of(vocab).replace('"ByteLevel"', '"Metaspace"'))
         assert re.search(says, start("--steps 1 " + flags.replace("VOCAB", str(vocab))).said(), re.DOTALL), says
 
 
@@ -316,6 +341,7 @@ def test_cached_logits_are_those_without(change):
         assert ran == [3, *[1] * 7, *[10] * 12] and out.equal(net.generate(start, 20, 1.0, top_k=5, seed=seed))
         for i, logits in enumerate(seen):
             assert (logits - net(out[:, :3 + i][:, -10:])[:, -1]).abs().max() < 1e-10
+    assert net.generate(start, 5, 1e-40).equal(net.generate(start, 5, 0))  # logits / 1e-40 are infinite
 
 
 @parametrize("kind", [model.GPTConfig, LlamaConfig])
