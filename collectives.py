@@ -650,9 +650,11 @@ class Process:
         registered   group -> what makes its link in place of LINKS["ours"], where further/nodes.py has said so
         stores       where it has met others: (store, rank, world size)
         worlds       how many it has joined
+        makers       LINKS; ranks that are threads have the reference's own
     """
 
-    def __init__(self):
+    def __init__(self, makers=LINKS):
+        self.makers = makers
         self.traffic = defaultdict(Traffic)
         self.links = defaultdict(dict)
         self.registered = {}
@@ -675,14 +677,15 @@ def use(group, comm):
 
 def make_link(group, comm):
     """The Link of a group for a name in LINKS. ValueError for another one."""
-    if comm not in LINKS:
+    make = process.makers.get(comm)
+    if make is None:
         raise ValueError(f"no collectives are called {comm}: there are ours, ring and, after import further.library, "
                          "torch")
-    if comm != "ours":
-        return LINKS[comm](group)
-    if LINKS["ours"] is Link:
+    if comm == "ours":
+        make = process.registered.get(group, make)
+    if make is Link and comm == "ours":
         say_what_is_faster(torch_dist.get_backend(group))
-    return process.registered.get(group, LINKS["ours"])(group)
+    return make(group)
 
 
 @functools.cache  # once a process

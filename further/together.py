@@ -46,7 +46,7 @@ class Task(threading.Thread):
         self.world, self.body, self.rank, self.serves = world, body, rank or self, serves
         self.done, self.waits_for, self.turn = Future(), "", threading.Semaphore(0)
         self.groups = SimpleNamespace()  # PyTorch's bookkeeping of them
-        self.process = dist.Process()
+        self.process = dist.Process({"ours": dist.Link, "ring": dist.Link})
         world.can_go_on(self)
         self.start()
 

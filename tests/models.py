@@ -122,12 +122,14 @@ def test_weights_that_are_not_read_here_are_refused(tmp_path):
     with pytest.raises(ValueError, match="in C64, which is not read here"):
         load(tmp_path)
     path.write_bytes(written)
-    write_safetensors(tmp_path / "more.safetensors", torch.int32, {"h.0.more": [4]}, iter([("h.0.more", torch.ones(4))]))
+    more = tmp_path / "more.safetensors"
+    write_safetensors(more, torch.int32, {"h.0.more": [4]}, iter([("h.0.more", torch.ones(4))]))
     more = (tmp_path / "more.safetensors").read_bytes().replace(b"I32", b"XYZ")
     (tmp_path / "more.safetensors").write_bytes(more)  # nobody asks for it, so it may be in any dtype
     path.rename(tmp_path / "whole.safetensors")
     index = {name: "whole.safetensors" for name in tensors} | {"h.0.more": "more.safetensors"}
-    (tmp_path / "model.safetensors.index.json").write_bytes(b"\xef\xbb\xbf" + json.dumps({"weight_map": index}).encode())
+    index = json.dumps({"weight_map": index}).encode()
+    (tmp_path / "model.safetensors.index.json").write_bytes(b"\xef\xbb\xbf" + index)
     assert load(tmp_path)(TOKENS).equal(small()(TOKENS))
     write_safetensors(path, torch.int8, {name: [*t.shape] for name, t in tensors.items()}, iter(tensors.items()))
     with pytest.raises(ValueError, match="in torch.int8: give a folder whose weights are not quantized"):

@@ -84,7 +84,7 @@ REFUSED = {
         --schedule-file STUCK --pp 2        | at B0 for B0 of rank 1, rank 1 waits at B0 for F0 of rank 1; give
         --schedule-file UNLIKE --pp 2       | ranks have [1, 2] stages: give each equally many
         --schedule-file LISTS               | lists.txt is of 2 ranks and 1 micro-batches: give --pp 2 --micro-batches 1
-        --schedule-file MARKED              | marked.txt is of 2 ranks and 1 micro-batches: give --pp 2 --micro-batches 1
+        --schedule-file MARKED              | of 2 ranks and 1 micro-batches: give --pp 2 --micro-batches 1
         --schedule-file LISTS --pp 2 --micro-batches 1 --schedule gpipe | leave one of them out
         --schedule-file LISTS --pp 2 --micro-batches 1 --virtual-stages 2 | --virtual-stages 2 is for
         --plain --schedule-file STUCK       | deadlock: no rank can go on: rank 0 waits at B0
@@ -419,9 +419,11 @@ def files(text, tmp_path_factory):
             "u32.bin": np.arange(500, dtype=np.uint32).tobytes(), "i64.bin": np.arange(500).tobytes(),
             "stuck.txt": b"rank 0  F0 B0\nrank 1  B0 F0\n", "lists.txt": b"rank 0  F0 .. B0\nrank 1  .. F0 B0\n",
             "marked.txt": b"\xef\xbb\xbfrank 0  F0 .. B0\nrank 1  .. F0 B0\n",
-            "mine/index.html": b"<h1>mine</h1>", "mine/ring.svg": b"<svg/>", "mine/rank-0.json": b'{"schemaVersion": 1}',
+            "mine/index.html": b"<h1>mine</h1>", "mine/ring.svg": b"<svg/>",
+            "mine/rank-0.json": b'{"schemaVersion": 1}',
             "mine/trace.json": b'{"traceEvents": [{"name": "fetch"}]}', "mine/run/run.json": b'{"name": "mine"}',
-            "mine/older/run.json": b'{"flags": {}, "model": {}}', "mine/empty/run.json": b"", "mine/lock/.lock": b"mine",
+            "mine/older/run.json": b'{"flags": {}, "model": {}}', "mine/empty/run.json": b"",
+            "mine/lock/.lock": b"mine",
             "mine/nulls/run.json": b'{"flags": null, "start": null, "model": null, "data": null}',
             "of_notes/log.jsonl": b'{"step": 1, "loss": 2.0}\n',
             "unlike.txt": b"rank 0  F0/0 F0/2 B0/2 B0/0\nrank 1  F0 B0\n",
@@ -450,7 +452,8 @@ def files(text, tmp_path_factory):
     lock.flush()
     fcntl.flock(lock, fcntl.LOCK_EX)
     words = {path.stem.upper(): path for path in folder.iterdir()} | {
-        "FOLDER": folder, "folder": folder, "lock": lock, "TEXT": text, "TINY": " ".join(TINY), "BYTE_255": os.fsdecode(b"\xff"),
+        "FOLDER": folder, "folder": folder, "lock": lock, "TEXT": text, "TINY": " ".join(TINY),
+        "BYTE_255": os.fsdecode(b"\xff"),
         "NEW": folder / "new", "PLAIN": folder / "step-00000001.pt",
         "STEP_2": folder / "run" / "step-00000002", "STEP_3": folder / "run" / "step-00000003"}
     return words if os.geteuid() else words | {"READ_ONLY": "/proc/run"}  # root may write anywhere, almost

@@ -299,7 +299,8 @@ SAID_OF_TOKENS = [  # flags of a run, and what it says
     ("--tokenizer VOCAB --vocab-size 640", "tokens   of .*: 600 of the model's 640 numbers"),
     ("--tokenizer VOCAB --eval-every 1", r"nats a token, [\d.]+ bits, [\d.]+ bits a byte"),
     ("--data OUT/x.bin --vocab-size 300 --sample 3", r"---\n0( \d+){3}\n---"),
-    ("--data OUT/x.bin --init-from OUT/bytes/step-00000001", "as numbers, because .* pre_tokenizer.type is 'Metaspace'"),
+    ("--data OUT/x.bin --init-from OUT/bytes/step-00000001",
+     "as numbers, because .* pre_tokenizer.type is 'Metaspace'"),
     ("--data OUT/x.bin --tokenizer VOCAB --sample 3 --prompt low", "---\nlow")]
 
 
