@@ -8,6 +8,7 @@ import torch
 
 import kernels
 import parallel
+import safe
 from fast import edition, hopper
 from fast.adamw import AdamW
 from fast.fp8 import use_fp8
@@ -71,8 +72,10 @@ class FastRun(WatchedRun):
         super().prepare(arguments)
         form = self.s.form
         self.mode = f"{form} + safe; --plain runs what you read"
-        self.edition = edition_of(form)
         if form == "fast":
             edition.on()
             self.edition = edition.Fast
             self.trainer = FastTrainer
+        else:
+            safe.on()
+            self.edition = edition_of(form)
