@@ -322,10 +322,9 @@ def edition_of(form):
 def what_muon_needs(s, c):
     """Whole matrices, in equal parts."""
     if s.optimizer == "muon":
-        most = edition_of(s.form).muon
-        other = "--zero 2" if most else "--form full" if s.zero < 3 else "--form full --zero 2"
-        yield s.zero > most, (
-            f"--optimizer muon steps whole matrices, and --zero {s.zero} keeps parts of them: give {other}")
+        yield s.zero > edition_of(s.form).muon, (
+            f"--optimizer muon steps whole matrices, and --zero {s.zero} keeps parts of them: give --form full"
+            + " --zero 2" * (s.zero == 3))
         yield c.hidden % s.tp, (
             f"--optimizer muon: --tp {s.tp} does not divide the width of the MLP, {c.hidden}: give --tp "
             f"{math.gcd(s.tp, c.hidden)}")
