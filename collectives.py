@@ -32,6 +32,7 @@ import os
 import queue
 import sys
 import threading
+import weakref
 import zlib
 from collections import defaultdict
 from concurrent.futures import Future
@@ -40,7 +41,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import ReduceOp, get_rank, get_world_size, init_process_group, new_group
+from torch.distributed import ReduceOp, get_backend, get_rank, get_world_size, init_process_group, new_group
 from torch.distributed import is_initialized, recv  # noqa: F401  for those who import this module as `dist`
 
 
@@ -435,6 +436,8 @@ class Link:
         self.device = DEVICE[self.backend]
         self.nodes = [node_of(rank) for rank in torch_dist.get_process_group_ranks(group)]  # of each rank of the group
         self.name = ""  # of the operation under way
+        self.channel = 0  # whose messages these are, of all that go between the same ranks
+        self.apart_from = weakref.WeakSet()  # the links of this one's channels
         self.worker = self.stream = None  # which run operations with `async_op`: a thread on CPUs, a stream on GPUs
         self.last = Handle()  # of the latest operation that the worker was given
 
@@ -468,7 +471,8 @@ class Link:
     def tag(self, message):
         """Where ranks call different operations, or with other dtypes or sizes, their messages have different tags: the
         call ends in gloo's timeout, not in wrong numbers. (NCCL knows no tags.)"""
-        return TAG + (zlib.crc32(f"{self.name} {message.dtype} {message.nbytes}".encode()) & (TAG - 1))
+        what = f"{self.channel} {self.name} {message.dtype} {message.nbytes}"
+        return TAG + (zlib.crc32(what.encode()) & (TAG - 1))
 
     @property
     def log(self):
@@ -512,8 +516,30 @@ class Link:
             t.record_stream(self.stream)  # the allocator must not reuse their memory before the stream is done
         return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
 
+    # Channels
+
+    @property
+    def knows_tags(self):
+        return self.backend != "nccl"
+
+    def apart(self, number):
+        """A link like this one for a Channel: its messages have tags of their own or, where there are no tags, a
+        process group of their own. Call it on all ranks of the group."""
+        other = self.group if self.knows_tags or self.size == 1 else another_group(self.group)
+        link = self.like_this(other)
+        link.channel = number
+        if other is not self.group:
+            users[other] = weakref.ref(link)
+        self.apart_from.add(link)
+        return link
+
+    def like_this(self, group):
+        return type(self)(group)
+
     def close(self):
         """Called before the group is destroyed."""
+        for link in self.apart_from:
+            link.close()
         if self.worker:
             self.worker.close()
 
@@ -550,7 +576,8 @@ class Worker:
     def close(self):
         atexit.unregister(self.close)
         self.jobs.put(None)
-        self.thread.join(2)  # a thread that is inside C++ when Python exits would abort the process
+        if threading.current_thread() is not self.thread:  # where the garbage collector may run
+            self.thread.join(2)  # a thread that is inside C++ when Python exits would abort the process
 
 
 def tensors_among(values):
@@ -644,9 +671,63 @@ class NoLink:
     def run(self, *_):
         return None
 
+    def apart(self, number):
+        return self
+
+    def close(self):
+        pass
+
+
+class Channel:
+    """Takes a group's place in the functions above, for the collectives of one object alone.
+
+    All ranks must start a group's collectives in the same order, but what starts under backward does not: a rank that
+    leaves out a layer sends that layer's bucket later than the others, perhaps after another model's bucket, or after
+    an all_reduce of the caller's. In a channel of its own each object keeps its own order, and meets nobody else's
+    messages. Make it on all ranks of the group.
+
+        channel = Channel(group); all_reduce(tensor, group=channel, async_op=True)
+
+    It costs a thread on gloo, a communicator on NCCL. The next channel reuses it when this one is gone on all ranks.
+    """
+
+    def __init__(self, group=None):
+        self.link = link_of(group).apart(next(channels[group or torch_dist.group.WORLD]))
+        weakref.finalize(self, self.link.close).atexit = False
+
+
+channels = defaultdict(functools.partial(itertools.count, 1))  # group -> the number of its next channel
+others = defaultdict(list)  # group -> process groups of the same ranks, for channels on links without tags
+users = {}  # one of these -> a weak reference to the link that has it
+
+
+def another_group(group):
+    """A process group of the same ranks: one that is not in use on any rank any more, or a new one."""
+    known = torch_dist.distributed_c10d._world.pg_names
+    free = [users[other]() is None for other in others[group]]
+    mine = torch.tensor([len(known), *free], device=DEVICE[get_backend(group)])
+    ranks = [torch.empty_like(mine) for _ in range(get_world_size(group))]
+    all_gather(ranks, mine, group)
+    groups, *free = torch.stack(ranks).T.tolist()
+    for other, free_there in zip(others[group], free):
+        if all(free_there):
+            return other
+    if len(set(groups)) > 1:  # PyTorch names a group that some ranks alone make after this number
+        raise RuntimeError(f"ranks have made different numbers of process groups, {groups}: make groups on all ranks, "
+                           "before models are wrapped")
+    ranks = torch_dist.get_process_group_ranks(group)
+    if getattr(torch_dist.group.WORLD, "bound_device_id", None):
+        other = torch_dist.split_group(group, [[*range(len(ranks))]])
+    else:
+        other = new_group(ranks, use_local_synchronization=True)
+    others[group].append(other)
+    return other
+
 
 def link_of(group):
-    """The Link that serves this group."""
+    """The Link that serves this group, or channel."""
+    if isinstance(group, Channel):
+        return group.link
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return NoLink()
     group = group or torch_dist.group.WORLD
@@ -700,6 +781,11 @@ def destroy_process_group(group=None):
         for link in set(links.pop(served, {}).values()):
             link.close()
         registered.pop(served, None)
+        channels.pop(served, None)
+        for other in others.pop(served, []):
+            users.pop(other, None)
+            if group is not None:
+                torch_dist.destroy_process_group(other)
     torch_dist.destroy_process_group(group)
     if group is None:
         reset_traffic()

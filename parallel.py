@@ -145,6 +145,7 @@ class Bucket:
         self.params = params
         self.placement = placement_of(params[0])
         self.group = self.placement.average_over or group  # few ranks keep the same expert (further/experts.py)
+        self.channel = None  # in which the bucket travels: `give_channels` sets it
         self.first, self.numel = {}, 0
         for p in params:
             self.first[p] = self.numel  # where in the message it begins
@@ -175,8 +176,17 @@ def all_reduce_bucket(bucket):
     message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
         return dist.Handle(), message, message
-    handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.group, async_op=True)
+    handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.channel, async_op=True)
     return handle, message, message
+
+
+def give_channels(buckets):
+    """Let the buckets of one object travel apart from all else that its groups send: a channel for each group."""
+    channels = {}
+    for bucket in buckets:
+        if bucket.group not in channels:
+            channels[bucket.group] = dist.Channel(bucket.group)
+        bucket.channel = channels[bucket.group]
 
 
 def split_into_grads(bucket, average):
@@ -204,7 +214,7 @@ class Reducer:
     """Sends buckets while backward still computes: each leaves when its last gradient is there and all before it left.
 
     All ranks must start the same collectives in the same order, or one bucket would be added to another. So buckets
-    leave in the order of the list. A parameter that gets no gradient therefore holds up its bucket, and those after it
+    leave in the order of the list, in a channel of their own. A parameter that gets no gradient therefore holds up its bucket, and those after it
     in the list, until `finish`. Three buckets, the last layer's first:
 
         backward computes      gradients of 0     gradients of 1     gradients of 2
@@ -323,10 +333,20 @@ class BucketDDP(Averager, nn.Module):
         for bucket in self.buckets:
             for param in bucket.params:
                 dist.broadcast(param.detach(), group=bucket.group, group_src=0)
+        give_channels(self.buckets)
         self.reducers = [Reducer(self.buckets, all_reduce_bucket, split_into_grads)]
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
+
+
+def refuse_others(param, method):
+    """RuntimeError if more than one object averages a parameter's gradient: the mean would be taken twice."""
+    if len(param._post_accumulate_grad_hooks) > 1:
+        methods = [hook.method() for hook in param._post_accumulate_grad_hooks.values() if hasattr(hook, "method")]
+        if any(other not in (None, method) for other in methods):
+            raise RuntimeError("two objects average the gradient of one parameter, such as a DDP of the model and a "
+                               "ShardedOptimizer of its parameters: make one of them only")
 
 
 def call_when_computed(params, method):
@@ -335,8 +355,10 @@ def call_when_computed(params, method):
 
     def call(param):
         if alive := method():
+            refuse_others(param, alive)
             alive(param)
 
+    call.method = method
     for param in params:
         is_trained = param.requires_grad
         if param.is_floating_point() or param.is_complex():
@@ -526,11 +548,11 @@ class FlatBucket(Bucket):
 
     def reduce_scatter(self, message, average):
         """Start to average a message: this rank's Nth goes into `average`."""
-        return dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, self.group, async_op=True)
+        return dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, self.channel, async_op=True)
 
     def all_gather(self):
         """Start to gather `weights`: this rank gives its Nth."""
-        return dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
+        return dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.channel, async_op=True)
 
 
 def point_into(param, view):
@@ -604,6 +626,7 @@ class FlatOptimizer(Averager):
         new_bucket = getattr(throwaway, "new_bucket", self.bucket_class)
         self.buckets = [new_bucket(some, self.group, stage > 0, compute_dtype)
                         for some in make_buckets([*param_group_of], bucket_mb, param_group_of.get)]
+        give_channels(self.buckets)
         self.shards = [bucket.shard for bucket in self.buckets]
         for i, g in enumerate(param_groups):
             g.pop("param_names", None)  # shards have none
@@ -913,6 +936,7 @@ class FlatFSDP(Averager, nn.Module):
         self.vectors = [FlatBucket(some, self.group, False, compute_dtype, device)
                         for some in make_buckets(vectors, math.inf)]
         self.buckets = self.flats + self.vectors
+        give_channels(self.buckets)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.reducers = [EveryBackward(self.flats, free_and_scatter, add_to_shard),
                          FlatReducer(self.vectors, all_reduce_bucket, add_to_shard)]

@@ -258,5 +258,5 @@ class GlooLink(DoublingLink):
 
 def mailbox_memory():
     """The memory of all Mailboxes."""
-    links = {link for links in dist.links.values() for link in links.values() if isinstance(link, GlooLink)}
-    return [memory for link in links if link.mailboxes for memory in link.mailboxes.memory]
+    links = {link for made in dist.links.values() for main in made.values() for link in (main, *main.apart_from)}
+    return [memory for link in links if getattr(link, "mailboxes", None) for memory in link.mailboxes.memory]

@@ -56,6 +56,9 @@ class TwoLevels(Link):
         super().__init__(group)
         self.inside, self.between = map(link_of, levels)
 
+    def like_this(self, group):
+        return type(self)(group, [dist.Channel(link.group) for link in (self.inside, self.between)])
+
     def levels(self):
         """Both links, which work for the operation that is under way."""
         for link in self.inside, self.between:

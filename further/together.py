@@ -46,7 +46,8 @@ class Task(threading.Thread):
         self.world, self.body, self.rank, self.serves = world, body, rank or self, serves
         self.done, self.waits_for, self.turn = Future(), "", threading.Semaphore(0)
         self.groups = SimpleNamespace()  # PyTorch's bookkeeping of them
-        self.own = {"traffic_log": defaultdict(dist.Traffic), "links": defaultdict(dict), "registered": {}}
+        self.own = {"traffic_log": defaultdict(dist.Traffic), "links": defaultdict(dict), "registered": {},
+                    "channels": defaultdict(partial(itertools.count, 1))}
         world.can_go_on(self)
         self.start()
 

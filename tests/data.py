@@ -180,6 +180,64 @@ def test_backward_returns_before_its_buckets_have_arrived(rank):
     assert net.weight.grad.eq(3).all()
 
 
+def twice(net, x, leaves_out):
+    """What a model of two layers says, or one that a rank runs without its first layer."""
+    return net[1](x if leaves_out else torch.tanh(net[0](x))).square().mean()
+
+
+@on_both
+@parametrize("first, second", [("ddp", "ddp"), (0, 1), (1, 1), (2, "ddp"), (3, 0), (3, 1)])
+@on_ranks(2)
+def test_whatever_a_rank_leaves_out_all_collectives_are_right(first, second, rank, size):
+    """Two models of one shape in one group; the caller's own collectives before finish_grad_sync. One rank runs the
+    second model without a layer, in the next step not at all."""
+    torch.manual_seed(0)
+    one = [nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double() for _ in range(2)]
+    laid = [laid_out(copy.deepcopy(net), way, lr=1.0) for net, way in zip(one, (first, second))]
+    of_second, ready = laid[1][0], torch.ones(1)
+    of_second = getattr(of_second, "module", of_second)
+    reference = torch.optim.SGD([p for net in one for p in net.parameters()], lr=1.0)
+    x = torch.randn(2, size, 4, 6, dtype=torch.float64)
+    for step in range(2):
+        for i, part in enumerate(x):
+            whole = [one[0](part[r]).square().mean() + (
+                0 if step and r else twice(one[1], part[r], r)) for r in range(size)]
+            (sum(whole) / size).backward()
+            with contextlib.ExitStack() as stack:
+                for _, sync, _ in laid if i == 0 else ():
+                    stack.enter_context(sync.no_sync())
+                loss = laid[0][0](part[rank]).square().mean()
+                if not (step and rank):
+                    loss = loss + twice(of_second, part[rank], rank)
+                loss.backward()
+            dist.all_reduce(loss := loss.detach())
+            dist.broadcast(ready, 0)
+            dist.barrier()
+            assert close(loss, sum(whole).detach())
+        for _, sync, opt in laid:
+            sync.finish_grad_sync()
+            opt.step()
+            opt.zero_grad()
+        reference.step()
+        reference.zero_grad()
+    for net, (model, _, _), way in zip(one, laid, (first, second)):
+        state = model.full_state_dict() if way == 3 else getattr(model, "module", model).state_dict()
+        assert all(map(close, state.values(), net.state_dict().values()))
+
+
+@on_both
+@parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_one_object_averages_a_gradient(stage):
+    """PyTorch's ZeRO-1 stands beside a DDP. Ours takes its place."""
+    net = nn.Linear(4, 4)
+    both = parallel.DDP(net), parallel.ShardedOptimizer(net.parameters(), torch.optim.SGD, stage=stage, lr=1.0)
+    with pytest.raises(RuntimeError, match="two objects average the gradient of one parameter, such as a DDP"):
+        net(torch.ones(1, 4)).sum().backward()
+    del both
+    parallel.DDP(net)(torch.ones(1, 4)).sum().backward()  # the others are gone
+
+
 @on_both
 @parametrize("way", ["ddp", 1, 3])
 @on_ranks(2)
