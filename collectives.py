@@ -26,6 +26,7 @@ Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parall
 """
 
 import atexit
+import contextlib
 import functools
 import itertools
 import os
@@ -492,12 +493,14 @@ class Link:
         if not async_op and self.last.is_completed():
             self.last.wait()  # raises what went wrong in it: peers could take this one's messages for those of that one
             self.name = name
-            algorithm(self, *arguments)
+            with inference_where(arguments):
+                algorithm(self, *arguments)
             return None
 
         def operation():
             self.name = name  # set here, because a Worker may start this after the next call of `run`
-            algorithm(self, *arguments)
+            with inference_where(arguments):
+                algorithm(self, *arguments)
 
         if self.device == "cuda":
             return self.on_a_stream(operation, tensors_among(arguments))
@@ -578,6 +581,12 @@ class Worker:
         self.jobs.put(None)
         if threading.current_thread() is not self.thread:  # where the garbage collector may run
             self.thread.join(2)  # a thread that is inside C++ when Python exits would abort the process
+
+
+def inference_where(arguments):
+    """Goes around an operation, because tensors that were made in inference mode are written in it alone."""
+    made_in_it = any(t.is_inference() for t in tensors_among(arguments))
+    return torch.inference_mode() if made_in_it else contextlib.nullcontext()
 
 
 def tensors_among(values):
@@ -695,6 +704,9 @@ class Channel:
         self.link = link_of(group).apart(next(channels[group or torch_dist.group.WORLD]))
         weakref.finalize(self, self.link.close).atexit = False
 
+    def size(self):  # get_world_size asks
+        return self.link.size
+
 
 channels = defaultdict(functools.partial(itertools.count, 1))  # group -> the number of its next channel
 others = defaultdict(list)  # group -> process groups of the same ranks, for channels on links without tags
@@ -704,6 +716,7 @@ users = {}  # one of these -> a weak reference to the link that has it
 def another_group(group):
     """A process group of the same ranks: one that is not in use on any rank any more, or a new one."""
     known = torch_dist.distributed_c10d._world.pg_names
+    others[group] = [other for other in others[group] if other in known]  # somebody may have destroyed it
     free = [users[other]() is None for other in others[group]]
     mine = torch.tensor([len(known), *free], device=DEVICE[get_backend(group)])
     ranks = [torch.empty_like(mine) for _ in range(get_world_size(group))]

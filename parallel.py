@@ -214,8 +214,8 @@ class Reducer:
     """Sends buckets while backward still computes: each leaves when its last gradient is there and all before it left.
 
     All ranks must start the same collectives in the same order, or one bucket would be added to another. So buckets
-    leave in the order of the list, in a channel of their own. A parameter that gets no gradient therefore holds up its bucket, and those after it
-    in the list, until `finish`. Three buckets, the last layer's first:
+    leave in the order of the list, in a channel of their own. A parameter that gets no gradient therefore holds up its
+    bucket, and those after it in the list, until `finish`. Three buckets, the last layer's first:
 
         backward computes      gradients of 0     gradients of 1     gradients of 2
         the network                               all-reduce of 0    all-reduce of 1    all-reduce of 2
@@ -697,6 +697,14 @@ class EveryBackward(FlatReducer):
     a bucket need not wait for those before it in the list.
     """
 
+    def __init__(self, *options):
+        self.left = []  # what has left in this step, in words, for those who compare ranks (further/ddp.py)
+        super().__init__(*options)
+
+    def begin_step(self):
+        super().begin_step()
+        self.left.clear()
+
     @contextmanager
     def no_sync(self):
         yield  # it changes nothing
@@ -711,6 +719,7 @@ class EveryBackward(FlatReducer):
         # be in memory: Python runs ahead, and freed memory is used again only when its stream is done with it.)
         while len(self.under_way) > 1:
             self.finish_oldest()
+        self.left.append(f"bucket {self.buckets.index(bucket)}")
         super().start(bucket)
         self.missing[bucket] = set(bucket.params)  # for the next backward
 
@@ -1612,7 +1621,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
         torch._foreach_mul_([p.grad for p in parameters], 1 / scale)
     grads = defaultdict(list)
     for p in parameters:
-        grads[copies(placement_of(p), groups)].append(p.grad)
+        grads[copies(placement_of(p), groups)].append(p.grad.detach())
     square = torch.zeros((), dtype=torch.float64, device=device)
     for n, some in grads.items():
         square += torch.nn.utils.get_total_norm(some).double().square() / n

@@ -191,6 +191,7 @@ class Mailboxes:
             peer.write_end.close()
 
 
+@torch.inference_mode(False)  # the first operation may be in it, and later ones write into the mailboxes out of it
 def make_mailboxes(link):
     """Mailboxes for this group, or None if its processes cannot open each other's memory. Call it on all ranks."""
     if link.size == 1 or len(set(link.nodes)) > 1 or sys.platform != "linux":

@@ -63,6 +63,11 @@ class NcclLink(DoublingLink):
         super().close()
 
 
+def _written(*tensors):
+    """A kernel has written to them."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])  # those have no version
+
+
 class Direct:
     """Algorithms for ranks of which a switch joins every two at full speed, so that no rank need pass chunks on.
 
@@ -106,7 +111,7 @@ class Direct:
 
     def _note_sent(self, written, *outgoing):
         """Count what a kernel has sent to each other rank, and that it wrote to a tensor. outgoing: lists (N)."""
-        torch.autograd.graph.increment_version(written)
+        _written(written)
         log = self.log
         for tensors in outgoing:
             for r in range(self.size):
@@ -188,7 +193,7 @@ class Direct:
         window = self.kernel_window()
         if window:
             window.all_to_all(*([(t.data_ptr(), t.nbytes) for t in tensors] for tensors in (outgoing, incoming)))
-            torch.autograd.graph.increment_version(incoming)
+            _written(*incoming)
         return bool(window)
 
     def _swap(self, outgoing, incoming):
@@ -270,7 +275,7 @@ class NodeLink(Direct, NcclLink):
                 place.append((at, elements * width))
                 at += elements * width
         window.all_to_all(*places)
-        torch.autograd.graph.increment_version(output)
+        _written(output)
         progress("after all_to_all_single")
         return True
 

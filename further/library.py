@@ -32,6 +32,10 @@ class Library(dist.Link):
 
     @torch.no_grad()
     def run(self, name, async_op, algorithm, *arguments):
+        with dist.inference_where(arguments):
+            return self.call(name, async_op, *arguments)
+
+    def call(self, name, async_op, *arguments):
         call = functools.partial(getattr(torch_dist, name), group=self.group, async_op=async_op)
         arguments = dict(zip(arguments_of(name), arguments))
         if name not in self.outputs:
@@ -48,7 +52,8 @@ class Library(dist.Link):
         @torch.no_grad()
         def wait():  # and copy back what was made contiguous
             handle.wait()
-            dist.unflatten(flats[output], given[output])
+            with dist.inference_where([given[output]]):
+                dist.unflatten(flats[output], given[output])
 
         return dist.Handle(wait, handle.is_completed) if async_op else wait()
 

@@ -82,7 +82,7 @@ class Matrices:
 
 def is_muons(name, param):
     """Whether Muon steps a parameter: a matrix of a block. Embeddings, head and vectors are AdamW's."""
-    if is_matrix(param) and param.dim() == 1:
+    if is_matrix(param) and len(param.shape) == 1:
         raise ValueError("Muon steps whole matrices, and FSDP keeps parts: use DDP or a FlatOptimizer")
     return is_matrix(param) and ".h." in "." + name
 

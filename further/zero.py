@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 import collectives as dist
 import parallel
-from further.ddp import refuse_unlike
+from further.ddp import refuse_other_order, refuse_unlike
 from parallel import FlatBucket, group_or_world, point_into
 
 
@@ -83,7 +83,7 @@ class WatchedBucket(FlatBucket):
 def show_overflow_to_all(shards, group):
     """Where a rank's shards have gradients that are not finite, one of every other rank's becomes NaN, too. All ranks
     add up 0 x their largest gradient. 0 x inf and 0 x NaN are NaN, and so is the sum; else it is 0."""
-    grads = [shard.grad for shard in shards if shard.grad is not None and shard.grad.numel()]
+    grads = [shard.grad.detach() for shard in shards if shard.grad is not None and shard.grad.numel()]
     nothing = (0 * torch.nn.utils.get_total_norm(grads, math.inf)).to(dist.link_of(group).device, torch.float32)
     dist.all_reduce(nothing, group=group)
     for grad in grads[:1]:
@@ -125,6 +125,8 @@ class ShardedOptimizer(parallel.FlatOptimizer):
         return self.bucket_of[param].kept(param)
 
     def finish_grad_sync(self):
+        if self.stage == 2:
+            refuse_other_order(self.reducers[0], self.group)
         super().finish_grad_sync()
         if self.agrees:
             show_overflow_to_all(self.shards, self.group)
