@@ -26,6 +26,7 @@ Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parall
 """
 
 import atexit
+import contextlib
 import copy
 import functools
 import os
@@ -40,7 +41,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed import ReduceOp, get_rank, get_world_size, init_process_group, new_group
+from torch.distributed import ReduceOp, get_backend, get_rank, get_world_size, init_process_group, new_group
 from torch.distributed import is_initialized, recv  # noqa: F401  for those who import this module as `dist`
 
 
@@ -462,8 +463,10 @@ class Link:
         self.backend = torch_dist.get_backend(group)
         self.device = DEVICE[self.backend]
         self.nodes = [node_of(rank) for rank in torch_dist.get_process_group_ranks(group)]  # of each rank of the group
+        self.channel = 0  # whose messages these are, of all that go between the same ranks (further/channels.py)
         self.worker = self.stream = None  # which run operations with `async_op`: a thread on CPUs, a stream on GPUs
         self.last = Handle()  # of the latest operation that the worker was given
+        self.knows_tags = self.backend != "nccl"
 
     def during(self, name, aside=False):
         """This link as one operation sees it: a copy, so that what is an operation's lies in no other's.
@@ -505,7 +508,8 @@ class Link:
     def tag(self, message):
         """Where ranks call different operations, or with other dtypes or sizes, their messages have different tags: the
         call ends in gloo's timeout, not in wrong numbers. (NCCL knows no tags.)"""
-        return TAG + (zlib.crc32(f"{self.name} {message.dtype} {message.nbytes}".encode()) & (TAG - 1))
+        what = f"{self.channel} {self.name} {message.dtype} {message.nbytes}"
+        return TAG + (zlib.crc32(what.encode()) & (TAG - 1))
 
     @property
     def log(self):
@@ -524,11 +528,13 @@ class Link:
 
         if not async_op and self.last.is_completed():
             self.last.wait()  # raises what went wrong in it: peers could take this one's messages for those of that one
-            algorithm(self.during(name), *arguments)
+            with inference_where(arguments):
+                algorithm(self.during(name), *arguments)
             return None
 
         def operation():
-            algorithm(self.during(name, async_op), *arguments)
+            with inference_where(arguments):
+                algorithm(self.during(name, async_op), *arguments)
 
         if self.device == "cuda":
             return self.on_a_stream(operation, tensors_among(arguments))
@@ -546,6 +552,10 @@ class Link:
         for t in tensors:
             t.record_stream(self.stream)  # the allocator must not reuse their memory before the stream is done
         return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
+
+    def like_this(self, group):
+        """A link of this kind for a channel."""
+        return type(self)(group)
 
     def close(self):
         """Called before the group is destroyed."""
@@ -585,7 +595,14 @@ class Worker:
     def close(self):
         atexit.unregister(self.close)
         self.jobs.put(None)
-        self.thread.join(2)  # a thread that is inside C++ when Python exits would abort the process
+        if threading.current_thread() is not self.thread:  # where the garbage collector may run
+            self.thread.join(2)  # a thread that is inside C++ when Python exits would abort the process
+
+
+def inference_where(arguments):
+    """Goes around an operation, because tensors that were made in inference mode are written in it alone."""
+    made_in_it = any(t.is_inference() for t in tensors_among(arguments))
+    return torch.inference_mode() if made_in_it else contextlib.nullcontext()
 
 
 def tensors_among(values):
@@ -650,6 +667,7 @@ class Process:
         registered   group -> what makes its link in place of LINKS["ours"], where further/nodes.py has said so
         stores       where it has met others: (store, rank, world size)
         worlds       how many it has joined
+        channels     group -> what further/channels.py keeps of it
         makers       LINKS; ranks that are threads have the reference's own
     """
 
@@ -658,6 +676,7 @@ class Process:
         self.traffic = defaultdict(Traffic)
         self.links = defaultdict(dict)
         self.registered = {}
+        self.channels = {}
         self.stores = {}
         self.worlds = 0
 
@@ -703,7 +722,9 @@ class NoLink:
 
 
 def link_of(group):
-    """The Link that serves this group."""
+    """The Link that serves this group, or channel."""
+    if hasattr(group, "link"):  # of further/channels.py
+        return group.link
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return NoLink()
     group = group or torch_dist.group.WORLD
@@ -755,6 +776,8 @@ def destroy_process_group(group=None):
         for link in set(process.links.pop(served, {}).values()):
             link.close()
         process.registered.pop(served, None)
+        if served in process.channels:
+            process.channels.pop(served).close(group is None)
     torch_dist.destroy_process_group(group)
     if group is None:
         reset_traffic()

@@ -1094,7 +1094,7 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
         torch._foreach_mul_([p.grad for p in parameters], 1 / scale)
     grads = defaultdict(list)
     for p in parameters:
-        grads[copies(placement_of(p), groups)].append(p.grad)
+        grads[copies(placement_of(p), groups)].append(p.grad.detach())
     square = torch.zeros((), dtype=torch.float64, device=device)
     for n, some in grads.items():
         square += torch.nn.utils.get_total_norm(some).double().square() / n

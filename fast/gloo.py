@@ -9,6 +9,7 @@ import mmap
 import os
 import select
 import sys
+import weakref
 from collections import deque
 from types import SimpleNamespace
 
@@ -191,6 +192,7 @@ class Mailboxes:
             peer.write_end.close()
 
 
+@torch.inference_mode(False)  # the first operation may be in it, and later ones write into the mailboxes out of it
 def make_mailboxes(link):
     """Mailboxes for this group, or None if its processes cannot open each other's memory. Call it on all ranks."""
     if link.size == 1 or len(set(link.nodes)) > 1 or sys.platform != "linux":
@@ -222,6 +224,7 @@ class GlooLink(DoublingLink):
 
     def __init__(self, group):
         super().__init__(group)
+        made.add(self)
         self.mailboxes = None
         self.calls = 0  # so that what two roots of one broadcast have sent is not taken for the next one's
 
@@ -256,5 +259,7 @@ class GlooLink(DoublingLink):
 
 def mailbox_memory():
     """The memory of all Mailboxes."""
-    links = {link for links in dist.process.links.values() for link in links.values() if isinstance(link, GlooLink)}
-    return [memory for link in links if link.mailboxes for memory in link.mailboxes.memory]
+    return [memory for link in made if link.mailboxes for memory in link.mailboxes.memory]
+
+
+made = weakref.WeakSet()  # all GlooLinks

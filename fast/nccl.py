@@ -64,6 +64,11 @@ class NcclLink(DoublingLink):
         super().close()
 
 
+def _written(*tensors):
+    """A kernel has written to them."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])  # those have no version
+
+
 class Direct:
     """Algorithms for ranks of which a switch joins every two at full speed, so that no rank need pass chunks on.
 
@@ -107,7 +112,7 @@ class Direct:
 
     def _note_sent(self, written, *outgoing):
         """Count what a kernel has sent to each other rank, and that it wrote to a tensor. outgoing: lists (N)."""
-        torch.autograd.graph.increment_version(written)
+        _written(written)
         log = self.log
         for tensors in outgoing:
             for r in range(self.size):
@@ -190,7 +195,7 @@ class Direct:
         if window:
             places = ([(t.data_ptr(), t.nbytes) for t in tensors] for tensors in (outgoing, incoming))
             window.all_to_all(*places, self.log)
-            torch.autograd.graph.increment_version(incoming)
+            _written(*incoming)
         return bool(window)
 
     def _swap(self, outgoing, incoming):
@@ -272,7 +277,7 @@ class NodeLink(Direct, NcclLink):
                 at += elements * width
         with self.around(("all_to_all_single", [input])):
             window.all_to_all(*places, log)
-        torch.autograd.graph.increment_version(output)
+        _written(output)
         progress("after all_to_all_single")
         return True
 

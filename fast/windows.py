@@ -143,6 +143,7 @@ class Window:
                         self.handle.put_signal(r, FREE, patience)
 
 
+@torch.inference_mode(False)  # the first operation may be in it, and later ones write into the window out of it
 def make_window(link, nbytes):
     """A Window for this group. Call it on all ranks; all get None if any GPU cannot reach another or has no room.
 

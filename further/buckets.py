@@ -30,6 +30,7 @@ class Bucket:
         self.params = params
         self.placement = placement_of(params[0])
         self.group = self.placement.average_over or group  # few ranks keep the same expert (further/experts.py)
+        self.channel = self.group  # what the bucket travels in; or a Channel of further/channels.py
         self.first, self.numel = {}, 0
         for p in params:
             self.first[p] = self.numel  # where in the message it begins
@@ -60,7 +61,7 @@ def all_reduce_bucket(bucket):
     message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
         return dist.Handle(), message, message
-    handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.group, async_op=True)
+    handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.channel, async_op=True)
     return handle, message, message
 
 
@@ -224,14 +225,25 @@ class BucketDDP(Averager, nn.Module):
         return self.module(*args, **kwargs)
 
 
+def refuse_others(param, method):
+    """RuntimeError if more than one object averages a parameter's gradient: the mean would be taken twice."""
+    if len(param._post_accumulate_grad_hooks) > 1:
+        methods = [hook.method() for hook in param._post_accumulate_grad_hooks.values() if hasattr(hook, "method")]
+        if any(other not in (None, method) for other in methods):
+            raise RuntimeError("two objects average the gradient of one parameter, such as a DDP of the model and a "
+                               "ShardedOptimizer of its parameters: make one of them only")
+
+
 def call_when_computed(params, method):
     """Let autograd call method(param) when a backward has added all it has to param.grad."""
     method = weakref.WeakMethod(method)  # or parameters and buckets would keep each other alive
 
     def call(param):
         if alive := method():
+            refuse_others(param, alive)
             alive(param)
 
+    call.method = method
     for param in params:
         is_trained = param.requires_grad
         if param.is_floating_point() or param.is_complex():

@@ -11,6 +11,7 @@ import torch
 
 import collectives as dist
 from further.buckets import BucketDDP
+from further.channels import give_channels
 from parallel import group_or_world
 
 
@@ -24,13 +25,21 @@ class DDP(BucketDDP):
     def __init__(self, module, group=None, bucket_mb=None, broadcast_buffers=True):
         refuse_unlike([*module.parameters(), *module.buffers()], group_or_world(group))
         super().__init__(module, group, bucket_mb)
+        give_channels(self.buckets)
         broadcast_in_one([*module.buffers()], self.group)
-        self.changing = [*module.buffers()] if broadcast_buffers else []
+        self.kinds = {p: kind_of(p) for p in module.parameters()}
+        self.broadcast_buffers = broadcast_buffers
+
+    def forward(self, *args, **kwargs):
+        refuse_new(self.module, self.kinds)
+        refuse_changed(self.kinds)
+        return super().forward(*args, **kwargs)
 
     def finish_grad_sync(self):
-        refuse_new(self.module, self.reducers[0].bucket_of)
+        refuse_new(self.module, self.kinds)
         super().finish_grad_sync()
-        broadcast_in_one(self.changing, self.group)
+        if self.broadcast_buffers:
+            broadcast_in_one([*self.module.buffers()], self.group)  # asked anew: a forward may have assigned others
 
     def __deepcopy__(self, memo):
         raise RuntimeError("a DDP is not copied: copy its module, copy.deepcopy(model.module)")
@@ -58,6 +67,32 @@ def refuse_new(module, known):
         raise RuntimeError(f"{new[0]} came into the module after it was wrapped: change a module before that")
 
 
+def refuse_other_order(reducer, group):
+    """RuntimeError on all ranks unless each has gathered and sent the same buckets in the same order since the last
+    step: where a rank leaves out a layer, ZeRO-2 and 3 would average gradients of different parameters."""
+    order = [*reducer.left, *(f"bucket {reducer.buckets.index(bucket)}" for bucket in reducer.unsent())]
+    mine = torch.tensor([len(order), zlib.crc32(repr(order).encode())], device=dist.link_of(group).device)
+    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ranks, mine, group)
+    for rank, of_rank in enumerate(torch.stack(ranks).tolist()):
+        if of_rank != mine.tolist():
+            raise RuntimeError(f"rank {rank} of the group has used other parameters in backward than this one: ZeRO-2 "
+                               "and 3 want the same on all ranks, DDP and stage=1 take a layer left out for zeros")
+
+
+def kind_of(param):
+    return tuple(param.shape), param.dtype, param.device
+
+
+def refuse_changed(kinds):
+    """RuntimeError for parameters that were cast or moved when the model was wrapped already."""
+    for param, kind in kinds.items():
+        if kind_of(param) != kind:
+            raise RuntimeError(f"a parameter is now {kind_of(param)}, and was {kind}: cast or move a module before it "
+                               "is wrapped")
+
+
+@torch.inference_mode()  # an evaluation may have made a buffer in it
 def broadcast_in_one(buffers, group):
     """The first rank's buffers to all ranks, in one message of bytes."""
     if not buffers:

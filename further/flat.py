@@ -88,11 +88,11 @@ class FlatBucket(Bucket):
 
     def reduce_scatter(self, message, average):
         """Start to average a message: this rank's Nth goes into `average`."""
-        return dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, self.group, async_op=True)
+        return dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, self.channel, async_op=True)
 
     def all_gather(self):
         """Start to gather `weights`: this rank gives its Nth."""
-        return dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
+        return dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.channel, async_op=True)
 
 
 def point_into(param, view):
@@ -164,6 +164,14 @@ class EveryBackward(FlatReducer):
     a bucket need not wait for those before it in the list.
     """
 
+    def __init__(self, *options):
+        self.left = []  # what has left in this step, in words, for those who compare ranks (further/ddp.py)
+        super().__init__(*options)
+
+    def begin_step(self):
+        super().begin_step()
+        self.left.clear()
+
     @contextmanager
     def no_sync(self):
         yield  # it changes nothing
@@ -178,6 +186,7 @@ class EveryBackward(FlatReducer):
         # be in memory: Python runs ahead, and freed memory is used again only when its stream is done with it.)
         while len(self.under_way) > 1:
             self.finish_oldest()
+        self.left.append(f"bucket {self.buckets.index(bucket)}")
         super().start(bucket)
         self.missing[bucket] = set(bucket.params)  # for the next backward
 

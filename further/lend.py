@@ -41,7 +41,13 @@ def absent(kind):
 
 class LentParameter(FlatParameter):
     """A FlatParameter whose parameters are `Absent` while it is free."""
+    note_gather = int  # called for each gather. Its owner sets it
     versions = ()  # of the parameters when they became whole
+
+    def begin_gather(self):
+        if self.weights is None:
+            self.note_gather()
+        super().begin_gather()
 
     def make_whole(self):
         for p in self.params:

@@ -28,8 +28,14 @@ class Library(dist.Link):
     outputs = {"all_gather_into_tensor": "output_tensor", "reduce_scatter_tensor": "output",
                "all_to_all_single": "output"}
 
+    knows_tags = False  # the library's collectives have them, but one queue for all of a group's
+
     @torch.no_grad()
     def run(self, name, async_op, algorithm, *arguments):
+        with dist.inference_where(arguments):
+            return self.call(name, async_op, *arguments)
+
+    def call(self, name, async_op, *arguments):
         call = functools.partial(getattr(torch_dist, name), group=self.group, async_op=async_op)
         arguments = dict(zip(arguments_of(name), arguments))
         if name not in self.outputs:
@@ -46,7 +52,8 @@ class Library(dist.Link):
         @torch.no_grad()
         def wait():  # and copy back what was made contiguous
             handle.wait()
-            dist.unflatten(flats[output], given[output])
+            with dist.inference_where([given[output]]):
+                dist.unflatten(flats[output], given[output])
 
         return dist.Handle(wait, handle.is_completed) if async_op else wait()
 

@@ -99,7 +99,7 @@ class Matrices:
 
 def is_muons(name, param):
     """Whether Muon steps a parameter: a matrix of a block. Embeddings, head and vectors are AdamW's."""
-    if is_matrix(param) and param.dim() == 1:
+    if is_matrix(param) and len(param.shape) == 1:
         raise ValueError("Muon steps whole matrices, and FSDP keeps parts: use DDP or a FlatOptimizer")
     return is_matrix(param) and ".h." in "." + name
 
@@ -201,7 +201,7 @@ class OwnedBucket(FlatBucket):
         self.own = slice(first, first + self.sizes[rank])
 
     def reduce_scatter(self, message, average):
-        return dist.reduce_scatter(average, [*message.split(self.sizes)], dist.ReduceOp.AVG, self.group, True)
+        return dist.reduce_scatter(average, [*message.split(self.sizes)], dist.ReduceOp.AVG, self.channel, True)
 
     def all_gather(self):
-        return dist.all_gather([*self.weights.split(self.sizes)], self.weights[self.own], self.group, True)
+        return dist.all_gather([*self.weights.split(self.sizes)], self.weights[self.own], self.channel, True)

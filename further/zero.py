@@ -13,7 +13,8 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 import collectives as dist
-from further.ddp import refuse_unlike
+from further.channels import give_channels
+from further.ddp import refuse_other_order, refuse_unlike
 from further.flat import FlatBucket, FlatOptimizer, point_into
 from parallel import group_or_world
 
@@ -83,7 +84,7 @@ class WatchedBucket(FlatBucket):
 def show_overflow_to_all(shards, group):
     """Where a rank's shards have gradients that are not finite, one of every other rank's becomes NaN, too. All ranks
     add up 0 x their largest gradient. 0 x inf and 0 x NaN are NaN, and so is the sum; else it is 0."""
-    grads = [shard.grad for shard in shards if shard.grad is not None and shard.grad.numel()]
+    grads = [shard.grad.detach() for shard in shards if shard.grad is not None and shard.grad.numel()]
     nothing = (0 * torch.nn.utils.get_total_norm(grads, math.inf)).to(dist.link_of(group).device, torch.float32)
     dist.all_reduce(nothing, group=group)
     for grad in grads[:1]:
@@ -118,6 +119,7 @@ class ShardedOptimizer(FlatOptimizer):
         self.named = {i if name is None else name: p for i, (name, p) in enumerate(zip(names, params))}
         refuse_unlike(params, group_or_world(group))
         super().__init__(param_groups, optimizer_class, group, stage, bucket_mb, compute_dtype, **kwargs)
+        give_channels(self.buckets)
         self.agrees = grad_scaler and stage > 0
 
     def kept(self, param):
@@ -125,6 +127,8 @@ class ShardedOptimizer(FlatOptimizer):
         return self.bucket_of[param].kept(param)
 
     def finish_grad_sync(self):
+        if self.stage == 2:
+            refuse_other_order(self.reducers[0], self.group)
         super().finish_grad_sync()
         if self.agrees:
             show_overflow_to_all(self.shards, self.group)

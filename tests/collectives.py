@@ -437,3 +437,19 @@ def test_all_reduce_leaves_the_same_bits_on_every_rank(rank):
         dist.all_reduce(t := torch.randn(n))
         torch_dist.broadcast(first := t.clone(), 0)
         assert t.equal(first)
+
+
+@on_both
+@parametrize("comm", ["ours", "torch"])
+@on_ranks(2)
+def test_tensors_of_inference_mode_may_be_sent_after_it(comm, rank):
+    """As those of a metric that was computed in it. The library takes them, too."""
+    dist.use(None, comm)
+    for async_op in False, True:
+        with torch.inference_mode():
+            summed, sent, spread = torch.ones(3) * rank, torch.ones(3) * rank, torch.zeros(2, 3).T
+        handles = [dist.all_reduce(summed, async_op=async_op), dist.broadcast(sent, 1, async_op=async_op),
+                   dist.all_gather_into_tensor(spread, torch.full((3,), 1.0 * rank), async_op=async_op)]
+        for handle in handles if async_op else ():
+            handle.wait()
+        assert summed.eq(1).all() and sent.eq(1).all() and spread.sum() == 3

@@ -180,6 +180,64 @@ def test_backward_returns_before_its_buckets_have_arrived(rank):
     assert net.weight.grad.eq(3).all()
 
 
+def twice(net, x, leaves_out):
+    """What a model of two layers says, or one that a rank runs without its first layer."""
+    return net[1](x if leaves_out else torch.tanh(net[0](x))).square().mean()
+
+
+@on_both
+@parametrize("first, second", [("ddp", "ddp"), (0, 1), (1, 1), (2, "ddp"), (3, 0), (3, 1)])
+@on_ranks(2)
+def test_whatever_a_rank_leaves_out_all_collectives_are_right(first, second, rank, size):
+    """Two models of one shape in one group; the caller's own collectives before finish_grad_sync. One rank runs the
+    second model without a layer, in the next step not at all."""
+    torch.manual_seed(0)
+    one = [nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double() for _ in range(2)]
+    laid = [laid_out(copy.deepcopy(net), way, lr=1.0) for net, way in zip(one, (first, second))]
+    of_second, ready = laid[1][0], torch.ones(1)
+    of_second = getattr(of_second, "module", of_second)
+    reference = torch.optim.SGD([p for net in one for p in net.parameters()], lr=1.0)
+    x = torch.randn(2, size, 4, 6, dtype=torch.float64)
+    for step in range(2):
+        for i, part in enumerate(x):
+            whole = [one[0](part[r]).square().mean() + (
+                0 if step and r else twice(one[1], part[r], r)) for r in range(size)]
+            (sum(whole) / size).backward()
+            with contextlib.ExitStack() as stack:
+                for _, sync, _ in laid if i == 0 else ():
+                    stack.enter_context(sync.no_sync())
+                loss = laid[0][0](part[rank]).square().mean()
+                if not (step and rank):
+                    loss = loss + twice(of_second, part[rank], rank)
+                loss.backward()
+            dist.all_reduce(loss := loss.detach())
+            dist.broadcast(ready, 0)
+            dist.barrier()
+            assert close(loss, sum(whole).detach())
+        for _, sync, opt in laid:
+            sync.finish_grad_sync()
+            opt.step()
+            opt.zero_grad()
+        reference.step()
+        reference.zero_grad()
+    for net, (model, _, _), way in zip(one, laid, (first, second)):
+        state = model.full_state_dict() if way == 3 else getattr(model, "module", model).state_dict()
+        assert all(map(close, state.values(), net.state_dict().values()))
+
+
+@on_both
+@parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_one_object_averages_a_gradient(stage):
+    """PyTorch's ZeRO-1 stands beside a DDP. Ours takes its place."""
+    net = nn.Linear(4, 4)
+    both = own("DDP")(net), own("ShardedOptimizer")(net.parameters(), torch.optim.SGD, stage=stage, lr=1.0)
+    with pytest.raises(RuntimeError, match="two objects average the gradient of one parameter, such as a DDP"):
+        net(torch.ones(1, 4)).sum().backward()
+    del both
+    own("DDP")(net)(torch.ones(1, 4)).sum().backward()  # the others are gone
+
+
 @on_both
 @parametrize("way", ["ddp", 1, 3])
 @on_ranks(2)
@@ -413,14 +471,103 @@ def test_fsdp_s_parameters_keep_their_names(rank):
             flat.load(lambda name: torch.zeros(6, 6, 6))
 
 
+class Mean(nn.Module):
+    """Forward assigns the buffer anew, or makes it."""
+
+    def forward(self, x):
+        self.register_buffer("mean", x.detach().mean(0))
+        return x
+
+
 @on_both
 @on_ranks(2)
 def test_replicas_have_the_first_one_s_buffers_after_a_step(rank):
-    net = nn.Sequential(nn.BatchNorm1d(3))
+    """One that forward writes, and one that it makes."""
+    net = nn.Sequential(nn.BatchNorm1d(3), Mean())
     model = own("DDP")(net)
-    model(torch.arange(12.0).view(4, 3) * (1 + rank)).sum().backward()
+    for _ in range(2):
+        model(torch.arange(12.0).view(4, 3) * (1 + rank)).sum().backward()
+        net[1].mean += rank
+        model.finish_grad_sync()
+        model.zero_grad()
+    assert close(net[0].running_mean, 0.19 * torch.tensor([4.5, 5.5, 6.5]), 1e-6)
+    assert net[1].mean.abs().max() < 1e-5
+    with torch.inference_mode():
+        net(torch.ones(2, 3))  # makes the buffer there
+    model.module[0](torch.ones(2, 3)).sum().backward()
     model.finish_grad_sync()
-    assert close(net[0].running_mean, 0.1 * torch.tensor([4.5, 5.5, 6.5]), 1e-6)
+
+
+@on_both
+@on_ranks(2)
+def test_what_looks_at_fsdp_s_parameters_is_right_or_refused(rank):
+    """Groups by dimensions, hooks, norms, a copy, a cast; a layer that is frozen after a forward without backward, by
+    its part or by what the module shows meanwhile."""
+    net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
+    one = copy.deepcopy(net)
+    model, x = own("FSDP")(net), torch.randn(2, 4, 3, dtype=torch.float64)
+    assert [p.dim() for p in model.parameters()] == [p.ndim for p in net.parameters()] == [2, 1, 2, 1]
+    model(x[rank]).sum().backward()
+    model.finish_grad_sync()
+    part = net[0].weight
+    for norm in (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+                 lambda: nn.utils.get_total_norm([part.grad]), lambda: torch._foreach_norm([part.grad]), part.norm,
+                 part.grad.norm, lambda: torch.norm(part.grad)):
+        with pytest.raises(RuntimeError, match=r"the norm of a part is not .* parallel.clip_grad_norm_\(model.para"):
+            norm()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="not copied|copy, move or cast a module before"):
+        torch.optim.swa_utils.AveragedModel(model)
+
+    def step(param):
+        param.data -= 0.1 * param.grad
+        param.grad = None
+
+    net[0].bias.register_hook(lambda grad: 2 * grad)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    model(x[rank]).square().mean().backward()
+    model.finish_grad_sync()
+    one(x.view(8, 3)).square().mean().backward()
+    one[0].bias.grad *= 2
+    for p in one.parameters():
+        step(p)
+    assert all(map(close, model.full_state_dict().values(), one.state_dict().values()))
+    parts = dict(model.named_parameters())
+    for frozen in parts["0.weight"], net[1].bias:
+        model(x[rank])
+        frozen.requires_grad_(False)
+    model(x[rank]).sum().backward()
+    net[1].weight.requires_grad_(False)  # after backward
+    model.finish_grad_sync()
+    assert [p.requires_grad for p in model.parameters()] == [False, True, False, False]
+    parts["1.bias"].data = parts["1.bias"].data.float()
+    with pytest.raises(RuntimeError, match="is now torch.float32 .* cast or move a module before"):
+        model(x[rank])
+
+
+@on_both
+@on_ranks(2)
+def test_a_model_that_is_cast_when_it_is_wrapped_is_refused():
+    model = own("DDP")(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="torch.float16.* cast or move a module before it is wrapped"):
+        model.half()(torch.ones(1, 2))
+
+
+@on_both
+@parametrize("way", [2, 3])
+@on_ranks(2)
+def test_zero_2_and_3_say_so_where_ranks_use_other_layers(way, rank):
+    """Of one size, so that one's gradients would be added to another's. (FSDP's gathers may wait for each other before:
+    then messages that do not match say so, or a timeout does.)"""
+    net = nn.ModuleList(nn.Linear(48, 48, bias=False) for _ in range(3))  # a bucket each
+    net.forward = lambda x: net[2](net[1 if rank and way == 2 else 0](x))
+    model, sync, _ = laid_out(net, way, lr=1.0)
+    model(torch.ones(1, 48)).sum().backward()
+    if way == 3 and rank:
+        sync.reducers[0].left.append("gather 1")
+    with pytest.raises(RuntimeError, match=f"rank {1 - rank} of the group has used other parameters"):
+        sync.finish_grad_sync()
 
 
 # -------------------------------------------------------------------------------------- gathers beside what comes after
