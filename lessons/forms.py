@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import collectives as dist
 import parallel
 import train
-from lessons.measure import of_all_ranks, say
-from lessons.peers import token_loss
+from lessons.bench.peers import token_loss
+from lessons.bench.timing import of_all_ranks, say
 from model import GPT, GPTConfig
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # its momentum is an optimizer's state

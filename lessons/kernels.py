@@ -14,7 +14,7 @@ import kernels
 from fast import grouped as fast_grouped, norm
 from further import by_hand, experts
 from kernels import HAVE_TRITON, tile_of
-from lessons.measure import off, patched, plain_rows
+from lessons.bench.timing import off, patched, plain_rows
 from theory.memory import tensors_in
 
 

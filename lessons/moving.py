@@ -16,7 +16,7 @@ import collectives as dist
 import parallel
 from further.lists import names_of, parse, ScheduleError
 from further.schedules import SCHEDULES
-from lessons.measure import patched
+from lessons.bench.timing import patched
 from lessons.plan import rows_of
 from model import GPT, GPTConfig, PRESETS
 from parallel import ranks_of_stages

@@ -22,7 +22,7 @@ import fast.windows
 import further.nodes
 import kernels
 from further.library import Library
-from lessons.measure import patched
+from lessons.bench.timing import patched
 
 
 class DirectGlooLink(fast.nccl.Direct, fast.gloo.GlooLink):
@@ -109,7 +109,8 @@ def nodes_of(count):
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(count)):
         grid = [range(first, first + count) for first in range(0, size, count)]
         levels = dist.rows_and_columns(grid)
-        dist.process.registered[torch_dist.group.WORLD] = make = functools.partial(further.nodes.TwoLevels, levels=levels)
+        make = functools.partial(further.nodes.TwoLevels, levels=levels)
+        dist.process.registered[torch_dist.group.WORLD] = make
         try:
             with served_by(make):
                 yield

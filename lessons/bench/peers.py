@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import collectives as dist
 import model
 import parallel
-from lessons.measure import patched, plain_rows
+from lessons.bench.timing import patched, plain_rows
 from model import buffers, GPT, materialize, shapes
 from theory.clock import stage_to_rank_in, stages_in
 

@@ -24,11 +24,11 @@ from fast.pipeline import PatientPipeline
 from further import context, expert_parallel, experts, rms_norm
 from further.experts import resized
 from further.schedules import SCHEDULES
-from lessons import peers
-from lessons.measure import (
+from lessons.bench import peers
+from lessons.bench.timing import (
     interleaved, of_all_ranks, patched, plain_rows, say, Table, without_collectives, write_json)
+from lessons.bench.rates import measure_machine, sent_in
 from lessons.plan import describe_model
-from lessons.rates import measure_machine, sent_in
 from safe.messages import watched_link
 from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.run import WatchedTrainer

@@ -15,7 +15,7 @@ import parallel
 from fast.nccl import Direct
 from fast.norm import FusedBlock
 from further.experts import resized
-from lessons.measure import interleaved, readable
+from lessons.bench.timing import interleaved, readable
 from model import GPTConfig
 from safe.sizes import reject
 from theory import speed
