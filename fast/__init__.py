@@ -23,7 +23,7 @@ from further import rms_norm as further_rms_norm
 from further import schedules as further_schedules
 from further import sequence as further_sequence
 from further import zero as further_zero
-from theory.clock import split_pieces
+from further.pieces import split_pieces
 
 SWAPS = [  # (module, name there, what takes its place)
     (collectives, "make_link", links.fast_link),

@@ -71,7 +71,7 @@ class GroupedAttention(Attention):
     def __init__(self, config):
         super().__init__(config)
         self.config = config
-        self.packed = config.packed_heads()[0]
+        self.packed = config.n_head // config.kv_heads + 2
         if config.qkv_bias:
             self.c_attn = Linear(config.n_embd, config.qkv_width)
         if config.qk_norm:
@@ -109,8 +109,6 @@ class LlamaConfig(GPTConfig):
     arch = "llama"
     activations = ("silu",)
     biased = False
-    rotates = True
-    norm_keeps = 1
 
     @property
     def hidden(self):
