@@ -40,15 +40,15 @@ import collectives as dist
 import kernels
 from fast import edition
 from fast.recorded import RecordedGraph
+from lessons.bench.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
+from lessons.bench.strategies import configs_of, layouts, OF_EDITION, pieces, strategies
+from lessons.bench.timing import interleaved, of_all_ranks, readable, ROWS, say, seconds_of, Table, traffic_of, write_json
 from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
-from lessons.measure import interleaved, of_all_ranks, readable, ROWS, say, seconds_of, Table, traffic_of, write_json
 from lessons.muon import KINDS, optimizers
 from lessons.pictures import check_picture, draw_trace, DRAWN, pictures
 from lessons.plan import plan
-from lessons.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
-from lessons.strategies import configs_of, layouts, OF_EDITION, pieces, strategies
 from model import PRESETS
 from safe import launch
 from safe.files import check_file, check_folder

@@ -47,8 +47,6 @@ class GPTConfig:
     experts = 0
     activations = tuple(ACTIVATIONS)
     biased = True              # whether its linear layers have biases
-    rotates = False            # whether positions turn queries and keys
-    norm_keeps = 2             # numbers a row that a norm keeps for backward: mean, rstd
 
     @property
     def hidden(self):
@@ -68,24 +66,14 @@ class GPTConfig:
         """Of all heads' outputs side by side."""
         return self.n_head * self.head_dim
 
-    def packed_heads(self):
-        """(G + 2, H/G, D): in what shape q, k, v lie side by side, for kernels.attention. 3, H, D if G is 1."""
-        return self.n_head // self.kv_heads + 2, self.kv_heads, self.head_dim
-
     @property
     def qkv_width(self):
-        return math.prod(self.packed_heads())
+        return (self.n_head + 2 * self.kv_heads) * self.head_dim
 
     @property
     def up_width(self):
         """Columns of the MLP's first matrix."""
         return self.hidden
-
-    def attention_matrices(self):
-        return self.n_embd * (self.qkv_width + self.heads_width)   # elements
-
-    def mlp_matrices(self):
-        return self.n_embd * (self.up_width + self.hidden)
 
     def parameters(self, counts=lambda name: True):
         """K, how many parameters, of those whose name `counts`; a tied head counts once."""

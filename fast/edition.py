@@ -19,9 +19,9 @@ from further.expert_parallel import through_experts
 from further.experts import Experts, grouped_linear
 from further.full import Full
 from further.llama import rotary, swiglu
+from further.pieces import split_pieces
 from further.rms_norm import RowNorm
 from model import Block
-from theory.clock import split_pieces
 
 
 class FusedBlock(Block):

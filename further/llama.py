@@ -72,7 +72,7 @@ class GroupedAttention(Attention):
     def __init__(self, config):
         super().__init__(config)
         self.config = config
-        self.packed = config.packed_heads()[0]
+        self.packed = config.n_head // config.kv_heads + 2
         if config.qkv_bias:
             self.c_attn = Linear(config.n_embd, config.qkv_width)
         parallel.set_placement(self.c_attn.weight, fused=config.fused)
@@ -120,8 +120,6 @@ class LlamaConfig(GPTConfig):
     arch = "llama"
     activations = ("silu",)
     biased = False
-    rotates = True
-    norm_keeps = 1
 
     @property
     def hidden(self):

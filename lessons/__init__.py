@@ -1,4 +1,4 @@
-"""What the reading path runs: demos, puzzles, pages, GPU lessons, pictures, peers, measuring.
+"""What the reading path runs: demos, puzzles, pages, GPU lessons, pictures. bench/ is what bench.py measures with.
 
 `python -m lessons --help` lists the demos.
 """

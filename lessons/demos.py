@@ -16,18 +16,18 @@ from further.buckets import BucketDDP
 from further.lists import check, lower
 from further.schedules import SCHEDULES
 from lessons import kernels, pages, puzzles, runs
+from lessons.bench.peers import token_loss
+from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.explore import explore
 from lessons.extension import demo_extension
 from lessons.forms import demo_forms
 from lessons.lecture8 import demo_lecture8
 from lessons.machine import demo_machine
-from lessons.measure import off, readable, say, say_in_order, traffic_of
 from lessons.measuring import demo_measuring
 from lessons.moving import fsdp_step, ring_states, ring_steps
 from lessons.muon import demo_muon, rates
 from lessons.overlap import demo_overlap
-from lessons.peers import token_loss
 from lessons.pictures import costs_of, spans_of
 from lessons.together import demo_together, operation
 from model import GPT, PRESETS, GPTConfig
@@ -369,8 +369,8 @@ ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, de
 
 
 def main():
-    parser = Parser(prog="python -m lessons", description="Lessons of the reading path, of the reference. Those on "
-                    "several ranks run with safe/, which says which rank failed.")
+    parser = Parser(prog="python -m lessons", description="Lessons of the reading path, of the reference. On several "
+                    "ranks safe/ says which of them failed.")
     lessons = parser.add_subparsers(required=True, metavar="LESSON")
     for name, (demo, flags) in DEMOS.items():
         lesson = lessons.add_parser(name, help=demo.__doc__)

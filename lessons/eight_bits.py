@@ -21,7 +21,7 @@ import torch
 
 from fast.fp8 import LARGEST, two_copies
 from kernels import dot, exact, tl, triton
-from lessons.measure import off, say
+from lessons.bench.timing import off, say
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import tempfile
 
 import torch
 
-from lessons.measure import say, seconds_of
+from lessons.bench.timing import say, seconds_of
 
 LOOP = """
 extern "C" void add(const float *x, const float *y, float *out, long n) {

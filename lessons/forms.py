@@ -17,8 +17,8 @@ import train
 from further.buckets import BucketDDP
 from further.flat import FlatOptimizer
 from further.prefetch import FlatFSDP
-from lessons.measure import of_all_ranks, say
-from lessons.peers import token_loss
+from lessons.bench.peers import token_loss
+from lessons.bench.timing import of_all_ranks, say
 from model import GPT, GPTConfig
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # its momentum is an optimizer's state

@@ -15,7 +15,7 @@ import kernels
 from fast import edition, norm
 from further import by_hand, experts
 from kernels import HAVE_TRITON, tile_of
-from lessons.measure import off
+from lessons.bench.timing import off
 from theory.memory import tensors_in
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import collectives as dist
 import parallel
 from further.sequence import gathered
-from lessons.measure import off, say, say_in_order
+from lessons.bench.timing import off, say, say_in_order
 
 
 def mlp(x, params, after=lambda y: y):

@@ -12,8 +12,8 @@ from collections import Counter
 import torch
 
 import kernels
+from lessons.bench.timing import say, seconds_of
 from lessons.kernels import TILES
-from lessons.measure import say, seconds_of
 from model import PRESETS
 from theory.speed import MACHINES, operations
 

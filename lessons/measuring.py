@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import collectives as dist
-from lessons.measure import is_first, mark, of_all_ranks, say, synchronize
-from lessons.strategies import make_trainer
+from lessons.bench.strategies import make_trainer
+from lessons.bench.timing import is_first, mark, of_all_ranks, say, synchronize
 from model import GPT, PRESETS
 from safe.flags import Settings
 from safe.reports import BirthLog, measured_bytes, predicted_bytes, size

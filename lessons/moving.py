@@ -18,7 +18,7 @@ from further.lists import names_of, parse, ScheduleError
 from further import prefetch
 from further.prefetch import FlatFSDP, FlatParameter
 from further.schedules import SCHEDULES
-from lessons.measure import patched
+from lessons.bench.timing import patched
 from lessons.plan import rows_of
 from model import GPT, GPTConfig, PRESETS
 from parallel import ranks_of_stages

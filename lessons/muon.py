@@ -17,7 +17,7 @@ import parallel
 import train
 from fast.adamw import AdamW
 from further.muon import Muon
-from lessons.measure import interleaved, Table, write_json
+from lessons.bench.timing import interleaved, Table, write_json
 from model import PRESETS
 from safe.launch import settled_rendezvous
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 import parallel
 from further import together
 from further.schedules import SCHEDULES
-from lessons.measure import say
+from lessons.bench.timing import say
 from lessons.moving import fsdp_step, ring_states, ring_steps, tensor_matrices
 from model import PRESETS
 from safe.files import check_file

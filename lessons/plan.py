@@ -7,7 +7,7 @@ import signal
 import torch
 
 import parallel
-from lessons.measure import say, Table, write_json
+from lessons.bench.timing import say, Table, write_json
 from safe.flags import check_parts, dashed, Settings, SIZES
 from safe.reports import parameters_in_words
 from safe.sizes import BadInput

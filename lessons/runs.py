@@ -2,7 +2,7 @@
 
 import os
 
-from lessons.measure import say
+from lessons.bench.timing import say
 from safe.files import check_file, OURS, writable
 from safe.page import entries_of, page_of, write_page
 from safe.sizes import reject

@@ -43,11 +43,12 @@ class Watched(Link):
     def run(self, name, async_op, algorithm, *arguments):
         progress(name)
         self.check(name, arguments)
-        waits = self.last.is_completed() and not async_op
 
-        def watched(call, *given):  # `Library` calls the library in place of this
+        def watched(call, *given):  # on whatever thread; `Library` calls the library in place of this
+            progress(name)
             with self.around((name, given)):
-                (call.perform if waits else call.perform_aside)(algorithm, *given)
+                call.perform(algorithm, *given)
+            progress(f"after {name}")  # where the caller does not wait, nobody else says so
 
         result = super().run(name, async_op, watched, *arguments)
         if not async_op:
@@ -55,13 +56,8 @@ class Watched(Link):
         return result
 
     def perform(self, algorithm, *arguments):
-        """The operation under way, on whatever thread it runs."""
+        """The operation under way."""
         algorithm(self, *arguments)
-
-    def perform_aside(self, algorithm, *arguments):
-        progress(self.name)
-        self.perform(algorithm, *arguments)
-        progress(f"after {self.name}")  # where the caller does not wait, nobody else says so
 
     def check(self, name, arguments):
         """ValueError for wrong arguments, before anything is sent."""

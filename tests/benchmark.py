@@ -15,23 +15,25 @@ import bench
 import collectives as dist
 import fast.rings
 import kernels
-import lessons.rates
+import lessons.bench.rates
 import model
+from further.experts import ExpertsConfig
+from further.full import Full
+from further.prefetch import Prefetcher
+from lessons import gpu
+from lessons.bench import peers, strategies
+from lessons.bench.rates import BUS, calls_of, fit, sent_in
+from lessons.bench.strategies import (
+    communication, configs_of, free_memory, make_trainer, predicted_traffic, routes_of_rows)
+from lessons.bench.timing import interleaved, without_collectives
+from lessons.eight_bits import few_rows, in_int8
 from tests.collectives import nodes_of
 from tests.kernels import GPUS, KERNEL_DEVICE
 from tests.pool import close, DEVICES, is_plain, on_cpus, on_ranks, parametrize
 from tests.runs import output_of, parse, ran
-from further.experts import ExpertsConfig
-from further.full import Full
-from further.prefetch import Prefetcher
-from lessons import gpu, peers, strategies
-from lessons.eight_bits import few_rows, in_int8
-from lessons.measure import interleaved, without_collectives
-from lessons.rates import BUS, calls_of, fit, sent_in
-from lessons.strategies import communication, configs_of, free_memory, make_trainer, predicted_traffic, routes_of_rows
-from train import config_of, processes_of
 from theory.speed import MACHINES, Machine
 from theory.traffic import HALVES
+from train import config_of, processes_of
 
 
 # ------------------------------------------------------------------------------------------------------------ benchmark
@@ -126,7 +128,7 @@ def test_a_step_runs_without_its_collectives():
 
 def hurry():
     """The machine's rates are measured once."""
-    lessons.rates.interleaved = lambda steps, device, repeats, calls: interleaved(steps, device, 1, 1)
+    lessons.bench.rates.interleaved = lambda steps, device, repeats, calls: interleaved(steps, device, 1, 1)
 
 
 def bench_rows(tmp_path, *words):

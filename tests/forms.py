@@ -8,7 +8,7 @@ import collectives as dist
 import parallel
 from further.experts import resized
 from lessons import forms, lecture8
-from lessons.measure import of_all_ranks, patched
+from lessons.bench.timing import of_all_ranks, patched
 from tests.layouts import SMALL
 from tests.pool import close, on_plain, on_ranks, parametrize
 

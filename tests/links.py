@@ -21,7 +21,7 @@ import fast.windows
 import further.nodes
 import kernels
 from further.library import Library
-from lessons.measure import patched
+from lessons.bench.timing import patched
 
 
 class DirectGlooLink(fast.nccl.Direct, fast.gloo.GlooLink):

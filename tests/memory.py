@@ -21,7 +21,7 @@ from fast.adamw import AdamW
 from fast.edition import Fast
 from further.schedules import SCHEDULES, zero_bubble_h1
 from lessons.demos import main
-from lessons.measure import of_all_ranks
+from lessons.bench.timing import of_all_ranks
 from safe.data import load_data
 from safe.flags import check_layout, model_config
 from safe.reports import measured_bytes, predicted_bytes

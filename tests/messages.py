@@ -19,13 +19,13 @@ import collectives as dist
 import fast.gloo
 import parallel
 import safe.messages
-from lessons.measure import patched
+from fast.gloo import GlooLink, Mailboxes
+from lessons.bench.timing import patched
+from safe.messages import PeerError, progress
 from tests.collectives import BIG
 from tests.layouts import small_gpt, tokens_of
 from tests.links import replaced, served_by, WAYS
 from tests.pool import on_cpus, on_gpus, on_ranks, parametrize
-from fast.gloo import GlooLink, Mailboxes
-from safe.messages import PeerError, progress
 
 
 @on_gpus  # on CPUs a backward returns before its buckets have arrived: tests/data.py

@@ -15,13 +15,13 @@ import collectives as dist
 import kernels
 import model
 import parallel
-import theory.clock
 from tests.layouts import freezing, SMALL, small_gpt, tokens_of
 from fast.linear import WeightGradients
 from fast.pipeline import CollectingMicroBatch
 from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, table
 from further.experts import resized
 from further.lists import check, checked, lower, parse, ScheduleError
+from further.pieces import split_pieces
 from further.schedules import (
     dualpipe_v, HalvedMicroBatch, interleaved, SCHEDULES, squeeze, v_half, v_min, zb_v, zero_bubble_h1)
 from theory.clock import draw, simulate
@@ -309,7 +309,7 @@ def test_pipelines_make_the_groups_they_use(virtual_stages, tied, rank):
 
 
 def test_layers_are_split_by_cost():
-    split, even = theory.clock.split_pieces, model.GPTConfig(100, 8, 6, 2, 8)
+    split, even = split_pieces, model.GPTConfig(100, 8, 6, 2, 8)
     for stages in range(1, 9):
         cuts = split(even, stages)
         assert [i for cut in cuts for i in cut] == list(range(8)) and all(cuts) and len(cuts) == stages

@@ -38,7 +38,7 @@ CORE = tuple(room for room in REFERENCE if room != "further")
 
 def files_of(room):
     folder = pathlib.Path(HERE, room)
-    return sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 
 
 SOURCES = {str(path.relative_to(HERE)): path.read_text() for room in ROOMS for path in files_of(room)}

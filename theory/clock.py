@@ -1,4 +1,4 @@
-"""A pipeline's schedule on a clock: pieces cut by their cost, a Timeline of any lists of actions, and its drawing."""
+"""A pipeline's schedule on a clock: a Timeline of any lists of actions, and its drawing."""
 
 import functools
 import itertools
@@ -6,38 +6,9 @@ from typing import NamedTuple
 
 import parallel
 from further.lists import in_order, names_of, schedule_in
+from further.pieces import split_pieces
 from further.schedules import SCHEDULES
 from parallel import needs, ranks_of_stages, result_of
-
-
-# ---------------------------------------------------------------------------- pipeline: stages that take equally long
-
-@functools.cache
-def split_pieces(config, stages):
-    """Cut the L+2 pieces of a GPT into `stages` runs, so that the slowest run takes as little time as possible:
-    [range, ...], cached, so callers must not change it.
-
-    Costs are multiply-adds a token: of a block its attention and matrices (of experts, k), of the head C V. The
-    embedding costs nothing, because it is a look-up.
-    """
-    c = config.n_embd
-    n = config.n_layer + 2
-    mlps = [config.top_k if config.experts and config.has_experts(i) else 1 for i in range(config.n_layer)]
-    attention = config.attention_matrices() + config.seq_len * config.heads_width
-    cost = [0] + [attention + config.mlp_matrices() * k for k in mlps] + [c * config.vocab_size]
-
-    @functools.cache
-    def best(end, k):
-        """Cut the pieces before `end` into k runs: (the slowest one's cost, the runs)."""
-        if k == 1:
-            return sum(cost[:end]), [range(end)]
-        cuts = []
-        for start in range(k - 1, end):
-            slowest, runs = best(start, k - 1)
-            cuts.append((max(slowest, sum(cost[start:end])), [*runs, range(start, end)]))
-        return min(cuts, key=lambda cut: cut[0])
-
-    return best(n, stages)[1]
 
 
 @functools.cache

@@ -104,16 +104,17 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     blocks, routed, first, head = contents(config, pieces)
     positions = config.seq_len / s.cp / tokens  # of a sequence, over the tokens of all sequences
     attention = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / tp
-    attention += config.rotates * max(width, 4) * config.head_dim * positions
-    rest = (4 * c * width + 8 * config.norm_keeps) / tokens_cut
+    attention += (config.arch == "llama") * max(width, 4) * config.head_dim * positions
+    norm = 8 if config.arch == "gpt2" else 4  # bytes a row that a norm keeps besides x: mean and rstd, or rstd
+    rest = (4 * c * width + 2 * norm) / tokens_cut
     mlps = routed and routed * routed_bytes(config, s, load, fused)
     mlps += (blocks - routed) * mlp_width(config, fused) * width / tp
     every = {"none": blocks * (rest + attention) + mlps, "attention": blocks * rest + mlps,
              "block": blocks * c * width / tokens_cut}[s.recompute]
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
-    ids = 8 * positions * (not config.rotates) + 9 * (tp > 1)
+    ids = 8 * positions * (config.arch == "gpt2") + 9 * (tp > 1)
     targets = 8 + 12 * (fused or tp > 1)
-    last = (c * width + 4 * config.norm_keeps) / tokens_cut + c * width + logits + targets
+    last = (c * width + norm) / tokens_cut + c * width + logits + targets
     return int(tokens * (every + first * ids + head * last))
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 import parallel
+from further.pieces import matrices
 from theory.clock import bubble, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements
 from theory.traffic import HALVES, contents, in_two_levels, messages, sent, shards_of, tokens_of, widths
@@ -118,15 +119,10 @@ def passes(config, tp=1, sp=False, ep=1, routed=False):
     own = c / tp if sp else c
     rows = k * c
     inner = k * config.hidden / tp
-    more = routed * (3 * (c + rows) + 4 * rows * (ep > 1)) + config.rotates * 2 * config.qkv_width / tp
+    more = routed * (3 * (c + rows) + 4 * rows * (ep > 1)) + (config.arch == "llama") * 2 * config.qkv_width / tp
     wide = config.up_width // config.hidden  # layers that the activation reads
     biases = config.biased * (2 * own + 3 * c / tp + inner)
     return 10 * own + (wide + 1) * inner + more, 16 * own + (2 * wide + 1) * inner + more, biases
-
-
-def matrices(config, tp=1):
-    """(attention's, an MLP's): elements of a block's matrices on one of tp ranks."""
-    return config.attention_matrices() / tp, config.mlp_matrices() / tp
 
 
 def operations(config, tokens):

@@ -15,7 +15,7 @@ import parallel
 from fast.nccl import Direct
 from fast.edition import FusedBlock
 from further.experts import resized
-from lessons.measure import interleaved, readable
+from lessons.bench.timing import interleaved, readable
 from model import GPTConfig
 from safe.sizes import reject
 from theory import speed
@@ -64,7 +64,8 @@ def measure_machine(device, dtype, config, comm):
     seconds = interleaved({
         "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
         "copy": lambda: target.copy_(source), "block": both_ways(block, b, t, c),
-        "attention": both_ways(kernels.attention, b, t, *config.packed_heads()),
+        "attention": both_ways(kernels.attention, b, t, config.n_head // config.kv_heads + 2, config.kv_heads,
+                               config.head_dim),
         "launch": both_ways(tiny, 1, 16, 32),
         "loss": both_ways(lambda z: parallel.cross_entropy(z, targets, config.vocab_size), b, t, config.vocab_size)},
         device, 5, calls=3)

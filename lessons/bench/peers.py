@@ -31,7 +31,7 @@ def plain_model(config, device, compiled, dtype=torch.float32, pieces=None):
     with patch.dict(kernels.table, clear=True):
         net = GPT(config, seed=None, pieces=pieces)
     materialize(net, random_source(config, device), device, dtype)
-    if config.rotates:  # a compiler would compute cos and sin in each block
+    if config.arch == "llama":  # a compiler would compute cos and sin in each block
         for block in net.h.values():
             block.attn.table = partial(same, block.attn.table(torch.empty(0, device=device)))
     # All blocks share compiled code, and each kind of input needs its own. An error, should there be too many: PyTorch

@@ -27,11 +27,11 @@ from further import experts, rms_norm
 from further.experts import resized
 from further.prefetch import FlatFSDP, FlatParameter, Prefetcher
 from further.schedules import SCHEDULES
-from lessons import peers
-from lessons.measure import (
+from lessons.bench import peers
+from lessons.bench.rates import measure_machine, sent_in
+from lessons.bench.timing import (
     interleaved, of_all_ranks, patched, plain_kernels, say, Table, without_collectives, write_json)
 from lessons.plan import describe_model
-from lessons.rates import measure_machine, sent_in
 from safe.launch import settled_rendezvous
 from safe.messages import Watched
 from safe.reports import measured_bytes, predicted_bytes, timed

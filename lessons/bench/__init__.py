@@ -1,0 +1,1 @@
+"""What bench.py measures with, and lessons, too: timing in turns and tables, rates, peers, strategies."""
