@@ -1,7 +1,9 @@
 """Bad input: a program says what is wrong in one line, ends with exit code 2, and has written nothing."""
 
+import errno
 import fcntl
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -460,6 +462,21 @@ def test_the_command_that_a_refusal_advises_makes_tokens(name, files, refusal, t
     exec(command[1])
     assert np.fromfile("tokens.bin", np.uint16).tolist() == [*range(500)]
     assert not refusal(train.main, "--data tokens.bin --vocab-size 500 --seq-len 8 --sample 0".split())
+
+
+@parametrize("nth", [1, 2])
+def test_a_full_disk_at_the_start_is_one_line(nth, files, refusal, tmp_path, monkeypatch):
+    """It is full when run.json, or the log, is written: nothing half written is left."""
+    calls = itertools.count(1)
+
+    def fsync(file):
+        if next(calls) == nth:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    said = refusal(train.main, [*TINY, *f"--device cpu --data {files['TEXT']} --out {tmp_path}/new".split()])
+    assert f"--out {tmp_path}/new: No space left on device; name a folder that can be written" in said
+    assert not [*tmp_path.rglob("*.part")]
 
 
 def refusal_of_layout(words, world, here):
