@@ -26,6 +26,7 @@ import os
 import pathlib
 import sys
 import sysconfig
+import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
@@ -990,7 +991,12 @@ class Run:
             if why and s.steps > self.saved["step"]:
                 raise ValueError(why)
         if s.out:
-            os.makedirs(s.out, exist_ok=True)
+            try:
+                os.makedirs(s.out, exist_ok=True)
+                with tempfile.TemporaryFile(dir=s.out) as file:
+                    file.write(b"x")  # which a full disk does not take
+            except OSError as error:
+                raise ValueError(f"--out {s.out}: {error.strerror}; name a folder that can be written") from None
             first = self.saved["step"] if self.saved else 0
             later = [file for file in pathlib.Path(s.out).glob(f"step-{8 * '[0-9]'}.pt") if int(file.stem[5:]) > first]
             if later or not self.saved and os.path.exists(os.path.join(s.out, "log.jsonl")):

@@ -45,6 +45,10 @@ def started():
     whole = all(given.values()) and all(map(str.isdigit, numbers)) and int(rank) < int(world)
     if not whole:
         forget_launcher()
+        for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE":  # srun's, mpirun's, mpiexec's
+            tasks = os.environ.get(name, "1")
+            reject(tasks not in ("", "1"), f"{name}={tasks}: each of these tasks would start all processes: start one, "
+                   "as srun --ntasks 1 or mpirun -n 1 does, or give the tasks torchrun to run")
     reject(not whole and (rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no "
            "MASTER_ADDR and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
     return int(world)

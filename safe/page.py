@@ -44,7 +44,7 @@ def points_of(entries, key):
 
 
 def chart(title, lines):
-    """Html of a curve for each run, {its name: points}, on one scale."""
+    """Html of a curve for each run, {its name: points}, on one scale. A run without points keeps its colour."""
     steps, values = zip(*(point for points in lines.values() for point in points))
     left = min(steps)
     low = min(values)
@@ -52,6 +52,8 @@ def chart(title, lines):
     height = max(values) - low or 1
     curves = names = ""
     for i, (name, points) in enumerate(lines.items()):
+        if not points:
+            continue
         path = " ".join(f"{70 + 540 * (x - left) / width:.1f},{170 - 150 * (y - low) / height:.1f}" for x, y in points)
         curves += f'<polyline class="c{i % 6}" points="{path}"/>'
         names += f'<span class="c{i % 6}">{html.escape(name)} {points[-1][1]:.5g}</span> '
@@ -66,8 +68,8 @@ def page_of(title, runs, more="", refresh=""):
     """Html of several runs, {name: entries}, in one picture a curve."""
     charts = ""
     for key, name in CURVES.items():
-        lines = {run: points for run, entries in runs.items() if (points := points_of(entries, key))}
-        charts += chart(name, lines) if lines else ""
+        lines = {run: points_of(entries, key) for run, entries in runs.items()}
+        charts += chart(name, lines) if any(lines.values()) else ""
     return string.Template(LOOK.read_text()).substitute(
         title=html.escape(title), charts=charts, more=more, refresh=refresh)
 

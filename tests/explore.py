@@ -55,6 +55,7 @@ def test_several_runs_are_one_picture(tmp_path):
     page = (tmp_path / "all" / "runs.html").read_text()
     assert curves_of(page) == {"loss, nats a token": [["70.0,20.0", "610.0,170.0"], ["70.0,95.0"]],
                                "validation loss, nats a token": [["70.0,170.0"]], "learning rate": [["70.0,170.0"]]}
+    assert {*re.findall(r'<span class="(c\d)">\S*(one|two)', page)} == {("c0", "one"), ("c1", "two")}
     assert "&lt;two&gt;" in page and "<two>" not in page and "<script" not in page and "http-equiv" not in page
     with pytest.raises(SystemExit, match="2"):
         output_of(lessons.demos.main, "runs", tmp_path / "none")

@@ -170,6 +170,10 @@ LEFT = """
     RANK=2 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1  has RANK=2 and WORLD_SIZE=2
     RANK=x WORLD_SIZE=1 MASTER_ADDR=here MASTER_PORT=1  unset RANK
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=x  unset RANK and WORLD_SIZE
+    SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=4 SLURM_PROCID=0  1
+    SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=1               each of these tasks .* srun --ntasks 1
+    OMPI_COMM_WORLD_SIZE=2                              each of these tasks .* mpirun -n 1
+    SLURM_STEP_NUM_TASKS=2 RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1  2
     GLOO_SOCKET_IFNAME=lo,no-such                       no-such is no network interface .* unset it
     NCCL_SOCKET_IFNAME==no-such,l                       no-such,l is no network interface .* unset it
     NCCL_SOCKET_IFNAME=no-such                          NCCL_SOCKET_IFNAME no-such: no-such is no network interface
@@ -190,7 +194,7 @@ def test_what_others_left_in_the_environment(left, means):
                 safe.launch.started()
             assert not {"RANK", "LOCAL_RANK"} & {*os.environ}  # or `refuse` would leave the line to rank 0
         else:
-            kept = left if means == 2 or "NCCL_SOCKET_IFNAME" in left else {}
+            kept = left if means == 2 or {"NCCL_SOCKET_IFNAME", "SLURM_NTASKS"} & {*left} else {}
             assert safe.launch.started() == means and os.environ == kept
 
 

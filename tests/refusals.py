@@ -1,7 +1,9 @@
 """Bad input: a program says what is wrong in one line, ends with exit code 2, and has written nothing."""
 
+import errno
 import fcntl
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -279,7 +281,7 @@ REFUSED = {
         memory --model gpt9                 | --model
         muon --lr abc                       | 'abc' is no list of learning rates: give e.g. --lr 1e-3
         muon --lr nan                       | 'nan' is no list of learning rates
-        muon --lr=-1                        | '-1' is no list of learning rates
+        muon --lr -1                        | '-1' is no list of learning rates
         together --break nosuch             | nosuch is no function of collectives.py: give e.g. --break all_reduce
         together --break ranks[3]           | ranks[3] is no function of collectives.py
         together --dp 3                     | give e.g. --dp 2 --tp 2 --pp 1
@@ -350,6 +352,7 @@ def refusal(monkeypatch, capsys):
     monkeypatch.setattr(safe.launch, "start_again", start)
     monkeypatch.setattr(dist, "initialize", start)
     monkeypatch.setattr(further.together, "join", start)
+    monkeypatch.setattr(lessons.together.together, "run", start)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
 
     def of(main, words):
@@ -370,6 +373,7 @@ def refusal(monkeypatch, capsys):
 
 def remedies(line):
     """What a refusal advises: of each alternative {flag: its words, or None to leave it out}."""
+    line = line.replace("; see --help", "")
     flag, advice = re.findall("--[a-z-]+", line)[:1], re.search(r"(?s)\b(give|leave|name|add) .*", line)
     found = []
     for part in re.split(r",? or (?=--|give|leave|add)", advice[0] if advice else ""):
@@ -480,7 +484,7 @@ def test_bad_input_is_one_line_and_exit_code_2(main, row, files, refusal, monkey
     if main in (train.main, further.bpe.main) or words[0] in ("muon", "together"):  # others take minutes, or a browser
         monkeypatch.setattr(lessons.together, "stop_in", lambda *_: None)
         text = re.sub("give (more )?text|give --data TEXT", f"give --data {files['TEXT']}", said)
-        text = text.replace("TOKENS.bin", str(files["TOKENS"])).replace("; see --help", "")
+        text = text.replace("TOKENS.bin", str(files["TOKENS"]))
         heed(lambda words: refusal(main, words), words, text)
 
 
@@ -508,6 +512,21 @@ def test_the_command_that_a_refusal_advises_makes_tokens(name, files, refusal, t
     exec(command[1])
     assert np.fromfile("tokens.bin", np.uint16).tolist() == [*range(500)]
     assert not refusal(train.main, "--data tokens.bin --vocab-size 500 --seq-len 8 --sample 0".split())
+
+
+@parametrize("nth", [1, 2])
+def test_a_full_disk_at_the_start_is_one_line(nth, files, refusal, tmp_path, monkeypatch):
+    """It is full when run.json, or the log, is written: nothing half written is left."""
+    calls = itertools.count(1)
+
+    def fsync(file):
+        if next(calls) == nth:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    said = refusal(train.main, [*TINY, *f"--device cpu --data {files['TEXT']} --out {tmp_path}/new".split()])
+    assert f"--out {tmp_path}/new: No space left on device; name a folder that can be written" in said
+    assert not [*tmp_path.rglob("*.part")]
 
 
 def refusal_of_layout(words, world, here):
