@@ -660,7 +660,7 @@ def link_of(group):
 
 # -------------------------------------------------------------------------------------------------------- start and end
 
-def rendezvous(device_type, timeout):
+def meeting_place(device_type, timeout):
     """Where processes meet, as arguments of init_process_group: under torchrun where the environment says, alone in a
     store of one's own. ValueError if WORLD_SIZE speaks of others, and no RANK says which of them this process is."""
     if not os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "") in ("", "1"):
@@ -678,7 +678,7 @@ stores = {}  # where this process has met others: (store, rank, world size)
 worlds = itertools.count()  # that this process has joined
 
 
-def initialize(device_type, timeout=600, rendezvous=rendezvous):
+def initialize(device_type, timeout=600, rendezvous=meeting_place):
     """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device.
     "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error.
     rendezvous: where they meet; safe/launch.py has another. (`join` of further/together.py takes threads of this
