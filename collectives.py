@@ -735,7 +735,7 @@ def link_of(group):
 
 # -------------------------------------------------------------------------------------------------------- start and end
 
-def where_torchrun_says(device_type, timeout):
+def meeting_place(device_type, timeout):
     """Where processes meet, as arguments of init_process_group: under torchrun where the environment says, alone in a
     store of one's own. ValueError if WORLD_SIZE speaks of others, and no RANK says which of them this process is."""
     if not os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "") in ("", "1"):
@@ -750,7 +750,7 @@ def where_torchrun_says(device_type, timeout):
     return {"store": torch_dist.PrefixStore(f"world {process.worlds}", store), "rank": rank, "world_size": size}
 
 
-def initialize(device_type, timeout=600, rendezvous=where_torchrun_says):
+def initialize(device_type, timeout=600, rendezvous=meeting_place):
     """Join the processes torchrun started (or be a world of one without it); returns this rank's torch.device.
     "cpu" takes gloo, "cuda" NCCL with one GPU a local rank. timeout: seconds until a silent peer is an error.
     rendezvous: where they meet; safe/launch.py has another. (`join` of further/together.py takes threads of this

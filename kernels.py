@@ -17,8 +17,8 @@ element once and write it once, at the speed of a copy.
 16 bits), and PyTorch's own operations for all others; `use("triton")` takes it on any GPU. Without Triton (macOS)
 PyTorch's operations run; with TRITON_INTERPRET=1 the kernels run on the CPU, slowly, for tests.
 
-A model calls `table[f](x)` where fast/ has something faster than f. `table[f]` is f itself until `fast.on()` has said
-what this process computes in place of f.
+Where fast/ has something faster than f, a model calls `table[f]` in place of f. That is f itself until `fast.on()` has
+said what this process computes instead.
 
 Letters: n elements, rows of a given width, V vocabulary, B, T, H, D as in model.py, Tq queries, Tk keys; dy stands for
 dloss/dy; a kernel's x_ptr is the address of x, and capitals as BLOCK, BM are sizes that the compiler knows.

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as torch_dist
 
-from collectives import where_torchrun_says
+from collectives import meeting_place
 from safe.sizes import BadInput, reject
 
 
@@ -182,7 +182,7 @@ def end_with_launcher():
 
 
 def settled_rendezvous(device_type, timeout):
-    """For `dist.initialize`: as collectives.where_torchrun_says, after what lets a run end cleanly."""
+    """For `dist.initialize`: as collectives.meeting_place, after what lets a run end cleanly."""
     end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a traceback
     c10d = torch_dist.distributed_c10d  # new groups get these, and not the timeout of init_process_group
@@ -194,4 +194,4 @@ def settled_rendezvous(device_type, timeout):
         # Ranks of one node meet on the loopback interface, because gloo would look up this machine's name, which may
         # not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return where_torchrun_says(device_type, timeout)
+    return meeting_place(device_type, timeout)

@@ -201,7 +201,7 @@ def test_what_others_left_in_the_environment(left, means):
 def test_a_world_size_without_a_rank_is_no_world_of_one():
     """Each process of a script of one's own would train alone."""
     with patch.dict(os.environ, {"WORLD_SIZE": "2"}, clear=True), pytest.raises(ValueError, match="RANK expected"):
-        safe.launch.where_torchrun_says("cpu", 1)
+        safe.launch.meeting_place("cpu", 1)
 
 
 def test_ranks_share_the_cores_of_the_job(tmp_path, monkeypatch):
