@@ -306,8 +306,8 @@ def what_stages_divide(s, c):
                 f"--virtual-stages {s.virtual_stages} is for --schedule interleaved and --pp 2 or more: leave it out")
         fewer = f"--pp {most // a_rank}" if s.virtual_stages == 1 else f"--virtual-stages {max(1, most // s.pp)}"
         yield s.pp * a_rank > most, (
-            f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {c.n_layer} layers with embedding and head: "
-            f"give {fewer} or fewer")
+            f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {c.n_layer} layers with embedding and head"
+            f": give {fewer} or fewer")
 
 
 def what_muon_needs(s, c):
@@ -318,8 +318,8 @@ def what_muon_needs(s, c):
             f"--optimizer muon: --tp {s.tp} does not divide the width of the MLP, {c.hidden}: give --tp "
             f"{math.gcd(s.tp, c.hidden)}")
         yield s.zero and s.comm == "torch" and s.device == "cpu", (
-            "--comm torch --device cpu: gloo gathers no parts of unlike sizes, as --optimizer muon with --zero has them: "
-            "leave --comm out")
+            "--comm torch --device cpu: gloo gathers no parts of unlike sizes, as --optimizer muon with --zero has them"
+            ": leave --comm out")
 
 
 def misfit(*tables):

@@ -112,7 +112,8 @@ def test_cut_layers_refuse_what_they_cannot_do():
             ("parametrizations", columns, nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
             ("with hooks", columns, hooked), ("it has hooks", columns, watched), ("adapter", columns, adapted[0]),
             ("weight_orig, weight_mask", columns, narrowed), ("a forward of its own", columns, scaled),
-            ("Scaled with a forward of its own", plan, Scaled(10, 4)), ("a group of 1 or fewer", plan, nn.Embedding(1, 4)),
+            ("Scaled with a forward of its own", plan, Scaled(10, 4)),
+            ("a group of 1 or fewer", plan, nn.Embedding(1, 4)),
             ("Linear can be cut over ranks, not Conv1d", columns, nn.Conv1d(4, 4, 1))]:
         with pytest.raises(ValueError, match=says):
             parallel.tensor_parallel(nn.Sequential(layer), None, plan_of)
