@@ -27,6 +27,7 @@ from lessons.measuring import demo_measuring
 from lessons.moving import fsdp_step, ring_states, ring_steps, zero3_step
 from lessons.muon import demo_muon
 from lessons.overlap import demo_overlap
+from lessons.path import demo_path
 from lessons.peers import token_loss
 from lessons.pictures import costs_of, spans_of
 from lessons.together import demo_together
@@ -366,6 +367,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
     "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "form": "lecture", "out": None, "many_ranks": 0,
                                  "break": None}),
+    "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0, "form": "lecture"}),
     "blind": (demo_blind, {"quick": 0, "out": None}),
     "pages": (pages.pages, {"out": "runs/site"}),
     "explore": (explore, {"port": 0})}
@@ -381,7 +383,7 @@ def main():
         lesson = lessons.add_parser(name, help=demo.__doc__)
         lesson.set_defaults(demo=demo)
         for flag, default in flags.items():
-            kind = int if flag == "port" else positive if isinstance(default, int) else str
+            kind = int if flag in ("port", "zero") else positive if isinstance(default, int) else str
             choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"]}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices)
     for many in (puzzles, runs):
