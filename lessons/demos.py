@@ -25,9 +25,10 @@ from lessons.forms import demo_forms
 from lessons.lecture8 import demo_lecture8
 from lessons.machine import demo_machine
 from lessons.measuring import demo_measuring
-from lessons.moving import fsdp_step, ring_states, ring_steps
+from lessons.moving import fsdp_step, ring_states, ring_steps, zero3_step
 from lessons.muon import demo_muon, rates
 from lessons.overlap import demo_overlap
+from lessons.path import demo_path
 from lessons.pictures import costs_of, spans_of
 from lessons.together import demo_together, operation
 from model import GPT, PRESETS, GPTConfig
@@ -191,11 +192,11 @@ def both_ways(module, op, x, dy):
 
 
 def demo_data():
-    """Data parallelism in float64: when each bucket leaves, what the naive way and DDP send, and their errors."""
+    """Data parallelism in float64: when each bucket is sent, what a tensor at a time and buckets send, their errors."""
     N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
     mine, K = slice(2 * rank, 2 * rank + 2), config.parameters()
     x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
-    one, naive, net = (GPT(config).double() for _ in range(3))
+    one, lecture, net = (GPT(config).double() for _ in range(3))
     model, came = BucketDDP(net, bucket_mb=2), set()
     piece = {p: re.match(r"h\.\d+|\w+", name)[0] for name, p in net.named_parameters()}
 
@@ -218,26 +219,31 @@ def demo_data():
         param.register_post_accumulate_grad_hook(look)
     say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
         f"float64; wte is the head, too.\n"
-        f"A bucket leaves when its last gradient is computed, so that it travels while backward goes on:\n\n"
+        f"A bucket is sent when its last gradient is computed, while backward goes on:\n\n"
         f"  gradients ready   bucket of             backward still computes")
     traffic_of("all_reduce")
     token_loss(one(x), y).backward()
     token_loss(model(x[mine]), y[mine]).backward()
     model.finish_grad_sync()
     say("\n  sent by rank 0           all-reduces  messages         bytes   gradients' error against one process")
-    show("DDP, in buckets", net)
-    token_loss(naive(x[mine]), y[mine]).backward()
-    average_gradients(naive)
-    show("naive, after backward", naive)
+    show("full, in buckets", net)
+    token_loss(lecture(x[mine]), y[mine]).backward()
+    average_gradients(lecture)
+    show("lecture, after backward", lecture)
     say(f"  {'2(N-1)/N x K x 8 bytes (float64)':46}{2 * (N - 1) * 8 * K // N:14,}   in 2(N-1) messages an all-reduce")
 
 
 def demo_fsdp():
-    """ZeRO-3 at work: which unit rank 0 gathers, waits for, frees and scatters while which unit computes."""
-    say("wte and lm_head are two matrices here (tied=False). In `plain` they are one, which stays whole from its\n"
-        "first use to the end of backward. What is computed from \"gather\" to \"wait for\" hides the gather.\n"
-        "A scatter stands where it starts. An embedding's backward needs no weights, so none are gathered for it.\n")
-    fsdp_step(lambda what, unit: say(f"{'' if what.endswith(' of') else '    '}{what} {unit}"))
+    """ZeRO-3 at work, lecture's and full: what rank 0 gathers, frees and scatters while which layer computes."""
+    def tell(what, layer):
+        say(f"{'' if what.endswith(' of') else '    '}{what} {layer}")
+
+    say("wte and lm_head are two matrices here (tied=False). An embedding's backward needs no weights, so none are\n"
+        "gathered for it.\n\nlecture: each layer waits for its own weights; one block\n")
+    zero3_step(tell)
+    say("\nfull: a block's weights are gathered together, while the one before computes; two blocks. What is computed\n"
+        "from \"gather\" to \"wait for\" hides the gather. A scatter stands where it starts\n")
+    fsdp_step(tell)
 
 
 def demo_tensor():
@@ -359,11 +365,13 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "lecture8": (demo_lecture8, {"ranks": 2}),
     "extension": (demo_extension, {}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
-    "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "out": None, "many_ranks": 0, "break": None}),
+    "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "form": "lecture", "out": None, "many_ranks": 0,
+                                 "break": None}),
+    "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0, "form": "lecture"}),
     "blind": (demo_blind, {"quick": False, "out": None}),
     "pages": (pages.pages, {"out": "runs/site"}),
     "explore": (explore, {"port": 0})}
-TYPES = {"port": int, "lr": rates, "break": operation}  # flag: what reads it, where it is no text or number above 0
+TYPES = {"port": int, "zero": int, "lr": rates, "break": operation}  # flag: what reads it, where it is no text or number above 0
 # Each rank is a process and runs the demo.
 ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_measuring, demo_lecture8, demo_forms
 
@@ -380,7 +388,7 @@ def main():
                 lesson.add_argument(dashed(flag), action="store_true")
                 continue
             kind = TYPES.get(flag, positive if isinstance(default, int) else str)
-            choices = {"model": list(PRESETS), "machine": list(MACHINES)}.get(flag)
+            choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"]}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices)
     for many in (puzzles, runs):
         many.add_to(lessons)

@@ -1,8 +1,10 @@
-"""The short forms that open the sections of parallel.py, beside the full ones: what the full ones save.
+"""Each strategy in its editions, beside one process: the lecture's short form, the full one, fast/'s.
 
     python -m lessons forms --ranks 2
 """
 
+import os
+import sys
 import time
 import warnings
 from functools import partial
@@ -14,17 +16,18 @@ from torch.autograd.graph import saved_tensors_hooks
 import collectives as dist
 import parallel
 import train
-from further.buckets import BucketDDP
-from further.flat import FlatOptimizer
-from further.prefetch import FlatFSDP
+from fast.edition import Fast
+from further.full import Full
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import of_all_ranks, say
+from lessons.puzzles import HERE
 from model import GPT, GPTConfig
 
+EDITIONS = {"lecture": parallel.Lecture, "full": Full, "fast": Fast}
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # its momentum is an optimizer's state
 STEPS = 3
 
-# ZeRO3's hooks stand at every module. Of the GPT and its embeddings the inputs are whole numbers, without a gradient.
+# ZeRO3's hooks stand at the embeddings, too, whose inputs, tokens, have no gradient.
 warnings.filterwarnings("ignore", "Full backward hook is firing")
 
 
@@ -48,45 +51,72 @@ class Saved:
         Saved.now -= self.nbytes
 
 
-# Each takes a GPT. Returns (the model to call, calls after its backward, the optimizer's states).
+def code_run(step):
+    """How many functions, and how many lines of them, of parallel.py, further/ and fast/ a step runs."""
+    lines = set()
 
-def with_sgd(model, *first):
-    optimizer = SGD(model.parameters())
-    return model, [*first, optimizer.step, optimizer.zero_grad], optimizer.state
+    def look(frame, event, _):
+        room = os.path.relpath(frame.f_code.co_filename, HERE).split(os.sep)[0]
+        if room not in ("parallel.py", "further", "fast"):
+            return None
+        if event == "line":
+            lines.add((frame.f_code, frame.f_lineno))
+        return look
 
-
-def one_process(net):
-    return with_sgd(net)
-
-
-def naive(net):
-    return with_sgd(net, partial(parallel.average_gradients, net))
-
-
-def ddp(net):
-    model = BucketDDP(net)
-    return with_sgd(model, model.finish_grad_sync)
-
-
-def with_optimizer(net, optimizer):
-    return net, [optimizer.finish_grad_sync, optimizer.step, optimizer.zero_grad], optimizer.state
+    before = sys.gettrace()
+    sys.settrace(look)
+    step()
+    sys.settrace(before)
+    return len({code for code, _ in lines}), len(lines)
 
 
-def zero_1(net):
-    return with_optimizer(net, parallel.ZeRO1(net.parameters(), SGD))
+def step_of(model, after_backward, tokens):
+    """One step; its loss. after_backward: what is called then."""
+    x, y = tokens
+    loss = token_loss(model(x), y)
+    loss.backward()
+    for call in after_backward:
+        call()
+    return loss.detach()
 
 
-def sharded_optimizer(net):
-    return with_optimizer(net, FlatOptimizer(net.parameters(), SGD))
+def in_one_process(config):
+    """Losses of some steps on whole batches, (STEPS,)."""
+    net = GPT(config).double()
+    optimizer = SGD(net.parameters())
+    after_backward = optimizer.step, optimizer.zero_grad
+    return torch.stack([step_of(net, after_backward, tokens_of(config, step, dist.get_world_size()))
+                        for step in range(STEPS)])
 
 
-def zero_3(net):
-    return with_optimizer(net, parallel.ZeRO3(net.parameters(), SGD, None, [net]))
+def strategy(edition, zero, net):
+    """(the model to call, its optimizer) of an edition's ZeRO stage, over all ranks."""
+    model = edition.sharded(net) if zero == 3 and edition.sharded else net
+    return model, edition.optimizer(zero, model.parameters(), SGD, None, [model], None)
 
 
-def fsdp(net):
-    model = FlatFSDP(net)
-    return with_sgd(model, model.finish_grad_sync)
+def bytes_of(*tensors):
+    """What they take together. Views of the same memory count once, and freed memory not at all."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def trained(edition, zero, config):
+    """Some steps on this rank's part of the batches. Returns (losses, (STEPS,); bytes of weights, shards and momentum
+    after them; the steps' seconds; what `code_run` says of one more)."""
+    net = GPT(config).double()
+    model, optimizer = strategy(edition, zero, net)
+    after_backward = optimizer.finish_grad_sync, optimizer.step, optimizer.zero_grad
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = [tokens_of(config, step, ranks).chunk(ranks, 1)[rank] for step in range(STEPS)]
+    dist.reset_traffic()
+    start = time.perf_counter()
+    losses = torch.stack([step_of(model, after_backward, tokens) for tokens in mine])
+    seconds = time.perf_counter() - start
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    kept = bytes_of(*net.parameters(), *parallel.params_of(optimizer), *states)
+    sent = dist.traffic()
+    return losses, sent, kept, seconds, code_run(partial(step_of, model, after_backward, mine[0]))
 
 
 def gpipe(config, x, y):
@@ -106,31 +136,13 @@ def one_f_one_b(config, x, y):
     return loss if dist.get_rank() == dist.get_world_size() - 1 else torch.zeros_like(loss)
 
 
-def trained(way, config, rank, ranks):
-    """Some steps on this rank's part of the batches. Returns (losses, (STEPS,); bytes of weights and states after them;
-    the steps' seconds)."""
-    model, after_backward, states = way(GPT(config).double())
-    dist.reset_traffic()
-    start = time.perf_counter()
-    losses = []
-    for step in range(STEPS):
-        x, y = tokens_of(config, step, dist.get_world_size()).chunk(ranks, 1)[rank]
-        loss = token_loss(model(x), y)
-        loss.backward()
-        for call in after_backward:
-            call()
-        losses.append(loss.detach())
-    seconds = time.perf_counter() - start
-    held = [*model.parameters(), *(value for state in states.values() for value in state.values())]
-    return torch.stack(losses), sum(t.nbytes for t in held), seconds
-
-
-def row(name, losses, right, kept, seconds):
-    """A line: how far off the losses are, what was sent since the counts were reset, what is kept, the time."""
-    sent = dist.traffic().values()
+def row(name, losses, right, sent, kept, seconds, code=("", "")):
+    """A line: how far off the losses are, what was sent, what is kept, the time, what code a step runs."""
     error = (losses - right).abs().max().item()
-    say(f"  {name:20}{error:12.0e}{sum(log.messages for log in sent):10}{sum(log.bytes for log in sent):12,}"
-        f"{kept / 1024:10.0f}{1e3 * seconds:8.0f}")
+    messages, nbytes = (sum(getattr(log, what) for log in sent.values()) for what in ("messages", "bytes"))
+    functions, lines = code
+    say(f"  {name:20}{error:12.0e}{messages:10}{nbytes:12,}{kept / 1024:10.0f}{1e3 * seconds:8.0f}"
+        f"{functions:>11}{lines:>7}")
 
 
 def pipelines(config, right):
@@ -145,7 +157,8 @@ def pipelines(config, right):
         with saved_tensors_hooks(Saved, lambda saved: saved.tensor):
             loss = way(config, x, y)
         seconds = time.perf_counter() - start
-        row(way.__name__, sum(of_all_ranks(loss)), right, Saved.most, seconds)
+        sent = dist.traffic()
+        row(way.__name__, sum(of_all_ranks(loss)), right, sent, Saved.most, seconds)
 
 
 @torch.no_grad()
@@ -165,20 +178,21 @@ def mlps(config):
         start = time.perf_counter()
         Y = way(X)
         seconds = time.perf_counter() - start
-        row(name, Y, whole(X), sum(w.nbytes for w in weights), seconds)
+        row(name, Y, whole(X), dist.traffic(), sum(w.nbytes for w in weights), seconds)
 
 
 def demo_forms():
-    """The short form of each strategy beside the full one: the same losses; messages, bytes, memory, time."""
-    n, rank = dist.get_world_size(), dist.get_rank()
+    """Each strategy as lecture, full and fast have it: the same losses; messages, bytes, memory, time, lines of code."""
+    n = dist.get_world_size()
     config = GPTConfig(vocab_size=64, seq_len=32, n_layer=2 * n, n_head=n, n_embd=16 * n, tied=False)
-    want, *_ = trained(one_process, config, 0, 1)
+    want = in_one_process(config)
     say(f"{n} ranks, float64, a GPT of {config.parameters():,} parameters; losses of {STEPS} steps in one process: "
         + " ".join(f"{loss:.6f}" for loss in want.tolist())
-        + f"\n\n  {'':20}{'losses, off':>12}{'messages':>10}{'bytes sent':>12}{'KiB kept':>10}{'ms':>8}\n"
-        f"  {STEPS} steps; kept between steps: weights and momentum")
-    for way in naive, ddp, zero_1, sharded_optimizer, zero_3, fsdp:
-        losses, kept, seconds = trained(way, config, rank, n)
-        row(way.__name__, torch.stack(of_all_ranks(losses)).mean(0), want, kept, seconds)
+        + f"\n\n  {'':20}{'losses, off':>12}{'messages':>10}{'bytes sent':>12}{'KiB kept':>10}{'ms':>8}{'functions':>11}"
+        f"{'lines':>7}\n  {STEPS} steps; kept between steps: weights, shards, momentum; functions and lines of a step")
+    for zero in range(4):
+        for name, edition in EDITIONS.items():
+            losses, *measured = trained(edition, zero, config)
+            row(f"ZeRO-{zero}, {name}", torch.stack(of_all_ranks(losses)).mean(0), want, *measured)
     pipelines(config, want[0])
     mlps(config)

@@ -96,7 +96,7 @@ LESSONS = {
     **{f"flash-{tokens}": Lesson("S and P need not exist", "kernels.py simple_attention", in_memory_and_flash(tokens))
        for tokens in (512, 4096)},
     "order": Lesson("programs that run together share L2", "kernels.py tile_of", ungrouped_and_grouped, True),
-    "precision": Lesson("fewer bits, and tensor cores", "parallel.py FlatBucket", float32_and_bf16),
+    "precision": Lesson("fewer bits, and tensor cores", "parallel.py master_dtype", float32_and_bf16),
     "eight-bits": Lesson("few rows wait for weights: halve their bytes", "lessons/eight_bits.py _few_rows",
                          sixteen_and_eight_bits, True),
     "casts": Lesson("FP8: a second copy costs no second read", "fast/fp8.py _two_copies", casts_to_fp8, True),

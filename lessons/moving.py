@@ -139,8 +139,39 @@ def ring_steps(n):
             *(f"all-gather step {s}: chunk r-{s}, complete, goes right" for s in range(n - 1))]
 
 
+def zero3_step(tell):
+    """A step of ZeRO-3 as the lecture has it. Calls tell(what happens, to which layer) as this rank goes on."""
+    net = GPT(GPTConfig(n_layer=1, n_embd=32, tied=False), seed=0)
+    name_of = {param: name.removesuffix(".weight") for name, param in net.named_parameters() if param.dim() == 2}
+
+    class Telling(parallel.ZeRO3):
+        def refresh(self, param):
+            tell("gather", name_of[param])
+            super().refresh(param)
+
+        def free(self, matrices):
+            matrices = list(matrices)
+            for param in matrices:
+                if param not in self.in_backward and self.whole[param].untyped_storage().size():
+                    tell("free", name_of[param])
+            super().free(matrices)
+
+        def average(self, param):
+            if param in name_of:
+                tell("scatter", name_of[param])
+            super().average(param)
+
+    optimizer = Telling(net.parameters(), torch.optim.SGD, None, [net])
+    for name, layer in net.named_modules():
+        if name in name_of.values():
+            layer.register_forward_pre_hook(lambda layer, *_, name=name: tell("forward of", name), prepend=True)
+            layer.register_full_backward_pre_hook(lambda layer, *_, name=name: tell("backward of", name), prepend=True)
+    net(torch.arange(32).view(2, 16)).sum().backward()
+    optimizer.finish_grad_sync()
+
+
 def fsdp_step(tell):
-    """A step of ZeRO-3. Calls tell(what happens, to which unit) as this rank goes on, and returns the units."""
+    """The same as further/prefetch.py has it, whose units are blocks. Returns the units."""
     net = FlatFSDP(GPT(GPTConfig(n_layer=2, n_embd=32, tied=False), seed=0))
     name_of = {unit: name for name, unit in net.module.named_modules()}
     unit_of = {flat: name_of[unit] for unit, flats in net.prefetcher.flats_of.items() for flat in flats}

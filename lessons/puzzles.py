@@ -54,12 +54,67 @@ def ring(rank):
     yield "all-reduce of the maximum", whole
 
 
+def zero0(rank):
+    """Data parallelism, of one parameter: make param.grad the mean of all ranks' gradients. `own_gradient(param)` is
+    this rank's, `averaging_group(param, group)` are the ranks."""
+    from parallel import average_gradients
+    net = nn.ParameterList(torch.arange(1.0, 5).split(2))
+    loss = (rank + 1) * (net[0] + net[1] if rank else net[0])  # rank 0 does not use the second one
+    loss.sum().backward()
+    average_gradients(net)
+    yield "averaged gradients", torch.stack([p.grad for p in net])
+
+
+def zero1(rank):
+    """ZeRO-1's average: make `average`, a tensor like the shard, this rank's row of the mean of all ranks' gradients.
+    `own_gradient(param)` is this rank's, and `in_rows(tensor, ranks)` writes a tensor in as many rows."""
+    from parallel import ZeRO1
+    weights = nn.Parameter(torch.arange(10.0, 60, 10))
+    optimizer = ZeRO1([weights], torch.optim.SGD, lr=1.0)
+    ((rank + 1) * torch.arange(1, 6) * weights).sum().backward()
+    optimizer.finish_grad_sync()
+    yield "gradient of this rank's shard", optimizer.stepped[weights].grad
+    optimizer.step()
+    yield "weights after the step", weights
+
+
+def zero2(rank):
+    """When ZeRO-2's gradients leave: let autograd call `self.average` with this parameter, as soon as it has added all
+    of a backward's gradient to param.grad. (A method of the parameter takes such a function.)"""
+    from parallel import ZeRO2
+    weights = nn.Parameter(torch.ones(4))
+    optimizer = ZeRO2([weights], torch.optim.SGD, lr=1.0)
+    for micro_batch in 1, 2:
+        ((rank + micro_batch) * weights).sum().backward()
+        yield f"after backward {micro_batch} the whole gradient", "is there" if weights.grad is not None else "is gone"
+    optimizer.finish_grad_sync()
+    yield "the shard's gradient", optimizer.stepped[weights].grad
+
+
+def zero3(rank):
+    """ZeRO-3's three moments of a layer: `self.gather(matrices)` before its forward, `self.free(matrices)` after it, and
+    `self.begin_backward(matrices)` before its backward, unless it is one of EMBEDDINGS. PyTorch's hooks call a function
+    with the layer and more, so give them lambda *_, matrices=matrices: ..."""
+    from parallel import ZeRO3
+    net, whole = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3))), []
+    optimizer = ZeRO3(net.parameters(), torch.optim.SGD, None, [net])
+
+    def look(*_):
+        whole.append(sum(rows.untyped_storage().nbytes() > 0 for rows in optimizer.whole.values()))
+
+    for layer in net:
+        layer.register_forward_pre_hook(look)
+        layer.register_full_backward_pre_hook(look)
+    net(torch.ones(1, 2)).sum().backward()
+    yield "whole matrices, in forward and in backward of 3 layers", str(whole)
+
+
 def hook(rank):
     """When buckets leave: backward has computed this parameter's gradient. Take it out of `missing` (it may be out
     already), and let every bucket leave that is complete, in the order of the list."""
-    from parallel import DDP
+    from further.buckets import BucketDDP
     factors = nn.ParameterList(map(torch.tensor, (2.0, 3.0, 5.0)))
-    net, under_way = DDP(factors, bucket_mb=1e-9), []  # a bucket each, the last parameter's first
+    net, under_way = BucketDDP(factors, bucket_mb=1e-9), []  # a bucket each, the last parameter's first
     for p in factors:
         p.register_post_accumulate_grad_hook(lambda p: under_way.append(len(net.reducers[0].under_way)))
     product = math.prod(reversed(factors) if rank else factors)  # so on rank 1 gradients come in another order
@@ -67,30 +122,6 @@ def hook(rank):
     yield "buckets on their way after each gradient", str(under_way)
     net.finish_grad_sync()
     yield "averaged gradients", torch.stack([p.grad for p in factors])
-
-
-def zero1(rank):
-    """Which Nth a rank keeps and steps: set `numel`, the length of the flat vector with its padding, and `own`, the
-    slice of it that is this rank's. `numel` is still without padding; `rank` is one of `ranks`."""
-    from parallel import FlatOptimizer
-    weights = nn.Parameter(torch.arange(10.0, 60, 10))
-    optimizer = FlatOptimizer([weights], torch.optim.SGD, lr=1.0)
-    ((rank + 1) * torch.arange(1, 6) * weights).sum().backward()
-    optimizer.finish_grad_sync()
-    yield "gradient of this rank's Nth", optimizer.shards[0].grad
-    optimizer.step()
-    yield "weights after the step", weights
-
-
-def zero3(rank):
-    """When a unit is freed in forward: it has just computed. `self.flats_of[unit]` are its
-    parameters. What is in `self.until_backward` keeps its memory."""
-    from parallel import FlatFSDP
-    net, whole = FlatFSDP(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))), []
-    for layer in net.module:  # a unit each
-        layer.register_forward_hook(lambda *_: whole.append(sum(flat.weights is not None for flat in net.flats)))
-    net(torch.ones(1, 2))
-    yield "whole units after each of 4 layers, the next one among them", str(whole)
 
 
 def g(rank):
@@ -171,12 +202,11 @@ def expert(rank):
     from further.expert_parallel import expert_parallel, split_experts
     from further.experts import ExpertsConfig
     from model import GPT
-    from parallel import DDP, make_mesh
+    from parallel import average_gradients, make_mesh
     layer = GPT(ExpertsConfig(n_layer=1, n_embd=2, n_head=1, experts=2)).h["0"].mlp
     expert_parallel(layer, *split_experts(make_mesh("cpu", dp=2), 2))
-    net = DDP(layer)
-    net(torch.ones(1, rank + 1, 2)).sum().backward()  # one token, two tokens
-    net.finish_grad_sync()
+    layer(torch.ones(1, rank + 1, 2)).sum().backward()  # one token, two tokens
+    average_gradients(layer)
     yield "gradient of its expert's bias", layer.experts.c_proj.bias.grad
 
 
@@ -193,9 +223,11 @@ class Puzzle(NamedTuple):
 
 PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(ring, 3, "collectives.py", "ring_reduce_scatter", "mine"),
-    Puzzle(hook, 2, "parallel.py", "Reducer.mark_ready", "discard"),
-    Puzzle(zero1, 3, "parallel.py", "FlatBucket.share_out", "width"),
-    Puzzle(zero3, 2, "parallel.py", "Prefetcher.after_forward", "flats_of", 1),
+    Puzzle(zero0, 2, "parallel.py", "average_gradient", "own_gradient"),
+    Puzzle(zero1, 3, "parallel.py", "ZeRO1.average", "rows", 3),
+    Puzzle(zero2, 2, "parallel.py", "ZeRO2.__init__", "register_post_accumulate_grad_hook"),
+    Puzzle(zero3, 2, "parallel.py", "ZeRO3.__init__", "register_forward_pre_hook"),
+    Puzzle(hook, 2, "further/buckets.py", "Reducer.mark_ready", "discard"),
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),
     Puzzle(order, 3, "parallel.py", "one_f_one_b", "return"),
@@ -296,7 +328,7 @@ def run_rank(puzzle, folder, rank, place):
 
 def check(puzzle, folder):
     """Print "green", or what is wrong on which rank, with exit code 1."""
-    late = [f"no result within {SECONDS} s; does it wait for a message that nobody sends?"]
+    late = [f"no result within {SECONDS} s; does it wait for a message that nobody sends, or read memory that was freed?"]
     processes = multiprocessing.get_context("fork" if launch.may_fork() else "spawn")
     folder, end, said = os.path.abspath(folder), time.monotonic() + SECONDS, []
     with tempfile.TemporaryDirectory() as meeting, processes.Pool(puzzle.ranks) as pool:

@@ -2,6 +2,7 @@
 
     python -m lessons together --dp 2 --tp 2 --out step.svg         a step's messages, and its picture on a clock
     python -m lessons together --dp 2 --tp 2 --break all_reduce     pdb in the rank that calls it first; `ranks[3]`, too
+    python -m lessons together --form full --out step.svg          buckets leave while backward computes
     python -m lessons together --many-ranks 256                    a ring of 256, FSDP on 64, 1F1B on 1,024
 """
 
@@ -46,6 +47,13 @@ class Clock(together.World):
         # An eager worker begins when it is started. By the draws of seed 2 some rank waits where `--break` stops.
         super().__init__(2, worker="eager")
         self.machine, self.now, self.spans, self.log = machine, Counter(), [], []
+
+    def begin(self):
+        """Forget what this rank has done so far, which was to make the model, and set its clock to 0."""
+        me = current_thread()
+        self.log = [sent for sent in self.log if f"rank {sent[1]}" != me.name]
+        self.spans = [span for span in self.spans if span[0].removesuffix("'s worker") != me.name]
+        self.now[me] = 0
 
     def spend(self, what, seconds):
         me = current_thread()
@@ -124,13 +132,14 @@ def stop_in(name, world):
     setattr(dist, name, stop)
 
 
-def step_of(world, layout):
+def step_of(world, layout, edition):
     """A training step on one rank; its loss."""
     config = GPTConfig(vocab_size=256, seq_len=128, n_layer=4, n_head=8, n_embd=256)
-    net = train.parallelize(config, layout, "cpu", optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    net = train.parallelize(config, layout, "cpu", optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+                            edition=edition)
     x = torch.arange(8 * 128).view(8, 128).remainder(251).chunk(layout.dp)[dist.get_rank(net.groups.dp)].chunk(2)
-    world.log.clear(), world.spans.clear()  # what made the model
-    world.now[current_thread()] = 0
+    dist.barrier()
+    world.begin()
     with Computing():
         loss = net.forward_backward(x, x)
         net.clip_grad_norm_(1.0)
@@ -168,7 +177,7 @@ def one_f_one_b(m=8):
     pipeline = parallel.Pipeline({rank: stage}, {r: r for r in range(p)}, mesh, lambda y, target: y.sum(),
                                  torch.float32, 1, torch.device("cpu"))
     actions = parallel.lowered_lists(parallel.one_f_one_b, p, m, 1)[rank]
-    alone = {rank: SimpleNamespace(no_sync=contextlib.nullcontext)}
+    alone = SimpleNamespace(no_sync=contextlib.nullcontext)
     with Computing():
         pipeline.run(actions, [torch.ones(1, 1)] * m, [None] * m, torch.ones(()), alone)
 
@@ -190,7 +199,7 @@ def many(n):
               f"({messages * nbytes:,}){clock}; took {time.perf_counter() - start:.1f} s")
 
 
-def demo_together(dp, tp, pp, out, many_ranks, **stop):
+def demo_together(dp, tp, pp, form, out, many_ranks, **stop):
     """All ranks as threads of one process: a step's messages, pdb in one rank, hundreds of ranks."""
     if out:
         check_picture(out, "--out")
@@ -203,7 +212,7 @@ def demo_together(dp, tp, pp, out, many_ranks, **stop):
     world, layout = Clock(MACHINES["h200"]), train.Layout(dp=dp, tp=tp, pp=pp)
     if stop["break"]:
         stop_in(stop["break"], world)
-    losses = together.run(dp * tp * pp, functools.partial(step_of, world, layout), world)
+    losses = together.run(dp * tp * pp, functools.partial(step_of, world, layout, train.edition_of(form)), world)
     for moment, sender, receiver, nbytes, operation in world.log[-10:]:
         print(f"{1e6 * moment:9.1f} us  rank {sender} -> rank {receiver}  {nbytes:9,} bytes  {operation}")
     print(f"the last of {len(world.log)} messages; a step takes {1e6 * max(world.now.values()):.0f} us on an H200's "

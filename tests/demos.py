@@ -65,21 +65,28 @@ SHOWN = [
         cp, ring: hidden from 2,894
         ...
         Of 27 ms of traffic 6 show"""),
-    # Six layers of 24 x 24, float64: 2/3 of each gradient goes round twice, 2/3 of each layer's outputs or gradients
-    # 53 tensors x 2 messages x 3 steps; 8 micro-batches, of which rank 0 holds 2 at a time in 1F1B and 8 in GPipe; an
-    # all-gather of 64 and of 32 hidden numbers, and an all-reduce of 32, for 4 x 32 tokens
+    # 53 tensors x 2 messages x 3 steps. Of ZeRO-3 34 vectors x 2, 19 matrices x 3, but 2 embeddings once less. In the
+    # lecture's ZeRO-1 a rank keeps K, its half of K, and momentum for that; a GPT's 8 K are 437.5 KiB.
+    # 8 micro-batches, of which rank 0 holds 2 at a time in 1F1B and 8 in GPipe; an all-gather of 64 and of 32 hidden
+    # numbers, and an all-reduce of 32, for 4 x 32 tokens
     ("forms", 2, """
-        naive                      ~0       318   1,344,000       875
+        ZeRO-0, lecture            ~0       318   1,344,000       875
         ...
-        ddp                        ~0         6   1,344,000       875
+        ZeRO-0, full               ~0         6   1,344,000       875
         ...
-        zero_1                     ~0       318   1,344,000       656
+        ZeRO-0, fast               ~0         6   1,344,000       875
         ...
-        sharded_optimizer          ~0         6   1,344,000       656
+        ZeRO-1, lecture            ~0       318   1,344,000       875
         ...
-        zero_3                     ~0       477   2,016,000       438
+        ZeRO-1, full               ~0         6   1,344,000       656
         ...
-        fsdp                       ~0        60   1,933,824       451
+        ZeRO-2, lecture            ~0       318   1,344,000       875
+        ...
+        ZeRO-3, lecture            ~0       369   1,958,400       451
+        ...
+        ZeRO-3, full               ~0        60   1,933,824       451
+        ...
+        ZeRO-3, fast               ~0        60   1,933,824       451
         ...
         gpipe                      ~0         8      65,536       410
         ...
@@ -88,6 +95,7 @@ SHOWN = [
         all_columns                ~0         2      81,920        32
         ...
         f and g                    ~0         2      32,768        33"""),
+    # Six layers of 24 x 24, float64: 2/3 of each gradient goes round twice, 2/3 of each layer's outputs or gradients
     ("lecture8", 3, """
         all_reduce 36,864 bytes   ~0
         ...
@@ -100,6 +108,21 @@ SHOWN = [
     # The next unit is gathered under this one, and waited for when it computes; the last one stays whole, because
     # backward begins with it. Embeddings' backward needs no weights.
     ("fsdp", 2, """
+        forward of h.0.mlp.c_proj
+            gather h.0.mlp.c_proj
+            free h.0.mlp.c_proj
+        forward of lm_head
+            gather lm_head
+            free lm_head
+        backward of lm_head
+            gather lm_head
+            scatter lm_head
+            free lm_head
+        backward of h.0.mlp.c_proj
+            gather h.0.mlp.c_proj
+            scatter h.0.mlp.c_proj
+            free h.0.mlp.c_proj
+        ...
         forward of h.1
             wait for h.1
             gather lm_head
@@ -187,8 +210,8 @@ SHOWN = [
                  52 of 52   h.0, wpe, wte         nothing
 
           sent by rank 0           all-reduces  messages         bytes   gradients' error against one process
-          DDP, in buckets                    4        16     8,986,608   ~0
-          naive, after backward             52       208     8,986,424   ~0
+          full, in buckets                   4        16     8,986,608   ~0
+          lecture, after backward           52       208     8,986,424   ~0
           2(N-1)/N x K x 8 bytes (float64)                   8,986,624   in 2(N-1) messages an all-reduce"""),
     # 4 x 16 x 128 x 96 x 8 / 3 = 2,097,152
     ("tensor", 3, """

@@ -15,12 +15,15 @@ from tests.runs import output_of, ran
 from tests.walls import REFERENCE, SOURCES, room_of
 
 # A mistake in each solution: what stands there, what somebody writes, and what a rank is told. The ring is a step
-# behind, hooks send incomplete buckets, all keep ZeRO-1's first part, all receives come first.
+# behind, each rank has its own gradient's first row, nothing leaves in backward, nothing is freed after forward, hooks
+# send incomplete buckets, all receives come first.
 MISTAKES = """
     ring | link.rank - 2 - s | link.rank - 1 - s | reduce-scatter: got [
+    zero0 | ReduceOp.AVG | ReduceOp.SUM | got [[3.0, 3.0], [2.0, 2.0]], should have got [[1.5, 1.5], [1.0, 1.0]]
+    zero1 | dist.reduce_scatter_tensor(average, rows, dist.ReduceOp.AVG, group) | average[:] = rows[0] | shard: got [
+    zero2 | self.average | [].append | backward 1 the whole gradient: got is there, should have got is gone
+    zero3 | layer.register_forward_hook | id | got [1, 2, 3, 3, 2, 1], should have got [1, 1, 1, 1, 1, 1]
     hook | self.complete(self.buckets[self.next]) | not self.missing[bucket] | got [3, 3, 3], should have got [0, 0, 3]
-    zero1 | rank * width, (rank + 1) * width | 0, width | weights after the step: got [
-    zero3 | flat in self.until_backward | False | got [1, 1, 1, 0], should have got [1, 1, 1, 1]
     g | grad, None | grad / 2, None | got [1.5, 2.0], should have got [3.0, 4.0]
     vocabulary | total * (mine - top).exp() | total | loss: got 1.153, should have got 0.981
     order | p - 1 - r | p - r | got F0 F1 B0 F2 B1 F3 B2 B3, should have got F0 B0 F1 B1

@@ -1,0 +1,77 @@
+"""The calls of a training step, from Trainer.step to each collective that rank 0 takes part in, and from there to isend.
+
+    python -m lessons path --dp 2 --tp 2
+"""
+
+import argparse
+import os
+import sys
+from threading import current_thread
+
+import numpy as np
+import torch
+
+import train
+from further import together
+from lessons.puzzles import HERE
+
+ROOMS = "train.py", "parallel.py", "model.py", "collectives.py", "further", "fast"
+
+
+class Calls(together.World):
+    """A World that notes for each of rank 0's messages who called whom: {names: [(file, line, name)]}, in two parts.
+
+    above: from Trainer.step to the collective. below: from the collective to the function that sends.
+    """
+
+    def __init__(self):
+        super().__init__(worker="eager")
+        self.above, self.below = {}, {}
+
+    def post(self, ticket, tensor, what):
+        if current_thread().name == "rank 0":
+            calls = calls_of(sys._getframe())
+            if calls[0][2] in ("step", "Trainer.step"):
+                first = [file for file, *_ in calls].index("collectives.py")
+                for found, part in (self.above, calls[:first + 1]), (self.below, calls[first:]):
+                    found.setdefault(tuple(name for *_, name in part), part)
+        super().post(ticket, tensor, what)
+
+
+def calls_of(frame):
+    """[(file, line, name)] of the functions of ROOMS that run, the outermost first, from Trainer.step if that runs."""
+    found = []
+    while frame:
+        code = frame.f_code
+        file = os.path.relpath(code.co_filename, HERE)
+        if file.split(os.sep)[0] in ROOMS and file != os.path.join("further", "together.py"):
+            found.append((file, frame.f_lineno, getattr(code, "co_qualname", code.co_name)))
+        frame = None if code is train.Trainer.step.__code__ else frame.f_back
+    return found[::-1]
+
+
+def step(arguments, form):
+    """One step of a small GPT, on this rank."""
+    s = train.parse(argparse.ArgumentParser(), train.Flags, arguments)
+    data = *train.split(np.arange(4000) % 251), train.Bytes()
+    train.Trainer(s, train.config_of(s), None, data, torch.device("cpu"), train.edition_of(form)).step(0)
+
+
+def show(paths):
+    """As a tree: of each path only what differs from the one before."""
+    before = ()
+    for names, calls in paths.items():
+        same = len(os.path.commonprefix([before, names]))
+        for depth, (file, line, name) in [*enumerate(calls)][same:]:
+            print(f"{file + ':' + str(line):26}{'  ' * depth}{name}")
+        before = names
+
+
+def demo_path(dp, tp, pp, zero, form):
+    """The calls of a step: from Trainer.step to each collective of rank 0, and from there to isend."""
+    flags = f"--dp {dp} --tp {tp} --pp {pp} --zero {zero} --n-layer 2 --seq-len 16 --micro-batches 2"
+    world = Calls()
+    together.run(dp * tp * pp, lambda: step(flags.split(), form), world)
+    show(world.above)
+    print()
+    show(world.below)
