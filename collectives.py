@@ -553,9 +553,9 @@ class Link:
             t.record_stream(self.stream)  # the allocator must not reuse their memory before the stream is done
         return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
 
-    def like_this(self, group):
-        """A link of this kind for a channel."""
-        return type(self)(group)
+    def like_this(self):
+        """A link of this kind, for a channel of the group."""
+        return type(self)(self.group)
 
     def close(self):
         """Called before the group is destroyed."""
@@ -667,7 +667,7 @@ class Process:
         registered   group -> what makes its link in place of LINKS["ours"], where further/nodes.py has said so
         stores       where it has met others: (store, rank, world size)
         worlds       how many it has joined
-        channels     group -> what further/channels.py keeps of it
+        channels     group -> how many of further/channels.py it has had
         makers       LINKS; ranks that are threads have the reference's own
     """
 
@@ -716,6 +716,7 @@ def say_what_is_faster(backend):
 
 class NoLink:
     """Of a rank outside the group, which has nothing to do."""
+    knows_tags = False
 
     def run(self, *_):
         return None
@@ -776,8 +777,7 @@ def destroy_process_group(group=None):
         for link in set(process.links.pop(served, {}).values()):
             link.close()
         process.registered.pop(served, None)
-        if served in process.channels:
-            process.channels.pop(served).close(group is None)
+        process.channels.pop(served, None)
     torch_dist.destroy_process_group(group)
     if group is None:
         reset_traffic()

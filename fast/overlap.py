@@ -63,16 +63,12 @@ def call_before_added(param, bucket):
 
 class FastReducer(Reducer):
     """A Reducer that moves gradients a bucket at a time. Until then they stay in .grad: the memory of a bucket."""
-    holds = False  # whether buckets leave in `finish` alone
 
     def __init__(self, *options):
         super().__init__(*options)
         for param, bucket in self.bucket_of.items():
             if bucket.total_dtype != bucket.dtype:
                 call_before_added(param, bucket)
-
-    def complete(self, bucket):
-        return not self.holds and super().complete(bucket)
 
     def begin_step(self):
         super().begin_step()

@@ -101,6 +101,8 @@ class Reducer:
     send(bucket): starts a collective; returns (handle, its input, its output). store(bucket, output): once it is done.
     """
 
+    holds = False  # whether buckets leave in `finish` alone
+
     def __init__(self, buckets, send, store):
         self.buckets, self.send, self.store = buckets, send, store
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
@@ -139,7 +141,7 @@ class Reducer:
 
     def complete(self, bucket):
         """Whether all gradients are there. Frozen parameters have none."""
-        return not any(p.requires_grad for p in self.missing[bucket])
+        return not (self.holds or any(p.requires_grad for p in self.missing[bucket]))
 
     def start(self, bucket):
         if any(p.requires_grad for p in bucket.params):

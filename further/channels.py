@@ -8,7 +8,6 @@ DDP, ShardedOptimizer and FSDP of a module of your own have one each.
 
 import weakref
 
-import torch
 import torch.distributed as torch_dist
 
 import collectives as dist
@@ -20,65 +19,28 @@ class Channel:
         channel = Channel(group)
         dist.all_reduce(tensor, group=channel, async_op=True)
 
-    On gloo it is a number in the messages' tags, and a thread. Where messages have no tags, as with NCCL, it is a process
-    group of the same ranks, which the next channel reuses when this one is gone on all of them.
+    apart: whether it is one, a number in the messages' tags and a thread. NCCL knows no tags, and a communicator for
+    each channel would not do: a kernel that waits for another rank can hold up this GPU, and the other rank waits for
+    it. There, and with the library's collectives, a channel is the group itself. So what may come in any order must
+    wait until all ranks are at the same place.
     """
 
     def __init__(self, group=None):
-        group = group or torch_dist.group.WORLD
-        if group not in dist.process.channels:
-            dist.process.channels[group] = Channels(group)
-        self.link = dist.process.channels[group].next_link()
-        weakref.finalize(self, self.link.close).atexit = False
+        self.group = group or torch_dist.group.WORLD
+        link = dist.link_of(self.group)
+        self.apart = link.knows_tags
+        self.own = None
+        if self.apart:
+            self.own = link.like_this()
+            self.own.channel = dist.process.channels[self.group] = 1 + dist.process.channels.get(self.group, 0)
+            weakref.finalize(self, self.own.close).atexit = False
+
+    @property
+    def link(self):
+        return self.own or dist.link_of(self.group)
 
     def size(self):  # torch's get_world_size asks
-        return self.link.size
-
-
-class Channels:
-    """Those of a group. count: how many there were. links: those that are in use, {process group: weak reference}."""
-
-    def __init__(self, group):
-        self.group = group
-        self.count = 0
-        self.others = {}
-
-    def next_link(self):
-        link = dist.link_of(self.group)
-        if isinstance(link, dist.NoLink) or link.size == 1:
-            return link
-        self.count += 1
-        other = self.group if link.knows_tags else self.another_group()
-        apart = link.like_this(other)
-        apart.channel = self.count
-        if other is not self.group:
-            self.others[other] = weakref.ref(apart)
-        return apart
-
-    def another_group(self):
-        """A process group of the same ranks: one that no rank uses any more, or a new one."""
-        known = torch_dist.distributed_c10d._world.pg_names
-        self.others = {other: user for other, user in self.others.items() if other in known}
-        mine = [len(known), *(user() is None for user in self.others.values())]
-        mine = torch.tensor(mine, device=dist.link_of(self.group).device)
-        ranks = [torch.empty_like(mine) for _ in range(torch_dist.get_world_size(self.group))]
-        dist.all_gather(ranks, mine, self.group)
-        groups, *free = torch.stack(ranks).T.tolist()
-        for other, free_there in zip(self.others, free):
-            if all(free_there):
-                return other
-        if len(set(groups)) > 1:  # PyTorch names a group that some ranks alone make after this number
-            raise RuntimeError(f"ranks have made different numbers of process groups, {groups}: make groups on all "
-                               "ranks, before models are wrapped")
-        members = torch_dist.get_process_group_ranks(self.group)
-        if getattr(torch_dist.group.WORLD, "bound_device_id", None):
-            return torch_dist.split_group(self.group, [[*range(len(members))]])
-        return torch_dist.new_group(members, use_local_synchronization=True)
-
-    def close(self, all_groups):
-        """Called when the group is destroyed, or all are."""
-        for other in () if all_groups else self.others:
-            torch_dist.destroy_process_group(other)
+        return torch_dist.get_world_size(self.group)
 
 
 def give_channels(buckets):
@@ -88,3 +50,11 @@ def give_channels(buckets):
         if bucket.group not in channels:
             channels[bucket.group] = Channel(bucket.group)
         bucket.channel = channels[bucket.group]
+
+
+def hold_where_order_may_differ(reducer, all_used):
+    """Let buckets leave in finish_grad_sync alone, where all ranks are, if they have no channel of their own: on NCCL
+    and with the library's collectives. Else a rank that leaves out a layer would send them in another order than other
+    ranks. all_used: no rank leaves out anything, nor starts collectives of its own between backward and
+    finish_grad_sync; so buckets leave under backward there, too, which hides their time."""
+    reducer.holds = not all_used and not all(bucket.channel.apart for bucket in reducer.buckets)

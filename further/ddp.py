@@ -11,7 +11,7 @@ import torch
 
 import collectives as dist
 from further.buckets import BucketDDP
-from further.channels import give_channels
+from further.channels import give_channels, hold_where_order_may_differ
 from parallel import group_or_world
 
 
@@ -19,13 +19,14 @@ class DDP(BucketDDP):
     """A BucketDDP of any module. ValueError where ranks have other models than the first one.
 
     Parameters and buffers begin as the first rank's. broadcast_buffers: once a step the first rank's buffers, such as
-    BatchNorm's running statistics, replace the others'.
+    BatchNorm's running statistics, replace the others'. all_used: see `hold_where_order_may_differ`.
     """
 
-    def __init__(self, module, group=None, bucket_mb=None, broadcast_buffers=True):
+    def __init__(self, module, group=None, bucket_mb=None, broadcast_buffers=True, all_used=False):
         refuse_unlike([*module.parameters(), *module.buffers()], group_or_world(group))
         super().__init__(module, group, bucket_mb)
         give_channels(self.buckets)
+        hold_where_order_may_differ(self.reducers[0], all_used)
         broadcast_in_one([*module.buffers()], self.group)
         self.kinds = {p: kind_of(p) for p in module.parameters()}
         self.broadcast_buffers = broadcast_buffers

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import collectives as dist
-from further.channels import give_channels
+from further.channels import give_channels, hold_where_order_may_differ
 from further.ddp import broadcast_in_one, refuse_new, refuse_other_order, refuse_unlike
 from further.lend import Lender, LentParameter, nested_units
 from further.prefetch import FlatFSDP
@@ -73,6 +73,7 @@ class FSDP(FlatFSDP):
         owners = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
         super().__init__(module, group, compute_dtype, device)
         give_channels(self.buckets)
+        hold_where_order_may_differ(self.reducers[1], False)  # vectors' gradients are few
         self.named, self.owners = named, owners
         self.compute_dtype, self.agrees = compute_dtype, grad_scaler
         self.prefetcher.expect = self.expect

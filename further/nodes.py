@@ -56,9 +56,10 @@ class TwoLevels(Link):
         """levels: two groups of this rank, its node and the ranks of its number in all nodes."""
         super().__init__(group)
         self.inside, self.between = map(link_of, levels)
+        self.kept = levels  # because a channel that nobody has is closed
 
-    def like_this(self, group):
-        return type(self)(group, [Channel(link.group) for link in (self.inside, self.between)])
+    def like_this(self):
+        return type(self)(self.group, [Channel(link.group) for link in (self.inside, self.between)])
 
     def levels(self):
         """Both links, as the operation under way sees them."""

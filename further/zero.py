@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 import collectives as dist
-from further.channels import give_channels
+from further.channels import give_channels, hold_where_order_may_differ
 from further.ddp import refuse_other_order, refuse_unlike
 from further.flat import FlatBucket, FlatOptimizer, point_into
 from parallel import group_or_world
@@ -101,14 +101,15 @@ class ShardedOptimizer(FlatOptimizer):
     Between steps they may be frozen and unfrozen, on all ranks alike, and written, by load_state_dict or p.data = ...;
     in 16 bits p.data.copy_ goes unseen. optimizer_class: its step takes no closure; ValueError for one that looks at
     whole tensors. grad_scaler: let all ranks see what is not finite, a number more a step, so that
-    torch.amp.GradScaler decides alike. ValueError, too, where ranks have other parameters than the first one.
+    torch.amp.GradScaler decides alike. all_used: as for DDP. ValueError, too, where ranks have other parameters than
+    the first one.
 
     named: {name: parameter}; where `params` have no names, their numbers stand for them. (further/states.py asks.)
     """
     bucket_class = WatchedBucket
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None,
-                 grad_scaler=True, **kwargs):
+                 grad_scaler=True, all_used=False, **kwargs):
         one_process = optimizer_class(params, **kwargs)
         if isinstance(one_process, WHOLE_TENSORS) or hasattr(one_process, "new_bucket"):
             raise ValueError(f"{type(one_process).__name__} looks at whole tensors, and a shard has parts of them: use "
@@ -120,6 +121,8 @@ class ShardedOptimizer(FlatOptimizer):
         refuse_unlike(params, group_or_world(group))
         super().__init__(param_groups, optimizer_class, group, stage, bucket_mb, compute_dtype, **kwargs)
         give_channels(self.buckets)
+        if stage < 2:
+            hold_where_order_may_differ(self.reducers[0], all_used)
         self.agrees = grad_scaler and stage > 0
 
     def kept(self, param):

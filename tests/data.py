@@ -14,17 +14,19 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as torch_dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 import fast.adamw
 import fast.zero
+import further.library  # noqa: F401  for dist.use(group, "torch")
 import kernels
 import parallel
 from further.loss_scale import LossScale
 from further.states import full_optimizer_state, load_optimizer_state
-from tests.pool import close, needs_kernels, on_both, on_cpus_both, on_ranks, own, parametrize
+from tests.pool import close, needs_kernels, on_both, on_cpus_both, on_ranks, own, parametrize, table
 
 
 # ------------------------------------------------------------------------------------------------------ other modules
@@ -186,11 +188,21 @@ def twice(net, x, leaves_out):
 
 
 @on_both
-@parametrize("first, second", [("ddp", "ddp"), (0, 1), (1, 1), (2, "ddp"), (3, 0), (3, 1)])
+@parametrize("first, second, comm", table("""
+    ddp   ddp   ours
+    0     1     ours
+    1     1     ours
+    2     ddp   ours
+    3     0     ours
+    3     1     ring
+    ddp   1     torch
+    3     ddp   torch
+"""))
 @on_ranks(2)
-def test_whatever_a_rank_leaves_out_all_collectives_are_right(first, second, rank, size):
+def test_whatever_a_rank_leaves_out_all_collectives_are_right(first, second, comm, rank, size):
     """Two models of one shape in one group; the caller's own collectives before finish_grad_sync. One rank runs the
     second model without a layer, in the next step not at all."""
+    dist.use(None, comm)
     torch.manual_seed(0)
     one = [nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double() for _ in range(2)]
     laid = [laid_out(copy.deepcopy(net), way, lr=1.0) for net, way in zip(one, (first, second))]
@@ -214,6 +226,8 @@ def test_whatever_a_rank_leaves_out_all_collectives_are_right(first, second, ran
             dist.broadcast(ready, 0)
             dist.barrier()
             assert close(loss, sum(whole).detach())
+        held = comm == "torch" or torch_dist.get_backend() == "nccl"
+        assert laid[1][1].reducers[-1].holds == held
         for _, sync, opt in laid:
             sync.finish_grad_sync()
             opt.step()

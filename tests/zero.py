@@ -1,6 +1,5 @@
 """ZeRO: what it sends and keeps, what is whole when, and steps that are dropped."""
 
-import contextlib
 import copy
 import dataclasses
 import gc
@@ -262,9 +261,14 @@ def test_16_bit_gradients_add_up_in_float32(way):
     for param in net.parameters():
         nn.init.zeros_(param)
     model, sync, optimizer = laid_out(net, way, lr=1.0, compute_dtype=torch.bfloat16)
-    for i in range(12):
-        with sync.no_sync() if i < 11 else contextlib.nullcontext():
-            (model(x, both=False).sum() * (1 if i else 1024)).backward()  # 2 for each of 4 x 4 weights, at first 2048
+
+    def backward(times):
+        (model(x, both=False).sum() * times).backward()  # twice that for each of 4 x 4 weights
+
+    with sync.no_sync():  # one for all, so that nobody says where one of them ends
+        for i in range(11):
+            backward(1 if i else 1024)
+    backward(1)
     sync.finish_grad_sync()
     total = sum(shard.grad.sum() for shard in stepped_by(optimizer))
     if way:
