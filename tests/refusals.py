@@ -185,6 +185,7 @@ REFUSED = {
         --resume STEP_3 --init-from HF      | beside --resume: leave --init-from out, or leave --resume out
         TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 2 | (--lr 0.002 there, 0.5 here): name a new folder
         TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 2 | /run-2, or add --resume$
+        TINY --data TEXT --steps 3 --seed 5 --out RUN --experts 2 | (--seed 0 there, 5 here): name a new folder
         TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 4 | (--experts 2 there, 4 here; --lr 0.002 there, 0
         TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 0 | /run-2$
         --resume STEP_3 --out RUN           | process 1 on here writes there; wait for its end, or give --out
