@@ -27,7 +27,6 @@ Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parall
 
 import atexit
 import contextlib
-import copy
 import functools
 import os
 import queue
@@ -473,9 +472,8 @@ class Link:
 
         aside: whether the operation runs beside the caller.
         """
-        call = copy.copy(self)
-        call.name = name
-        call.aside = aside
+        call = object.__new__(type(self))  # copy.copy would take 6 us, this 1
+        call.__dict__ = vars(self) | {"name": name, "aside": aside}
         return call
 
     # What the public functions call. chunks: N flat tensors; chunk r is mine. Subclasses have other algorithms.

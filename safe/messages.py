@@ -48,7 +48,8 @@ class Watched(Link):
             progress(name)
             with self.around((name, given)):
                 call.perform(algorithm, *given)
-            progress(f"after {name}")  # where the caller does not wait, nobody else says so
+            if async_op:  # the caller does not wait, so he does not say so
+                progress(f"after {name}")
 
         result = super().run(name, async_op, watched, *arguments)
         if not async_op:
