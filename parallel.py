@@ -85,7 +85,7 @@ class Placement:
     twins          how many parameters of this rank are tied copies: 2 if it has both ends of a tied embedding
     average_over   an expert's: the group that keeps the same expert, and averages its gradient
     divide_by      an expert's: its gradient is the sum of so many ranks' losses, and their mean is wanted
-    decays         whether it has weight decay; None: if it has two dimensions
+    decays         whether it has weight decay; None: a matrix has, a vector has not
     fused, cuts, whole   of a matrix that is several side by side, as q, k, v, their relative sizes; the `Cut`s that took
                    this rank's part of the whole tensor; and the whole tensor's shape. They do not count in ==
     """
