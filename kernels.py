@@ -458,8 +458,8 @@ def store_rows(X, b, h, first, tile):
 @triton.jit
 def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr, D: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr):
-    """O, and LSE, the L above, of BM queries of one head. 2 matmuls a block of BN keys. A row without a key has LSE +inf,
-    not -inf, so that backward's exp(S - LSE) is 0. Q, K, V, O: TMA descriptors. G heads of queries share one of keys."""
+    """O, and LSE, the L above, of BM queries of one head. 2 matmuls a block of BN keys. Q, K, V, O: TMA descriptors. G
+    heads of queries share one of keys. A row without a key has LSE +inf, so that backward's exp(S - LSE) is 0."""
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
     m0 = tl.program_id(0) * BM

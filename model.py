@@ -115,8 +115,7 @@ class GPTConfig:
         return MLP(self)
 
     def stacked(self, name):
-        """Names under which the slices of a parameter get their initial values, one for each expert in it. []: it is not
-        a stack."""
+        """Names under which a parameter's slices get their initial values, one for each expert. []: it is no stack."""
         return []
 
 
@@ -237,7 +236,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def positions(every):
-        """The positions of this device's tokens, out of `every` position, int64 (T). On one device they are all here."""
+        """The positions of this device's tokens, out of `every` position, int64 (T). On one device they are all."""
         return every
 
     def head(self, x):
