@@ -76,7 +76,7 @@ SHOWN = {  # a page, and what stands in it: names lead to their definitions, the
         '(<a href="parallel.html#ZeRO2">ZeRO2</a>):'),
     "further.buckets.html": (
         'self.<a href="further.buckets.html#Reducer.start">', '<dfn id="Reducer.computed">computed</dfn>'),
-    "further.full.html": ('sharded = <a href="further.prefetch.html#FlatFSDP">FlatFSDP</a>',),
+    "further.full.html": ('</dfn> = <a href="further.prefetch.html#FlatFSDP">FlatFSDP</a>',),
     "train.html": (
         '<a href="model.html#GPT">GPT</a>(config, seed=', '.<a href="parallel.html#Lecture">Lecture</a>'),
     "index.html": (
