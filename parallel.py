@@ -162,7 +162,7 @@ def averaging_group(param, group):
 
 # ------------------------------------------------------------------------------------------------- ZeRO: sharded states
 #
-# In data parallelism every rank keeps the same. ZeRO lets each keep an Nth. K parameters, float32, Adam; bytes a rank:
+# In data parallelism every rank keeps the same. ZeRO lets each keep 1/N. K parameters, float32, Adam; bytes a rank:
 #
 #                  parameters   gradients   optimizer    sent a step, elements
 #     stage 0          4K           4K          8K       2 (N-1)/N K              all-reduce
@@ -429,7 +429,7 @@ def placed(values, param):
 #
 # X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
 # columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. Until backward
-# a rank keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
+# a rank keeps all of X and 1/N of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
 def all_columns(x, weight, group=None):
     """The lecture's tensor parallelism of one layer, forward alone: X (..., in) -> Y = X A, (..., out), on all ranks,
@@ -476,7 +476,7 @@ class ReduceFromGroup(torch.autograd.Function):
 
 
 class Cut:
-    """How a parameter is cut over a group, along `dim`. A rank gets its Nth; uneven sizes differ by one.
+    """How a parameter is cut over a group, along `dim`. A rank gets its slice; uneven sizes differ by one.
 
     fused=(1, 1, 1): three matrices of these relative sizes, such as q, k, v, lie in one. Each is cut by itself, so that
     a rank gets its heads of q, of k and of v.
