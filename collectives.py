@@ -64,7 +64,7 @@ from torch.distributed import is_initialized, recv  # noqa: F401  for those who 
 #     step 0   1: 2+0       2: 0+1       0: 1+2           0 2        1 0        2 1
 #     step 1   0: 1+2+0     1: 2+0+1     2: 0+1+2         0 2 1      1 0 2      2 1 0
 #
-# In each half a rank sends N-1 chunks of K/N elements, (N-1)/N K. Together they cannot send less; all links are busy.
+# In each half a rank sends N-1 chunks of K/N elements, (N-1)/N K. No all-reduce sends less, and all links are busy.
 
 def ring_reduce_scatter(link, chunks, op):
     """Combine chunk c of all ranks on rank c, which returns it. The chunks stay as they are."""
@@ -113,7 +113,7 @@ def tree(link, root, group_root):
     """
     root = torch_dist.get_group_rank(link.group, root or 0) if group_root is None else group_root
     v = (link.rank - root) % link.size
-    lowest_bit = v & -v  # 0 only at the root
+    lowest_bit = v & -v  # the largest power of two that divides v; 0 at the root
     parent = (link.rank - lowest_bit) % link.size if v else None
     d = 1
     children = []
@@ -500,7 +500,7 @@ class Link:
                 self.log.count(t, self.nodes[peer] != self.nodes[self.rank])
                 ops.append((torch_dist.isend, t, peer))
         ops = [torch_dist.P2POp(op, t.view(torch.uint8), None, self.group, self.tag(t), peer) for op, t, peer in ops]
-        for handle in torch_dist.batch_isend_irecv(ops) if ops else ():
+        for handle in torch_dist.batch_isend_irecv(ops) if ops else ():  # every collective sends here
             handle.wait()
 
     def tag(self, message):
@@ -525,7 +525,7 @@ class Link:
         process.traffic[name].calls += 1
 
         if not async_op and self.last.is_completed():
-            self.last.wait()  # raises what went wrong in it: peers could take this one's messages for those of that one
+            self.last.wait()  # raises if it failed: peers could take this operation's messages for those of that one
             with inference_where(arguments):
                 algorithm(self.during(name), *arguments)
             return None

@@ -162,7 +162,7 @@ def _gelu_slope(x):
 
 @triton.jit
 def _map(x_ptr, dy_ptr, y_ptr, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
-    """y = FUNCTION(x) of n elements. With a dy (in backward, where FUNCTION is the slope): y = FUNCTION(x) dy."""
+    """Forward: y = FUNCTION(x), n elements, dy_ptr None. Backward: FUNCTION is the slope, and y = FUNCTION(x) dy."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64, because n may pass 2^31
     mask = offsets < n  # the last program's block may reach beyond the end
     x = tl.load(x_ptr + offsets, mask)
@@ -434,7 +434,7 @@ def simple_attention(q, k, v):
 @triton.jit
 def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
     """The last key that each row sees, negative for none. Causal: the last row sees all, the one above all but one."""
-    return tl.minimum(rows + (Tk - Tq), Tk - 1) if CAUSAL else rows * 0 + (Tk - 1)  # * 0: a number for each row
+    return tl.minimum(rows + (Tk - Tq), Tk - 1) if CAUSAL else rows * 0 + (Tk - 1)  # Tk - 1 for each row
 
 
 @triton.jit
@@ -458,8 +458,8 @@ def store_rows(X, b, h, first, tile):
 @triton.jit
 def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr, D: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr):
-    """O, and LSE, the L above (but +inf for a row without a key), of BM queries of one head. 2 matmuls a block of BN
-    keys. Q, K, V, O: TMA descriptors. G heads of queries share one of keys."""
+    """O, and LSE, the L above, of BM queries of one head. 2 matmuls a block of BN keys. Q, K, V, O: TMA descriptors. G
+    heads of queries share one of keys. A row without a key has LSE +inf, so that backward's exp(S - LSE) is 0."""
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
     m0 = tl.program_id(0) * BM
@@ -475,13 +475,13 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, G, CAUSAL: tl.co
         s = dot(q, k.T) * scale                                                   # (BM, BN)
         s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
-        top = tl.where(m_new == -float("inf"), 0.0, m_new)       # m_new, but 0 for a row without a key: no -inf - -inf
+        top = tl.where(m_new == -float("inf"), 0.0, m_new)       # a row that has seen no key: -inf - -inf would be NaN
         p = tl.exp(s - top[:, None])
         alpha = tl.exp(m - top)                                  # online: l and acc were computed with the old m
         acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-    some = l > 0                                                 # a row without a key (Tq > Tk): O = 0; L = inf: P = 0
+    some = l > 0                                                 # not of a row without a key (Tq > Tk): its O is 0
     l = tl.where(some, l, 1.0)
     store_rows(O, b, h, m0, acc / l[:, None])
     tl.store(LSE + first_row(b, h, H, Tq) + rows, tl.where(some, m + tl.log(l), float("inf")), rows < Tq)

@@ -97,7 +97,7 @@ class GPTConfig:
     # The layers. They have no values yet: `initial_weight` gives them, by name.
 
     def positions(self):
-        """What is added to the embedding; None: nothing."""
+        """The layer of position embeddings. None where a model has none."""
         return embedding(self.seq_len, self.n_embd)
 
     def norm(self):
@@ -111,11 +111,11 @@ class GPTConfig:
         return ACTIVATIONS[self.activation]
 
     def mlp(self, block):
-        """block: its number, from 0."""
+        """The MLP of block number `block`, counted from 0."""
         return MLP(self)
 
     def stacked(self, name):
-        """Names of the parameters that are stacked in this one, as experts are, and get values one by one; or []."""
+        """Names under which a parameter's slices get their initial values, one for each expert. []: it is no stack."""
         return []
 
 
@@ -236,7 +236,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def positions(every):
-        """Where in the sequence this device's tokens stand: on one device everywhere, `every` int64 (T)."""
+        """The positions of this device's tokens, out of `every` position, int64 (T). On one device they are all."""
         return every
 
     def head(self, x):

@@ -76,19 +76,28 @@ def group_or_world(group):
 @dataclass(frozen=True)
 class Placement:
     """How a parameter and its gradient are spread over ranks: `param.placement`. Data parallelism needs the default
-    alone: a whole parameter, the same on all ranks that average its gradient. Whoever cuts one sets fields, and the
-    norm reads them. Parameters of a bucket have equal placements. (How each was cut does not count.)
+    alone: a whole parameter, the same on all ranks that average its gradient. Whoever cuts a parameter sets fields, and
+    the norm reads them.
+
+    sharded_over   groups whose ranks hold other parts of the model: other columns, shards, or layers
+    partial_over   groups whose ranks have terms of the gradient, which is the sum of them: the two stages of a tied
+                   embedding; the ranks that saw T/N tokens each
+    twins          how many parameters of this rank are tied copies: 2 if it has both ends of a tied embedding
+    average_over   an expert's: the group that keeps the same expert, and averages its gradient
+    divide_by      an expert's: its gradient is the sum of so many ranks' losses, and their mean is wanted
+    decays         whether it has weight decay; None: a matrix has, a vector has not
+    fused, cuts, whole   of a matrix that is several side by side, as q, k, v, their relative sizes; the `Cut`s that took
+                   this rank's part of the whole tensor; and the whole tensor's shape. They do not count in ==
     """
-    sharded_over: tuple = ()  # groups whose ranks hold other parts of the model: other columns, shards, or layers
-    partial_over: tuple = ()  # groups whose ranks have terms of its gradient, which is their sum: the two stages of a
-                              # tied embedding, the ranks that saw T/N tokens each
-    twins: int = 1            # parameters of this rank that are one: the ends of a tied embedding, if both live here
-    average_over: object = None  # of an expert: the group that keeps the same one, and averages its gradient,
-    divide_by: int = 1           # by how many: an expert's gradient adds up those of so many ranks' losses
-    decays: bool = None       # whether it has weight decay; None: as its shape says
-    fused: tuple = field(default=None, compare=False)  # of matrices that lie in one, as q, k, v: their relative sizes
-    cuts: tuple = field(default=(), compare=False)  # the `Cut`s that took this rank's part of the whole tensor,
-    whole: tuple = field(default=None, compare=False)  # and that one's shape
+    sharded_over: tuple = ()
+    partial_over: tuple = ()
+    twins: int = 1
+    average_over: object = None
+    divide_by: int = 1
+    decays: bool = None
+    fused: tuple = field(default=None, compare=False)
+    cuts: tuple = field(default=(), compare=False)
+    whole: tuple = field(default=None, compare=False)
 
 
 WHOLE = Placement()  # made once, because every step asks for the placement of every parameter
@@ -139,7 +148,8 @@ def average_gradient(param, group):
 
 
 def own_gradient(param):
-    """This rank's gradient. An expert's adds up the losses of `divide_by` ranks, whose mean counts."""
+    """This rank's gradient. (An expert's is the sum of `divide_by` ranks' losses, and their mean is wanted. An
+    embedding's may be sparse, and collectives take dense tensors.)"""
     if param.grad is None:
         return torch.zeros_like(param, dtype=param.grad_dtype)
     return param.grad.to_dense() / placement_of(param).divide_by
@@ -152,7 +162,7 @@ def averaging_group(param, group):
 
 # ------------------------------------------------------------------------------------------------- ZeRO: sharded states
 #
-# In data parallelism every rank keeps the same. ZeRO lets each keep an Nth. K parameters, float32, Adam; bytes a rank:
+# In data parallelism every rank keeps the same. ZeRO lets each keep 1/N. K parameters, float32, Adam; bytes a rank:
 #
 #                  parameters   gradients   optimizer    sent a step, elements
 #     stage 0          4K           4K          8K       2 (N-1)/N K              all-reduce
@@ -161,9 +171,9 @@ def averaging_group(param, group):
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
 # Each stage below is the one before with one thing changed. They take a tensor at a time, and wait for each collective.
-# further/ has the same stages for speed: buckets.py, flat.py, prefetch.py. Besides the table's bytes, stages 2 and 3
-# have one tensor's whole gradient, and stage 3 has one layer's weights and tied ones. Rajbhandari et al., "ZeRO"
-# (2020). CS336 lecture 7.
+# further/ has the same stages for speed: buckets.py, flat.py, prefetch.py. Besides the table's bytes, stages 1 and 2
+# have a copy of the shard in float32, stages 2 and 3 have one tensor's whole gradient, and stage 3 has one layer's
+# weights and tied ones. Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 #
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them. Gradients are
 # added up in float32, too. bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02.
@@ -216,7 +226,7 @@ class ZeRO0:
         return master
 
     def no_sync(self):
-        """Goes around all backwards of a step but the last. Here nothing leaves in backward, so nothing changes."""
+        """Goes around all backwards of a step but the last. Here nothing is sent in backward, so nothing changes."""
         return nullcontext()
 
     def finish_grad_sync(self):
@@ -300,7 +310,7 @@ class ZeRO1(ZeRO0):
 
 
 class ZeRO2(ZeRO1):
-    """ZeRO-2: each gradient leaves in the backward that has made it, so whole gradients never add up.
+    """ZeRO-2: each gradient is sent in the backward that has made it, so whole gradients never accumulate.
 
     All ranks must use the same parameters in each backward. Autograd then completes them in the same order.
     """
@@ -414,12 +424,12 @@ def placed(values, param):
 #     X A    cut: each rank has its columns              cut: each rank has that of its columns
 #     Y_r    partial: each rank has a term of Y          replicated: dY is the gradient of each term
 #
-# f adds up X's gradient, g the Y_r. A parameter that is replicated and has a partial gradient (a norm's weight that saw
-# some tokens alone) must have that added up before the step: `placement.partial_over` says so.
+# f adds up X's gradient, g the Y_r. A replicated parameter may have a partial gradient: the weight of a norm that saw
+# some of the tokens. Its `placement.partial_over` says over which ranks that must be added up before the step.
 #
 # X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
 # columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. Until backward
-# a rank keeps all of X and an Nth of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
+# a rank keeps all of X and 1/N of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
 def all_columns(x, weight, group=None):
     """The lecture's tensor parallelism of one layer, forward alone: X (..., in) -> Y = X A, (..., out), on all ranks,
@@ -466,7 +476,7 @@ class ReduceFromGroup(torch.autograd.Function):
 
 
 class Cut:
-    """How a parameter is cut over a group, along `dim`. A rank gets its Nth; uneven sizes differ by one.
+    """How a parameter is cut over a group, along `dim`. A rank gets its slice; uneven sizes differ by one.
 
     fused=(1, 1, 1): three matrices of these relative sizes, such as q, k, v, lie in one. Each is cut by itself, so that
     a rank gets its heads of q, of k and of v.
@@ -650,7 +660,8 @@ def gpt2_plan(f, g, columns=ColumnParallelLinear):
 
 
 def planned(name, plan):
-    """What a plan does with the layer of this name; None: it stays whole."""
+    """What a plan does with the layer of this name: the entry under its end, "mlp.c_fc" of "h.3.mlp.c_fc". None: the
+    layer stays whole."""
     return next((how for ending, how in plan.items() if ("." + name).endswith("." + ending)), None)
 
 
@@ -707,7 +718,7 @@ def gpipe_step(stage, loss, x, y, like, group=None):
             out = loss(out, y_i)
         done.append((x_i, out))
     for x_i, out in done:
-        dy = None  # of the loss
+        dy = None  # on the last rank, where `out` is the loss: its gradient is 1
         if rank < last:
             dy = torch.empty_like(like)
             dist.recv(dy, group=group, group_src=rank + 1)
@@ -730,8 +741,9 @@ def gpipe_step(stage, loss, x, y, like, group=None):
 # of further/schedules.py idle less: ranks have several stages, and a B is split in two. further/lists.py checks lists.
 
 class Action(NamedTuple):
-    """What a rank does for one micro-batch in one stage. kind: F or B; after `lower` also SF and RF, which send and
-    receive what that F has made, and SB and RB. `stage` is that of the F or B: RF0 of stage 0 is for stage 1's rank."""
+    """What a rank does for one micro-batch in one stage. kind: F or B. After `lower` also SF and RF, which send and
+    receive an F's result, SB and RB a B's. They have the stage of that F or B, so stage 1's rank runs RF0 of stage 0.
+    """
     kind: str
     stage: int
     micro_batch: int
@@ -839,10 +851,14 @@ def lower(lists, ordered=in_order):
         rank 0    F0 F1 B0 B1        F0 SF0 F1 SF1 RB0 B0 RB1 B1
         rank 1    F0 B0 F1 B1        RF0 RF1 F0 B0 SB0 F1 B1 SB1
 
-    Why there is no deadlock: number the transfers as they are appended, so each list has them in rising order. Suppose
-    that all ranks wait, and take the lowest number that is not done. Its two ranks have computations alone before it.
-    These can run: what they need was computed there, or came by a transfer of a lower number, which is done. So both
-    ranks reach the transfer, and do not wait.
+    Why there is no deadlock: number the transfers as they are appended. Each list then has them in rising order:
+
+        rank 0    F0 S1 F1 S2 R3 B0 R4 B1          S1: transfer 1 is sent
+        rank 1    R1 R2 F0 B0 S3 F1 B1 S4
+
+    Suppose that all ranks wait. Take the lowest transfer that is not done. Before it, its two ranks have transfers that
+    are done, and computations. Each computation can run, because what it needs was computed on that rank, or came by a
+    lower transfer. So both ranks reach this transfer, and do not wait.
     """
     stage_to_rank = ranks_of_stages(lists)
     lowered = [[] for _ in lists]
@@ -882,8 +898,8 @@ def even_pieces(config, stages):
 class MicroBatch:
     """One micro-batch in one stage: forward, later backward. loss(output, target): the last stage's, else None.
 
-    In between it holds the stage's input, and the edge in autograd's graph where backward starts. The output itself,
-    BTC numbers, may be freed. (`gpipe_step` keeps it.)
+    In between it holds the stage's input, and the edge in autograd's graph where backward starts. So the output, BTC
+    numbers, can be freed once it is sent. (`gpipe_step` keeps it.)
     """
 
     def __init__(self, module, loss):
@@ -994,8 +1010,8 @@ class Pipeline:
         return self.dloss if s == self.last_stage else self.wait_for(Action("B", s + 1, i))
 
     def averaging(self, action):
-        """A stage's gradients may leave from its last backward on; until then they only add up. (ZeRO 2 and 3 send in
-        each, whatever no_sync says.)"""
+        """A stage's gradients accumulate until its last backward, and may be sent from then on. (ZeRO 2 and 3 send in
+        each backward, whatever no_sync says.)"""
         last = self.last_backward[action.stage] == action
         return nullcontext() if last else self.sync.no_sync()
 
@@ -1109,9 +1125,10 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
 
 # -------------------------------------------------------------------------------- whole tensors: the inverse of cutting
 #
-# Checkpoints hold whole tensors, so that any layout can go on from them. A rank's part of one is `cut_like`'s, and of
-# that, with ZeRO, what a bucket's `kept` says lies in its shard. Back: every rank puts what it has where it belongs,
-# and `put_together` merges them. One tensor at a time is whole. (Large models' trainers write shards.)
+# Checkpoints hold whole tensors, so that any layout can go on from them. A rank's part of a whole tensor is what
+# `cut_like` returns. With ZeRO the rank keeps a shard of that part, and the optimizer's `kept` says which. Back: every
+# rank puts what it has where it belongs, and `put_together` merges them. One tensor at a time is whole. (Large models'
+# trainers write shards.)
 
 def whole_shape(param):
     return placement_of(param).whole or param.shape
@@ -1124,7 +1141,7 @@ def cut_like(param, whole):
     return whole
 
 
-# kept: as `FlatBucket.kept` gives it, or with an optimizer's state in place of what is stepped.
+# kept: as `ZeRO0.kept` returns it, or with an optimizer's state in place of what is stepped.
 
 def take_part(kept, param, whole):
     """Copy this rank's part of a whole tensor to where it keeps that. RuntimeError for one of another shape."""

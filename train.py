@@ -672,13 +672,13 @@ class ParallelGPT:
         return loss
 
     def weight_of_a_target(self, y):
-        """What each replica multiplies the sum of its losses by. With losses a, b, c on one replica and d on another it
-        is 2/4: the mean of 2/4 (a + b + c) and 2/4 d is (a + b + c + d) / 4. (A mean of the replicas' means would weigh
-        d as much as the other three.) In general R / n, of R replicas and n targets that count on all of them together:
-        the mean over replicas divides by R, which leaves the sum of all losses / n. Backward starts from it,
-        which spares a pass over the gradients.
+        """R / n, for R replicas that together have n targets that count: what each multiplies the sum of its losses by.
+        Gradients are averaged over replicas, which divides by R. So what remains is the sum of all losses / n.
 
-        A tensor, so that nothing waits for the GPU."""
+        Losses a, b, c on one replica, d on another: R / n = 2/4, and the mean of 2/4 (a + b + c) and 2/4 d is
+        (a + b + c + d) / 4. A mean of the replicas' means would weigh d as much as the other three together.
+
+        Backward starts from it, so no pass over the gradients is needed. It is a tensor, so no CPU waits for a GPU."""
         count = kernels.that_count(torch.cat([tokens.flatten() for tokens in y])).sum()
         dist.all_reduce(count, group=self.groups.dp_cp)
         replicas = dist.get_world_size(self.groups.dp_cp)
@@ -705,7 +705,7 @@ class ParallelGPT:
         (zeros before its first step); or a buffer. Call it on all ranks."""
         shape = {**shapes(self.config), **buffers(self.config)}[name]
         dtype = torch.float32 if name in buffers(self.config) else parallel.master_dtype(self.layout.dtype)
-        part = slice(0), torch.empty(0, device=self.device)  # with no groups: of a rank that has none of it
+        part = slice(0), torch.empty(0, device=self.device)  # of a rank that has nothing of it
         groups = []
         for model in map(self.module, self.stages):
             if name in (own := dict(model.named_buffers())):
@@ -778,7 +778,8 @@ class Trainer:
             self.show_sample()
 
     def step(self, step):
-        """One optimizer step. Returns (a number whose mean over replicas is the batch's loss, norm before clipping)."""
+        """One optimizer step. Returns (this replica's share of the loss, the norm of the gradient before clipping). The
+        mean of the shares over replicas is the batch's loss."""
         s = self.s
         scale = self.scaler.scale if self.scaler else 1.0
         x, y = self.micro_batches(self.train_data, s.seed, step)

@@ -1,6 +1,6 @@
 """Data parallelism with few messages, under backward: what if a step waits for each small all-reduce?
 
-Parameters whose gradients travel together are a bucket. Its message leaves when backward has computed the last of its
+Parameters whose gradients travel together are a bucket. Its message is sent when backward has computed the last of its
 gradients, and backward goes on meanwhile. `BucketDDP` is parallel.average_gradients done so, over any module.
 
     python -m lessons data --ranks 4
@@ -23,7 +23,7 @@ class Bucket:
         params     W (2, 3)             b (2)   V (2, 2)
         message    0  1  2  3  4  5     6  7    8  9 10 11       `view(message, W)` is the first six, as (2, 3)
 
-    Gradients of several micro-batches add up in .grad; when the bucket leaves, `take_message` lays them side by side.
+    Gradients of several micro-batches accumulate in .grad. When it is sent, `take_message` lays them side by side.
     """
 
     def __init__(self, params, group):
@@ -83,16 +83,16 @@ def make_buckets(params, megabytes=None, same=lambda param: None):
         key = param.dtype, param.device, placement_of(param), param.requires_grad, same(param)
         if key in filling and sum(p.nbytes for p in [*filling[key], param]) > limit:
             full.append(filling.pop(key))
-        filling[key] = [*filling.pop(key, []), param]  # moved to the end: lists leave as they fill up
+        filling[key] = [*filling.pop(key, []), param]  # moved to the end, because lists are sent as they fill up
     return [*full, *filling.values()]
 
 
 class Reducer:
-    """Sends buckets while backward still computes: each leaves when its last gradient is there and all before it left.
+    """Sends buckets while backward still computes: each when its last gradient is there and all before it are sent.
 
     All ranks must start the same collectives in the same order, or one bucket would be added to another. So buckets
-    leave in the order of the list. A parameter that gets no gradient therefore holds up its bucket, and those after it
-    in the list, until `finish`. Three buckets, the last layer's first:
+    are sent in the order of the list. A parameter that gets no gradient therefore holds up its bucket, and those after
+    it in the list, until `finish`. Three buckets, the last layer's first:
 
         backward computes      gradients of 0     gradients of 1     gradients of 2
         the network                               all-reduce of 0    all-reduce of 1    all-reduce of 2
@@ -112,12 +112,12 @@ class Reducer:
         call_when_computed(self.bucket_of, self.computed)
 
     def begin_step(self):
-        self.next = 0  # the bucket that leaves next
+        self.next = 0  # the bucket that is sent next
         self.missing = {bucket: set(bucket.params) for bucket in self.buckets}  # gradients that are still to come
 
     @contextmanager
     def no_sync(self):
-        """Goes around every backward but the step's last one: gradients add up, and are not sent."""
+        """Goes around every backward but the step's last one: gradients accumulate, and are not sent."""
         before, self.syncing = self.syncing, False
         try:
             yield
@@ -130,7 +130,7 @@ class Reducer:
             self.mark_ready(self.bucket_of[param], param)
 
     def mark_ready(self, bucket, param):
-        """A bucket waits for one gradient less, and may leave."""
+        """A bucket waits for one gradient less, and may be sent."""
         if param not in self.missing[bucket]:
             raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync(); "
                                "to drop a step, call zero_grad() of the model, or of the ShardedOptimizer")
@@ -154,11 +154,11 @@ class Reducer:
         self.store(bucket, output)
 
     def unsent(self):
-        """The buckets that have not left yet: `finish` sends them."""
+        """The buckets that have not been sent yet: `finish` sends them."""
         return self.buckets[self.next:]
 
     def finish(self):
-        """Send what has not left, and wait for all averages. Call it after the step's last backward, on every rank."""
+        """Send the other buckets, and wait for all averages. Call it after the step's last backward, on every rank."""
         for bucket in self.unsent():
             self.start(bucket)
         while self.under_way:
@@ -187,7 +187,7 @@ class Averager:
             yield
 
     def finish_grad_sync(self):
-        """Send the gradients that have not left, and wait for all averages."""
+        """Send the gradients that have not been sent, and wait for all averages."""
         for reducer in self.reducers:
             reducer.finish()
 
@@ -201,7 +201,7 @@ class BucketDDP(Averager, nn.Module):
     """Data parallel over any module: gradients are averaged bucket by bucket, while backward still computes.
 
         model = BucketDDP(module, group)            the first rank broadcasts its parameters
-        with model.no_sync(): loss.backward()       every micro-batch but the last: gradients only add up
+        with model.no_sync(): loss.backward()       every micro-batch but the last: gradients accumulate
         loss.backward(); model.finish_grad_sync()   now every rank's .grad is the mean over the ranks
 
     A parameter that a rank did not use counts as zero there, so one that nobody used has a gradient of zero, not None.

@@ -1,4 +1,4 @@
-"""ZeRO-1 and 2 with one message for many tensors: what if a shard is an Nth of a bucket, not of each tensor?
+"""ZeRO-1 and 2 with one message for many tensors: what if a shard is a part of a bucket, not of each tensor?
 
 The parameters of a bucket lie side by side, as views of one flat vector, so that one collective moves them all.
 `FlatOptimizer` is parallel.ZeRO1 or ZeRO2 done so. Masters of 16-bit weights are its shards.
@@ -22,7 +22,7 @@ class FlatBucket(Bucket):
     """A Bucket whose weights lie side by side, too: its parameters become views of one vector, `weights`, zero-padded
     to a multiple of N, so that one all-gather gathers them all. Their values are the first rank's.
 
-    shard: the Parameter that an optimizer steps, weights[own]: this rank's Nth, or all if not `sharded`. Averages of
+    shard: the Parameter that an optimizer steps, weights[own]: 1/N of them, or all if not `sharded`. Averages of
     gradients end up in its .grad. Rank 1 of 2 with parameters of 6, 2 and 3 elements:
 
         float32    weights   W W W W W W b b V V V 0      all float32; W, b and V are views
@@ -30,7 +30,7 @@ class FlatBucket(Bucket):
         bf16       weights   w w w w w w b b v v v 0      all bf16
                    shard                 B B V V V 0      float32 of its own, the master; `cast_masters` writes it there
 
-    Gradients of 16-bit weights must not add up in 16 bits, so each backward's go into `total`, float32, at once.
+    Gradients of 16-bit weights must not accumulate in 16 bits, so each backward's go into `total`, float32, at once.
     """
 
     def __init__(self, params, group, sharded=True, compute_dtype=None, device=None):
@@ -52,12 +52,12 @@ class FlatBucket(Bucket):
         if self.dtype != master_dtype(self.dtype):
             mine = values[self.own].to(torch.float32, copy=True)  # `cast_masters` writes it into the weights
         self.shard = nn.Parameter(mine, params[0].requires_grad)
-        self.total, self.total_dtype = None, self.shard.dtype  # gradients side by side, and what they add up in
+        self.total, self.total_dtype = None, self.shard.dtype  # gradients side by side, and their dtype
         over = self.placement.sharded_over + ((self.group,) if sharded else ())
         self.shard.placement = replace(self.placement, sharded_over=over, cuts=(), decays=all(map(is_matrix, params)))
 
     def share_out(self, ranks, rank):
-        width = -(-self.numel // ranks)  # of an Nth, rounded up
+        width = -(-self.numel // ranks)  # of a shard, rounded up
         self.numel = ranks * width  # padded, as the message is
         self.own = slice(rank * width, (rank + 1) * width)
 
@@ -87,11 +87,11 @@ class FlatBucket(Bucket):
         return self.shard, slice(low - self.own.start, high - self.own.start), slice(low - start, high - start)
 
     def reduce_scatter(self, message, average):
-        """Start to average a message: this rank's Nth goes into `average`."""
+        """Start to average a message: this rank's shard goes into `average`."""
         return dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, self.channel, async_op=True)
 
     def all_gather(self):
-        """Start to gather `weights`: this rank gives its Nth."""
+        """Start to gather `weights`: this rank gives its shard."""
         return dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.channel, async_op=True)
 
 
@@ -114,7 +114,7 @@ def cast_masters(buckets):
 
 
 def reduce_scatter_bucket(bucket, in_place=False):
-    """Start to average a bucket: each rank gets its Nth. (N-1)/N x K elements sent.
+    """Start to average a bucket: each rank gets its shard. (N-1)/N x K elements sent.
 
     The average gets a tensor of its own, so that the message can be freed. in_place (stage 1): it is a view of the
     message, which stays until zero_grad, the table's 4K. Messages wait for `finish` there, all of them, so tensors of
@@ -158,14 +158,14 @@ class FlatReducer(Reducer):
 
 
 class EveryBackward(FlatReducer):
-    """ZeRO-2's and 3's Reducer: a bucket leaves in each backward, so whole gradients never add up.
+    """ZeRO-2's and 3's Reducer: a bucket is sent in each backward, so whole gradients never accumulate.
 
     All ranks must use the same parameters in each. Then autograd completes buckets in the same order on all of them, so
     a bucket need not wait for those before it in the list.
     """
 
     def __init__(self, *options):
-        self.left = []  # what has left in this step, in words, for those who compare ranks (further/ddp.py)
+        self.left = []  # what was sent in this step, in words, for those who compare ranks (further/ddp.py)
         super().__init__(*options)
 
     def begin_step(self):
@@ -196,18 +196,18 @@ class EveryBackward(FlatReducer):
 
 
 class FlatOptimizer(Averager):
-    """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its Nth of the parameters, and steps it.
+    """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its shard, and steps that.
 
         optimizer = FlatOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
         with optimizer.no_sync(): loss.backward()              every micro-batch but the last
         loss.backward(); optimizer.finish_grad_sync()          gradients: reduce-scatter
         clip_grad_norm_(optimizer.shards, 1.0, [group])
-        optimizer.step(); optimizer.zero_grad()                own Nth stepped, parameters: all-gather
+        optimizer.step(); optimizer.zero_grad()                own shard stepped, parameters: all-gather
 
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
     One that needs whole tensors brings buckets that do not cut them (further/muon.py).
-    stage=2: gradients leave in every backward, not only in the last one, so whole ones never add up. All ranks must use
+    stage=2: gradients are sent in every backward, not in the last, so whole ones never accumulate. All ranks must use
     the same parameters in each backward then. stage=0 shards nothing. compute_dtype: see mixed precision, above.
 
     `inner`, of that class, steps the shards: PyTorch's schedulers take it, and its state_dict is this rank's. It must
@@ -255,7 +255,7 @@ class FlatOptimizer(Averager):
 
     @torch.no_grad()
     def step(self):
-        """Step the shards, then all-gather the other ranks' Nths."""
+        """Step the shards, then all-gather the other ranks'."""
         if not self.reducers[0].finished:
             raise RuntimeError("a step before finish_grad_sync(): its gradients have not been averaged")
         changing = [bucket for bucket in self.buckets if bucket.shard.grad is not None]
@@ -268,7 +268,7 @@ class FlatOptimizer(Averager):
         cast_masters(buckets)
 
     def gather_weights(self, buckets):
-        """All-gather: send this rank's Nth of the weights and receive the others', (N-1)/N x K elements."""
+        """All-gather: send this rank's shard of the weights and receive the others', (N-1)/N x K elements."""
         if self.stage:
             for bucket in buckets:
                 bucket.all_gather().wait()

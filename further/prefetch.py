@@ -212,7 +212,7 @@ class FlatFSDP(Averager, nn.Module):
         loss.backward(); model.finish_grad_sync(); optimizer.step(); model.zero_grad()
 
     A unit is each child of a ModuleList, ModuleDict or Sequential (a block of a GPT), and each child outside of those.
-    Matrices are sharded, one flat parameter a unit; their gradients leave in every backward, under no_sync, too.
+    Matrices are sharded, one flat parameter a unit; their gradients are sent in every backward, under no_sync, too.
     Vectors (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must use
     the same parameters in each backward. (PyTorch's shards vectors, too, and under no_sync keeps whole gradients.)
 

@@ -126,7 +126,7 @@ def demo_memory(model, dp):
           "ZeRO-0 all-reduces gradients, in two halves of 4 bytes a parameter. ZeRO-1 sends one such half, and in\n"
           "place of the other it gathers weights, 2 bytes a parameter.\n\n"
           "Gradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
-          "float32 master. At stage 3 the master's Nth, part of the optimizer here, is all that is kept of a matrix:\n"
+          "float32 master. At stage 3 the master's shard, part of the optimizer here, is all that is kept of a matrix:\n"
           "16-bit weights exist only while its layer computes.\n\n"
           "activations that a block of GPT-3 keeps, bytes over BTC:  the lecture | here")
     # The lecture's block keeps 34 + 5 heads T/C bytes for each of BTC elements, ours 32: model.py has no dropout, whose
@@ -371,7 +371,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "blind": (demo_blind, {"quick": False, "out": None}),
     "pages": (pages.pages, {"out": "runs/site"}),
     "explore": (explore, {"port": 0})}
-TYPES = {"port": int, "zero": int, "lr": rates, "break": operation}  # flag: what reads it, where it is no text or number above 0
+TYPES = {"port": int, "zero": int, "lr": rates, "break": operation}  # else a text, or a number above 0
 # Each rank is a process and runs the demo.
 ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_measuring, demo_lecture8, demo_forms
 
@@ -388,7 +388,8 @@ def main():
                 lesson.add_argument(dashed(flag), action="store_true")
                 continue
             kind = TYPES.get(flag, positive if isinstance(default, int) else str)
-            choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"]}.get(flag)
+            choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"],
+                       "zero": range(4)}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices)
     for many in (puzzles, runs):
         many.add_to(lessons)

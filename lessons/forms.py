@@ -182,14 +182,15 @@ def mlps(config):
 
 
 def demo_forms():
-    """Each strategy as lecture, full and fast have it: the same losses; messages, bytes, memory, time, lines of code."""
+    """Each strategy as lecture, full and fast have it: losses, messages, bytes, memory, time, lines of code."""
     n = dist.get_world_size()
     config = GPTConfig(vocab_size=64, seq_len=32, n_layer=2 * n, n_head=n, n_embd=16 * n, tied=False)
     want = in_one_process(config)
     say(f"{n} ranks, float64, a GPT of {config.parameters():,} parameters; losses of {STEPS} steps in one process: "
         + " ".join(f"{loss:.6f}" for loss in want.tolist())
-        + f"\n\n  {'':20}{'losses, off':>12}{'messages':>10}{'bytes sent':>12}{'KiB kept':>10}{'ms':>8}{'functions':>11}"
-        f"{'lines':>7}\n  {STEPS} steps; kept between steps: weights, shards, momentum; functions and lines of a step")
+        + f"\n\n  {'':20}{'losses, off':>12}{'messages':>10}{'bytes sent':>12}{'KiB kept':>10}{'ms':>8}"
+        f"{'functions':>11}{'lines':>7}\n  {STEPS} steps; kept between steps: weights, shards, momentum; "
+        "functions and lines of a step")
     for zero in range(4):
         for name, edition in EDITIONS.items():
             losses, *measured = trained(edition, zero, config)

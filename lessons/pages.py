@@ -60,7 +60,7 @@ def definitions(file):
 
 @functools.cache
 def targets():
-    """{address, such as parallel.DDP.forward: the link to it}"""
+    """{address, such as parallel.ZeRO1.shard: the link to it}"""
     found = {}
     for file in FILES:
         module = module_of(file)

@@ -1,4 +1,4 @@
-"""The calls of a training step, from Trainer.step to each collective that rank 0 takes part in, and from there to isend.
+"""The calls of a training step: from Trainer.step to each collective of rank 0, and from there to isend.
 
     python -m lessons path --dp 2 --tp 2
 """
@@ -69,7 +69,8 @@ def show(paths):
 
 def demo_path(dp, tp, pp, zero, form):
     """The calls of a step: from Trainer.step to each collective of rank 0, and from there to isend."""
-    flags = f"--dp {dp} --tp {tp} --pp {pp} --zero {zero} --n-layer 2 --seq-len 16 --micro-batches 2"
+    flags = (f"--dp {dp} --tp {tp} --pp {pp} --zero {zero} --micro-batches 2 --batch-size {4 * dp} --seq-len 16 "
+             f"--n-layer {2 * pp} --n-head {2 * tp} --n-embd {16 * tp}")
     world = Calls()
     together.run(dp * tp * pp, lambda: step(flags.split(), form), world)
     show(world.above)

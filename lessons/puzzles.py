@@ -92,9 +92,9 @@ def zero2(rank):
 
 
 def zero3(rank):
-    """ZeRO-3's three moments of a layer: `self.gather(matrices)` before its forward, `self.free(matrices)` after it, and
-    `self.begin_backward(matrices)` before its backward, unless it is one of EMBEDDINGS. PyTorch's hooks call a function
-    with the layer and more, so give them lambda *_, matrices=matrices: ..."""
+    """ZeRO-3's three moments of a layer: `self.gather(matrices)` before its forward, `self.free(matrices)` after it,
+    and `self.begin_backward(matrices)` before its backward, unless it is one of EMBEDDINGS. PyTorch's hooks call a
+    function with the layer and more, so give them lambda *_, matrices=matrices: ..."""
     from parallel import ZeRO3
     net, whole = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3))), []
     optimizer = ZeRO3(net.parameters(), torch.optim.SGD, None, [net])
@@ -328,7 +328,7 @@ def run_rank(puzzle, folder, rank, place):
 
 def check(puzzle, folder):
     """Print "green", or what is wrong on which rank, with exit code 1."""
-    late = [f"no result within {SECONDS} s; does it wait for a message that nobody sends, or read memory that was freed?"]
+    late = [f"no result within {SECONDS} s; does it wait for a message that nobody sends, or read what was freed?"]
     processes = multiprocessing.get_context("fork" if launch.may_fork() else "spawn")
     folder, end, said = os.path.abspath(folder), time.monotonic() + SECONDS, []
     with tempfile.TemporaryDirectory() as meeting, processes.Pool(puzzle.ranks) as pool:

@@ -72,13 +72,16 @@ def test_each_link_has_a_target_and_nothing_is_loaded(site):
 
 SHOWN = {  # a page, and what stands in it: names lead to their definitions, the index is the reading path
     "parallel.html": (
-        '.<a href="collectives.html#all_reduce">all_reduce</a>', 'self.<a href="parallel.html#Reducer.start">',
-        '<dfn id="Reducer.computed">computed</dfn>'),
+        '.<a href="collectives.html#all_reduce">all_reduce</a>', '<dfn id="ZeRO1.shard">shard</dfn>',
+        '(<a href="parallel.html#ZeRO2">ZeRO2</a>):'),
+    "further.buckets.html": (
+        'self.<a href="further.buckets.html#Reducer.start">', '<dfn id="Reducer.computed">computed</dfn>'),
+    "further.full.html": ('</dfn> = <a href="further.prefetch.html#FlatFSDP">FlatFSDP</a>',),
     "train.html": (
-        '<a href="model.html#GPT">GPT</a>(config, seed=', '.<a href="parallel.html#FlatFSDP">FlatFSDP</a>(model, '),
+        '<a href="model.html#GPT">GPT</a>(config, seed=', '.<a href="parallel.html#Lecture">Lecture</a>'),
     "index.html": (
         "Reading path</h2>", '<a href="train.html"><code>train.py</code></a>',
-        '"collectives.html#ring_reduce_scatter"', '"parallel.html#FlatOptimizer"'),
+        '"collectives.html#ring_reduce_scatter"', '"parallel.html#ZeRO1"'),
     "reading.html": ('"further.context.html#RingAttention"',)}
 
 
