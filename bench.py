@@ -42,7 +42,8 @@ from fast import edition
 from fast.recorded import RecordedGraph
 from lessons.bench.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
 from lessons.bench.strategies import configs_of, layouts, OF_EDITION, pieces, strategies
-from lessons.bench.timing import interleaved, of_all_ranks, readable, ROWS, say, seconds_of, Table, traffic_of, write_json
+from lessons.bench.timing import (
+    interleaved, of_all_ranks, readable, ROWS, say, seconds_of, Table, traffic_of, write_json)
 from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size

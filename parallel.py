@@ -86,8 +86,9 @@ class Placement:
     average_over   an expert's: the group that keeps the same expert, and averages its gradient
     divide_by      an expert's: its gradient is the sum of so many ranks' losses, and their mean is wanted
     decays         whether it has weight decay; None: a matrix has, a vector has not
-    fused, cuts, whole   of a matrix that is several side by side, as q, k, v, their relative sizes; the `Cut`s that took
-                   this rank's part of the whole tensor; and the whole tensor's shape. They do not count in ==
+    fused          of a matrix that is several side by side, as q, k, v: their relative sizes
+    cuts, whole    the `Cut`s that took this rank's part of the whole tensor, and the whole tensor's shape; these three
+                   do not count in ==
     """
     sharded_over: tuple = ()
     partial_over: tuple = ()
