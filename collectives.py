@@ -465,7 +465,6 @@ class Link:
         self.channel = 0  # whose messages these are, of all that go between the same ranks (further/channels.py)
         self.worker = self.stream = None  # which run operations with `async_op`: a thread on CPUs, a stream on GPUs
         self.last = Handle()  # of the latest operation that the worker was given
-        self.knows_tags = self.backend != "nccl"
 
     def during(self, name, aside=False):
         """This link as one operation sees it: a copy, so that what is an operation's lies in no other's.
@@ -550,6 +549,10 @@ class Link:
         for t in tensors:
             t.record_stream(self.stream)  # the allocator must not reuse their memory before the stream is done
         return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
+
+    @property
+    def knows_tags(self):
+        return self.backend != "nccl"
 
     def like_this(self):
         """A link of this kind, for a channel of the group."""
