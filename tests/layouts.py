@@ -34,7 +34,9 @@ import model
 import parallel
 import train
 from tests.collectives import nodes_of
-from tests.pool import BOTH, close, DEVICES, edition_here, needs_kernels, on_both, on_ranks, parametrize, table
+from tests.pool import (
+    BOTH, close, DEVICES, edition_here, needs_kernels, on_both, on_cpus_both, on_ranks, parametrize, table)
+from fast.edition import Fast
 from fast.graphs import replay_micro_batches
 from further.full import Full
 from further.experts import resized, routers
@@ -677,6 +679,23 @@ def test_a_step_begins_from_nothing_and_gives_what_stays(zero):
         net.zero_grad()
         net.forward_backward(x, y)
         assert close(net.clip_grad_norm_(0), norm)
+
+
+@on_cpus_both
+@parametrize("zero", range(4))
+@on_ranks(2)
+def test_all_editions_live_in_one_process(zero):
+    """And give the same numbers, whichever kernels and links the process has."""
+    x, y = ([t.split(4)[dist.get_rank()]] for t in tokens_of(0))
+    nets = [small_gpt(edition=edition, dp=2, zero=zero, dtype=torch.float64)
+            for edition in (parallel.Lecture, Full, Fast)]
+    for _ in range(2):
+        losses, norms = zip(*((net.forward_backward(x, y), net.clip_grad_norm_(CLIP)) for net in nets))
+        assert all(close(loss, losses[0], 1e-12) for loss in losses)
+        assert all(close(norm, norms[0]) for norm in norms)
+        for net in nets:
+            net.optimizer.step()
+            net.zero_grad()
 
 
 @on_ranks(1)
