@@ -126,8 +126,8 @@ def demo_memory(model, dp):
           "ZeRO-0 all-reduces gradients, in two halves of 4 bytes a parameter. ZeRO-1 sends one such half, and in\n"
           "place of the other it gathers weights, 2 bytes a parameter.\n\n"
           "Gradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
-          "float32 master. At stage 3 the master's shard, part of the optimizer here, is all that is kept of a matrix:\n"
-          "16-bit weights exist only while its layer computes.\n\n"
+          "float32 master. At stage 3 the master's shard, part of the optimizer here, is all that is kept of a\n"
+          "matrix: 16-bit weights exist only while its layer computes.\n\n"
           "activations that a block of GPT-3 keeps, bytes over BTC:  the lecture | here")
     # The lecture's block keeps 34 + 5 heads T/C bytes for each of BTC elements, ours 32: model.py has no dropout, whose
     # masks take 2, and flash attention keeps statistics instead of the T x T scores.

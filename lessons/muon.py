@@ -16,6 +16,8 @@ import kernels
 import parallel
 import train
 from fast.adamw import AdamW
+from fast.edition import Fast
+from further.full import Full
 from further.muon import Muon
 from lessons.bench.timing import interleaved, Table, write_json
 from model import PRESETS
@@ -100,7 +102,8 @@ def optimizers(a):
         device)
     for zero, name in itertools.product((0, 1) if a.gpus > 1 else (0,), a.only):
         layout = train.Layout(dp=a.gpus, zero=zero, dtype=dtype)
-        net = train.parallelize(a.config, layout, device, optimizer=partial(kinds[name], lr=1e-3))
+        net = train.parallelize(a.config, layout, device, optimizer=partial(kinds[name], lr=1e-3),
+                                edition=Fast if kernels.table else Full)
         grads = [torch.randn_like(p) for p in net.params]
 
         def step():

@@ -192,7 +192,7 @@ def grouped_linear(x, w, b=None, *, counts):
 
 
 def plain_grouped(x, w, b=None, *, counts):
-    return fast.grouped.grouped_linear(x, w, b, torch.tensor(counts))
+    return further.experts.grouped_linear(x, w, b, torch.tensor(counts))
 
 
 @torch.no_grad()

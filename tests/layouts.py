@@ -601,7 +601,7 @@ def only_full(row):
 
 
 def test_how_many_rows_each_edition_has():
-    """So that none is lost in silence. Of 116 rows 5 force what fast/ alone has, and the lecture's edition refuses 6."""
+    """None is lost in silence. Of 116 rows 5 force what fast/ alone has, and the lecture's edition refuses 6."""
     pairs = Counter((pool, bool(without)) for pool, _, _, without in proofs() if pool != "cuda")
     assert pairs == {("cpu", False): 116, ("plain", False): 111, ("full", False): 70, ("plain", True): 46,
                      ("full", True): 48}

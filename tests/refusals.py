@@ -94,7 +94,7 @@ REFUSED = {
         --dtype fp8 --device cpu            | on GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16
         --dp 8 --zero 2 --zero-within 6     | --zero-within 6 does not divide --dp 8: give --zero-
         --dp 2 --zero-within 2              | give --zero 1, 2 or 3
-        --optimizer muon --dp 2 --zero 3    | muon steps whole matrices, and --zero 3 keeps parts of them: give --zero 2
+        --optimizer muon --dp 2 --zero 3    | and --zero 3 keeps parts of them: give --form full --zero 2
         --optimizer muon --dp 2 --zero 1 --comm torch --device cpu | as --optimizer muon with --zero has them: leave --c
         --sp                                | --sp cuts tokens over --tp: give --tp 2
         --sp --tp 4 --seq-len 66            | 66 tokens cannot be cut into 4 parts: give --seq-len 68
@@ -334,9 +334,9 @@ UNDIVIDED = """
     --pp 2 --virtual-stages 2               | is for --schedule interleaved and --pp 2 or more: leave it out
     --virtual-stages 7 --schedule interleaved | give --virtual-stages 6 or fewer
     --pp 2 --virtual-stages 4 --schedule interleaved | give --virtual-stages 3 or fewer
-    --optimizer muon --dp 2 --zero 3        | give --zero 2
+    --optimizer muon --dp 2 --zero 3        | give --form full --zero 2
     --optimizer muon --arch llama --n-head 3 --n-kv-head 3 --n-embd 96 --tp 3 | the width of the MLP, 256: give --tp 1
-    --optimizer muon --dp 2 --zero 1 --comm torch --device cpu | leave --comm out"""
+    --optimizer muon --form full --dp 2 --zero 1 --comm torch --device cpu | leave --comm out"""
 
 
 class Started(BaseException):
