@@ -87,6 +87,9 @@ class FSDP(FlatFSDP):
             self.parts[p] = Part(self.memory[p], p.requires_grad)
             self.parts[p].placement = replace(shard.placement, decays=is_matrix(p), whole=whole_shape(p))
         self.trained = {p: p.requires_grad for p in self.parts}
+        # torch.compile may trace the model's forward, and no vector with a matrix's dim().
+        self.take_up_changes = torch.compiler.disable(self.take_up_changes)
+        self.show_parts = torch.compiler.disable(self.show_parts)
         self.show_parts()
 
     def expect(self, flat):

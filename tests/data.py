@@ -26,7 +26,7 @@ import kernels
 import parallel
 from further.loss_scale import LossScale
 from further.states import full_optimizer_state, load_optimizer_state
-from tests.pool import close, needs_kernels, on_both, on_cpus_both, on_ranks, own, parametrize, table
+from tests.pool import close, is_plain, needs_kernels, on_both, on_cpus_both, on_ranks, own, parametrize, table
 
 
 # ------------------------------------------------------------------------------------------------------ other modules
@@ -521,6 +521,8 @@ def test_what_looks_at_fsdp_s_parameters_is_right_or_refused(rank):
     one = copy.deepcopy(net)
     model, x = own("FSDP")(net), torch.randn(2, 4, 3, dtype=torch.float64)
     assert [p.dim() for p in model.parameters()] == [p.ndim for p in net.parameters()] == [2, 1, 2, 1]
+    compiled = torch.compile(model, backend="eager") if is_plain() else model  # it takes a second
+    assert close(compiled(x[rank]), one(x[rank]))
     model(x[rank]).sum().backward()
     model.finish_grad_sync()
     part = net[0].weight

@@ -195,7 +195,7 @@ def test_exercises_break_what_stands_in_the_place_they_name():
 def test_the_hours_of_the_reading_path_are_its_stops():
     hours, when = Counter(), ""
     table = section("For a teacher", "docs/reading.md")
-    for begins, minutes in re.findall(r"(?m)^\| ([^|]*) \| [^|]+ \| (\d+) \|", table):
+    for begins, minutes in re.findall(r"(?m)^\|([^|]*)\| [^|]+ \| (\d+) \|", table):
         when = begins.strip() or when
         hours[when] += int(minutes) / 60
     assert [*map(round, hours.values())] == [2, 4, 11] and hours["first evening"] == 2.5
