@@ -25,7 +25,7 @@ from lessons.bench import peers, strategies
 from lessons.bench.rates import BUS, calls_of, fit, sent_in
 from lessons.bench.strategies import (
     communication, configs_of, free_memory, make_trainer, predicted_traffic, routes_of_rows)
-from lessons.bench.timing import interleaved, without_collectives
+from lessons.bench.timing import interleaved, of_all_ranks, without_collectives
 from lessons.eight_bits import few_rows, in_int8
 from tests.collectives import nodes_of
 from tests.kernels import GPUS, KERNEL_DEVICE
@@ -229,10 +229,13 @@ def test_a_peer_that_fails_on_one_rank_is_left_out_on_all(rank):
 @on_cpus
 @on_ranks(2)
 def test_strategies_of_pytorch_take_the_worlds_group():
-    """They leave no groups, and the mesh none, on CPUs of a machine that has a GPU, too."""
+    """They leave no groups, and the mesh none, on CPUs of a machine that has a GPU, too. Ranks draw equal weights."""
     device = torch.device("cpu")
     config, x = model.GPTConfig(68, 16, 2, 4, 48), torch.zeros(1, 2, 16, dtype=torch.int64)
     kernels.use("torch")
+    torch.manual_seed(torch_dist.get_rank())
+    drawn = of_all_ranks(peers.random_source(config, device)("wpe.weight")[0, 0].item())
+    assert drawn[0] == drawn[1]
     for name, flags in ("zero3", "--dp 2 --zero 3"), ("tp", "--tp 2"):
         peers.PEERS[name](config, parse(flags.split()), device, x, x, False)[0]()
     kernels.use("auto")

@@ -1,6 +1,7 @@
 """The same strategies of PyTorch's own parts, so that our times can be judged."""
 
 import contextlib
+import zlib
 from functools import partial
 from unittest.mock import patch
 
@@ -18,9 +19,15 @@ from theory.clock import stage_to_rank_in, stages_in
 
 def random_source(config, device):
     """A function from names to weights, matrices near 0 and vectors near 1. They are drawn on the device, because for
-    GPT-2 XL a CPU needs longer than the benchmark."""
+    GPT-2 XL a CPU needs longer than the benchmark. A name has the same weights on every rank: routers that differ
+    would send each rank's tokens elsewhere."""
     sizes = {"lm_head.weight": shapes(config)["wte.weight"], **shapes(config), **buffers(config)}
-    return lambda name: torch.randn(sizes[name], device=device).mul_(0.02).add_(len(sizes[name]) == 1)
+
+    def draw(name):
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        return torch.randn(sizes[name], device=device, generator=generator).mul_(0.02).add_(len(sizes[name]) == 1)
+
+    return draw
 
 
 # Each peer is a builder(config, s, device, x, y, compiled) -> (step, its name), which trains on the micro-batches x, y
