@@ -92,7 +92,7 @@ class Layout:
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
-    recompute: str = flag("none", "layers that backward runs again", choices=["none", "block", "attention"])
+    recompute: str = flag("none", "layers that backward runs again", choices=["none", "mlp", "attention", "block"])
     dtype: torch.dtype = torch.float32  # of the layers
 
 
@@ -410,7 +410,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
         # 3. Recomputation: what backward runs again. ZeRO-3's hooks go around it, so that it finds whole weights.
         if layout.recompute != "none":
             for block in model.h.values():
-                layer = block if layout.recompute == "block" else block.attn
+                layer = {"mlp": block.mlp, "attention": block.attn, "block": block}[layout.recompute]
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if layout.zero == 3 and edition.sharded:

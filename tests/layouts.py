@@ -496,7 +496,7 @@ sequence  sp=1
 sequence  sp=1 n_layer=3
     tp=2 tokens=8 without=gather_tokens,scatter_tokens,clip_grad_norm_,ParallelGPT.add_up_gradients
 sequence  optimizer=adamw tied=0 sp=1
-    dp=2 tp=2 zero=2 micro_batches=2 recompute=attention
+    dp=2 tp=2 zero=2 micro_batches=2 recompute=mlp
     tp=2 pp=2 schedule=zb-h1 zero=1 micro_batches=4
 # All tokens are cut, over cp.
 context  tokens=8 cp_kind=ring
@@ -522,7 +522,7 @@ experts  optimizer=adamw tied=0 experts=4 tokens=8
     dp=4 ep=2 zero=1 micro_batches=2 recompute=block bias=few
     dp=4 ep=4 zero=1 micro_batches=2 bias=all
     dp=4 ep=2 zero=2 zero_within=2 micro_batches=2 expert_every=2
-    dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3
+    dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3 recompute=mlp
     dp=2 pp=2 ep=2 schedule=interleaved virtual_stages=2 zero=2 micro_batches=2
     dp=2 tp=2 ep=2 zero=3 sp=1 recompute=attention
 experts  experts=4 tokens=8 n_layer=1

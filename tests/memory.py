@@ -61,7 +61,7 @@ MEMORY = """
     0.01  2  --cp 2 --cp-kind ring --n-embd 256 --n-head 4              which tokens are its own, no list says
     0.01  4  --cp 2 --cp-kind ulysses --n-embd 256 --n-head 4 --tp 2 --sp
     0.01  2  --zero 2 --micro-batches 4 --batch-size 8                  gradients on their way are no activations
-    0.01  2  --zero 3 --micro-batches 4 --batch-size 8
+    0.01  2  --zero 3 --micro-batches 4 --batch-size 8 --recompute mlp
     0.02  2  --zero 1 --micro-batches 4 --batch-size 8 --dtype bf16 --recompute block     nor are totals in float32
     0.01  2  --pp 2 --micro-batches 2
     0.03  2  --pp 2 --micro-batches 8 --batch-size 8 --n-layer 6 --n-embd 64 --schedule v-min      stages held unequally

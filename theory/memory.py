@@ -86,10 +86,10 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept. Of a
     Llama q, k, v are (H + 2 H/G) D, the MLP is 2 inner before and inner after (and where PyTorch's operations compute
     it, the gate's result, too), a norm keeps one number, and cos and sin of each position are D float32 numbers.
-    recompute="block" keeps x alone; "attention" drops q, k, v and attention's output. What backward then computes again
-    exists for one block at a time, and is not counted. twice: Ulysses keeps the output before and after its all-to-all;
-    a ring keeps it head by head for itself, and token by token for the projection. Experts have `routed_bytes` in place
-    of 2 inner. The embedding keeps its positions once; if the vocabulary is cut, also row numbers and a mask, 9 bytes a
+    recompute="block" keeps x alone; "attention" drops q, k, v and attention's output, "mlp" what an MLP has inside.
+    What backward then computes again exists for one block at a time, and is not counted. twice: Ulysses keeps the
+    output before and after its all-to-all; a ring keeps it head by head for itself, and token by token for the
+    projection. Experts have `routed_bytes` in place of 2 inner. The embedding keeps its positions once; if the vocabulary is cut, also row numbers and a mask, 9 bytes a
     token. The head keeps its input, LN of it, and the logits. PyTorch's loss keeps a float32 log-softmax instead of the
     logits. The loss of a cut vocabulary keeps them as they are, and so does a `fused` one, which writes the gradient
     over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32 numbers a token, too.
@@ -109,8 +109,8 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     rest = (4 * c * width + 2 * norm) / tokens_cut
     mlps = routed and routed * routed_bytes(config, s, load, fused)
     mlps += (blocks - routed) * mlp_width(config, fused) * width / tp
-    every = {"none": blocks * (rest + attention) + mlps, "attention": blocks * rest + mlps,
-             "block": blocks * c * width / tokens_cut}[s.recompute]
+    every = {"none": blocks * (rest + attention) + mlps, "mlp": blocks * (rest + attention),
+             "attention": blocks * rest + mlps, "block": blocks * c * width / tokens_cut}[s.recompute]
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
     ids = 8 * positions * (config.arch == "gpt2") + 9 * (tp > 1)
     targets = 8 + 12 * (fused or tp > 1)

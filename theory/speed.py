@@ -162,7 +162,8 @@ def block_seconds(config, s, machine, routed):
     f += scores
     i += 2.5 * scores
     w += into_buckets
-    again = {"none": 0.0, "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
+    again = {"none": 0.0, "mlp": 2 * met * mlp * tokens / machine.matmul,
+             "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
     return f, i + again, w
 
 
@@ -248,7 +249,7 @@ def context_seconds(config, s, machine, blocks, spent):
     every = spent["cp"].total()
     if s.cp == 1 or s.cp_kind == "ulysses":
         return every
-    runs = 1 + (s.recompute != "none") + 2.5  # of attention's forward; backward takes 2.5 times as long
+    runs = 1 + (s.recompute in ("attention", "block")) + 2.5  # of attention's forward; backward takes 2.5 times as long
     over = runs * s.micro_batches * blocks * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
     return max(spent["cp"]["their gradients"] / (s.cp - 1), every - over)
 

@@ -108,15 +108,15 @@ def messages_of_buckets(s, axis, buckets, shards):
 def messages_of_experts(config, s, stages, rows):
     """Messages of a rank's blocks with experts. stages, rows: as for `messages`.
 
-    Rows of C elements travel to their expert and back, in forward and in backward. Recomputing a block runs its forward
-    again, the way back included, because the gradients of the gates need the rows that came back. Before the rows go E
-    counts, which tell each expert's rank how many rows come.
+    Rows of C elements travel to their expert and back, in forward and in backward. Recomputing an MLP or a block runs
+    its forward again, the way back included, because the gradients of the gates need the rows that came back. Before
+    the rows go E counts, which tell each expert's rank how many rows come.
     """
     c = config.n_embd
     narrow, wide = widths(s)
     choices = config.top_k * tokens_of(config, s)
     backwards = s.micro_batches * contents(config, stages.values())[1]
-    forwards = 1 + (s.recompute == "block")
+    forwards = 1 + (s.recompute in ("mlp", "block"))
     if s.ep > 1:
         there, back = ([tuple(c * n for n in each) for each in way] for way in rows) if rows else (
             [[choices * c] * backwards] * 2)
@@ -141,7 +141,7 @@ def messages_of_tensors(config, s, stages):
     tokens = tokens_of(config, s)
     narrow, wide = widths(s)
     blocks, routed, first, last = contents(config, stages.values())
-    again = {"none": 0, "attention": 1, "block": 2}[s.recompute]  # how many of a block's two sublayers run again
+    again = {"none": 0, "mlp": 1, "attention": 1, "block": 2}[s.recompute]  # how many of a block's two sublayers run again
     scatters = m * blocks * (4 + max(0, again - 1))  # the last g does not, because backward does not need its result
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
     for op in HALVES if s.sp else ["all_reduce"]:
@@ -173,7 +173,7 @@ def messages_of_context(config, s, stages):
     tokens = tokens_of(config, s)
     heads, keys = (tokens * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
     backwards = s.micro_batches * contents(config, stages.values())[0]
-    both = backwards * (2 + (s.recompute != "none"))  # forwards and backwards: keys and values go round in each
+    both = backwards * (2 + (s.recompute in ("attention", "block")))  # forwards and backwards: keys and values go round in each
     if s.cp_kind == "ring":
         yield Message("keys and values", "isend", "cp", [2 * keys], narrow, (s.cp - 1) * both)
         yield Message("their gradients", "isend", "cp", [2 * keys], wide, (s.cp - 1) * backwards)
