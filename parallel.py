@@ -158,7 +158,7 @@ def own_gradient(param):
 
 def averaging_group(param, group):
     """The ranks that average a parameter's gradient. Few ranks keep the same expert (further/experts.py)."""
-    return group_or_world(placement_of(param).average_over or group)
+    return placement_of(param).average_over or group
 
 
 # ------------------------------------------------------------------------------------------------- ZeRO: sharded states
@@ -172,9 +172,9 @@ def averaging_group(param, group):
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
 # Each stage below is the one before with one thing changed. They take a tensor at a time, and wait for each collective.
-# further/ has the same stages for speed: buckets.py, flat.py, prefetch.py. Besides the table's bytes, stages 1 and 2
-# have a copy of the shard in float32, stages 2 and 3 have one tensor's whole gradient, and stage 3 has one layer's
-# weights and tied ones. Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# further/ has the same stages for speed: buckets.py, flat.py, prefetch.py. Besides the table's bytes, stages 2 and 3
+# have one tensor's whole gradient, and stage 3 has one layer's weights and tied ones. Rajbhandari et al., "ZeRO"
+# (2020). CS336 lecture 7.
 #
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them. Gradients are
 # added up in float32, too. bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02.
@@ -201,7 +201,7 @@ class ZeRO0:
     """
 
     def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
-        self.group, self.compute_dtype = group, compute_dtype
+        self.group, self.compute_dtype = group_or_world(group), compute_dtype
         param_groups = torch.optim.Optimizer(params, {}).param_groups
         self.stepped = {param: self.shard(param) for some in param_groups for param in some["params"]}
         for some in param_groups:
@@ -278,10 +278,13 @@ class ZeRO1(ZeRO0):
         group, placement = averaging_group(param, self.group), placement_of(param)
         dtype = self.compute_dtype or param.dtype
         rows = in_rows(param.detach(), dist.get_world_size(group))
-        shard = placed(rows[dist.get_rank(group)].to(master_dtype(dtype), copy=True), param)
+        self.whole[param] = rows.to(dtype)
+        mine = self.whole[param][dist.get_rank(group)]  # a view: to step the shard is to change the rows
+        if dtype != master_dtype(dtype):
+            mine = rows[dist.get_rank(group)].to(master_dtype(dtype), copy=True)
+        shard = placed(mine, param)
         shard.placement = replace(placement, sharded_over=placement.sharded_over + (group,), cuts=(), whole=None,
                                   decays=is_matrix(param))
-        self.whole[param] = rows.to(dtype, copy=True)
         self.show(param)
         param.grad_dtype = shard.dtype
         return shard
@@ -350,16 +353,20 @@ class ZeRO3(ZeRO2):
 
     def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
         super().__init__(params, optimizer_class, group, modules, compute_dtype, **options)
+        for shard in self.stepped.values():
+            shard.data = shard.data.clone()  # as a view it would go with the rows
         self.in_backward = set()
         self.zero_grad()
         for layer in [layer for module in modules for layer in module.modules()]:
             if matrices := [param for param in layer.parameters(recurse=False) if is_matrix(param)]:
-                layer.register_forward_pre_hook(lambda *_, matrices=matrices: self.gather(matrices))
-                layer.register_forward_hook(lambda *_, matrices=matrices: self.free(matrices))
+                layer.register_forward_pre_hook(partial(self.gather, matrices))
+                layer.register_forward_hook(partial(self.free, matrices))
                 if not isinstance(layer, EMBEDDINGS):  # their backward needs tokens alone
-                    layer.register_full_backward_pre_hook(lambda *_, matrices=matrices: self.begin_backward(matrices))
+                    layer.register_full_backward_pre_hook(partial(self.begin_backward, matrices))
 
-    def gather(self, matrices):
+    # *_: the layer and more, which PyTorch's hooks pass.
+
+    def gather(self, matrices, *_):
         for param in matrices:
             storage = self.whole[param].untyped_storage()
             if storage.size() == 0:
@@ -367,11 +374,11 @@ class ZeRO3(ZeRO2):
                 self.refresh(param)
                 self.show(param)
 
-    def begin_backward(self, matrices):
+    def begin_backward(self, matrices, *_):
         self.gather(matrices)
         self.in_backward.update(matrices)
 
-    def free(self, matrices):
+    def free(self, matrices, *_):
         for param in matrices:
             if param not in self.in_backward:
                 param.data = torch.full((), math.nan).to(param).expand(param.shape)
@@ -431,19 +438,6 @@ def placed(values, param):
 # X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
 # columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. Until backward
 # a rank keeps all of X and 1/N of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
-
-def all_columns(x, weight, group=None):
-    """The lecture's tensor parallelism of one layer, forward alone: X (..., in) -> Y = X A, (..., out), on all ranks,
-    through which no gradient flows.
-
-    weight (out/N, in): this rank's columns of A. Each layer costs an all-gather of Y, (N-1)/N of it sent by a rank. The
-    pair f and g, below, cuts two layers at the cost of one all-reduce.
-    """
-    mine = x @ weight.T                                                                       # (..., out/N)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group)
-    return torch.cat(parts, -1)
-
 
 class CopyToGroup(torch.autograd.Function):
     """f: forward identity, backward all-reduce: X went into every rank's columns of A, so dX adds up."""
@@ -583,15 +577,13 @@ def local_parameter(param, cut):
 def check_cuttable(param, cut):
     """ValueError for a parameter that is more than numbers, or has fewer rows than there are ranks."""
     what = f"a parameter of {tuple(param.shape)} cannot be cut over {cut.size} ranks"
-    rows, rest = divmod(param.shape[cut.dim], sum(cut.fused))
-    if type(param) not in (nn.Parameter, PlacedParameter):
-        raise ValueError(f"{what}: it is a {type(param).__name__}, no nn.Parameter")
-    if param._backward_hooks or param._post_accumulate_grad_hooks:
-        raise ValueError(f"{what}: it has hooks, which expect all of it; cut it before you register them, or wrap it")
+    rows = param.shape[cut.dim] // sum(cut.fused)
+    is_plain = type(param) in (nn.Parameter, PlacedParameter)
+    if not is_plain or param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(f"{what}: it is no plain nn.Parameter, or it has hooks, which expect all of it; cut it before "
+                         "you register them")
     if cut.group in [done.group for done in placement_of(param).cuts]:
         raise ValueError(f"{what} in two ways: layers that are tied to each other must be cut alike")
-    if rest:
-        raise ValueError(f"{what}: along dimension {cut.dim} it is not {cut.fused} matrices")
     if rows < cut.size:
         raise ValueError(f"{what} along dimension {cut.dim}: give a group of {rows} or fewer")
 

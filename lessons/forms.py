@@ -18,6 +18,7 @@ import parallel
 import train
 from fast.edition import Fast
 from further.full import Full
+from further.sequence import gathered
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import of_all_ranks, say
 from lessons.puzzles import HERE
@@ -167,13 +168,13 @@ def mlps(config):
     whole = GPT(config).double().h["0"].mlp
     cut = parallel.tensor_parallel(GPT(config).double(), None).h["0"].mlp
     up, down = (layer.weight.chunk(dist.get_world_size())[dist.get_rank()] for layer in (whole.c_fc, whole.c_proj))
-    X = torch.randn(4, 32, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    X = torch.randn(128, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-    def all_columns(X):
-        hidden = F.gelu(parallel.all_columns(X, up) + whole.c_fc.bias, approximate="tanh")
-        return parallel.all_columns(hidden, down) + whole.c_proj.bias
+    def columns(X):
+        hidden = F.gelu(gathered(X @ up.T, None) + whole.c_fc.bias, approximate="tanh")
+        return gathered(hidden @ down.T, None) + whole.c_proj.bias
 
-    for name, way, weights in ("all_columns", all_columns, [up, down]), ("f and g", cut, [*cut.parameters()]):
+    for name, way, weights in ("columns gathered", columns, [up, down]), ("f and g", cut, [*cut.parameters()]):
         dist.reset_traffic()
         start = time.perf_counter()
         Y = way(X)

@@ -149,7 +149,7 @@ def zero3_step(tell):
             tell("gather", name_of[param])
             super().refresh(param)
 
-        def free(self, matrices):
+        def free(self, matrices, *_):
             matrices = list(matrices)
             for param in matrices:
                 if param not in self.in_backward and self.whole[param].untyped_storage().size():

@@ -94,7 +94,7 @@ def zero2(rank):
 def zero3(rank):
     """ZeRO-3's three moments of a layer: `self.gather(matrices)` before its forward, `self.free(matrices)` after it,
     and `self.begin_backward(matrices)` before its backward, unless it is one of EMBEDDINGS. PyTorch's hooks call a
-    function with the layer and more, so give them lambda *_, matrices=matrices: ..."""
+    function with the layer and more, which these take, too: give them partial(self.gather, matrices), and so on."""
     from parallel import ZeRO3
     net, whole = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3))), []
     optimizer = ZeRO3(net.parameters(), torch.optim.SGD, None, [net])

@@ -65,8 +65,8 @@ SHOWN = [
         cp, ring: hidden from 2,894
         ...
         Of 27 ms of traffic 6 show"""),
-    # 53 tensors x 2 messages x 3 steps. Of ZeRO-3 34 vectors x 2, 19 matrices x 3, but 2 embeddings once less. In the
-    # lecture's ZeRO-1 a rank keeps K, its half of K, and momentum for that; a GPT's 8 K are 437.5 KiB.
+    # 53 tensors x 2 messages x 3 steps. Of ZeRO-3 34 vectors x 2, 19 matrices x 3, but 2 embeddings once less. In
+    # ZeRO-1 a rank keeps K and momentum for its half of K; a GPT's 8 K are 437.5 KiB.
     # 8 micro-batches, of which rank 0 holds 2 at a time in 1F1B and 8 in GPipe; an all-gather of 64 and of 32 hidden
     # numbers, and an all-reduce of 32, for 4 x 32 tokens
     ("forms", 2, """
@@ -76,11 +76,11 @@ SHOWN = [
         ...
         ZeRO-0, fast               ~0         6   1,344,000       875
         ...
-        ZeRO-1, lecture            ~0       318   1,344,000       875
+        ZeRO-1, lecture            ~0       318   1,344,000       656
         ...
         ZeRO-1, full               ~0         6   1,344,000       656
         ...
-        ZeRO-2, lecture            ~0       318   1,344,000       875
+        ZeRO-2, lecture            ~0       318   1,344,000       656
         ...
         ZeRO-3, lecture            ~0       369   1,958,400       451
         ...
@@ -92,7 +92,7 @@ SHOWN = [
         ...
         one_f_one_b                ~0         9      65,544       102
         ...
-        all_columns                ~0         2      81,920        32
+        columns gathered           ~0         2      81,920        32
         ...
         f and g                    ~0         2      32,768        33"""),
     # Six layers of 24 x 24, float64: 2/3 of each gradient goes round twice, 2/3 of each layer's outputs or gradients
