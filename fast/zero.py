@@ -15,7 +15,8 @@ from further import ddp
 from further import fsdp
 from further import zero
 from further.flat import cast_masters, FlatBucket, FlatOptimizer
-from further.prefetch import FlatFSDP, fsdp_units
+from further.prefetch import FlatFSDP
+from further.units import units_of
 
 
 class DDP(ddp.DDP):
@@ -84,7 +85,7 @@ class Ahead:
             return lambda *_: (alive := wait()) and alive(buckets)
 
         for module in modules:
-            for unit, params in fsdp_units(module):  # frozen parameters have no bucket
+            for unit, params in units_of(module):  # frozen parameters have no bucket
                 mine = {self.bucket_of[p] for p in params if p in self.bucket_of}
                 unit.register_forward_pre_hook(hook(mine))
             module.register_state_dict_pre_hook(hook(self.buckets))

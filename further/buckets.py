@@ -9,6 +9,7 @@ gradients, and backward goes on meanwhile. `BucketDDP` is parallel.average_gradi
 import weakref
 from collections import deque
 from contextlib import contextmanager, ExitStack
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -178,6 +179,14 @@ class Reducer:
 class Averager:
     """What averages gradients by `reducers`: BucketDDP and FlatOptimizer have one, FlatFSDP has two."""
 
+    @cached_property
+    def buckets(self):
+        return [bucket for reducer in self.reducers for bucket in reducer.buckets]
+
+    @cached_property
+    def bucket_of(self):
+        return {param: bucket for bucket in self.buckets for param in bucket.params}
+
     @contextmanager
     def no_sync(self):
         """Goes around all backwards of a step but the last one."""
@@ -216,12 +225,11 @@ class BucketDDP(Averager, nn.Module):
     def __init__(self, module, group=None, bucket_mb=None):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
-        self.buckets = [self.bucket_class(params, self.group)
-                        for params in make_buckets([*module.parameters()], bucket_mb)]
-        for bucket in self.buckets:
+        buckets = [self.bucket_class(params, self.group) for params in make_buckets([*module.parameters()], bucket_mb)]
+        for bucket in buckets:
             for param in bucket.params:
                 dist.broadcast(param.detach(), group=bucket.group, group_src=0)
-        self.reducers = [self.reducer_class(self.buckets, all_reduce_bucket, split_into_grads)]
+        self.reducers = [self.reducer_class(buckets, all_reduce_bucket, split_into_grads)]
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)

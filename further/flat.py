@@ -6,7 +6,7 @@ The parameters of a bucket lie side by side, as views of one flat vector, so tha
     torchrun --nproc_per_node 2 train.py --form full --dp 2 --zero 1
 """
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch import nn
 
 import collectives as dist
 from further.buckets import all_reduce_bucket, Averager, Bucket, make_buckets, Reducer
-from parallel import group_or_world, is_matrix, master_dtype
+from parallel import group_or_world, is_matrix, master_dtype, ZeRO0
 
 
 class FlatBucket(Bucket):
@@ -172,9 +172,8 @@ class EveryBackward(FlatReducer):
         super().begin_step()
         self.left.clear()
 
-    @contextmanager
     def no_sync(self):
-        yield  # it changes nothing
+        return nullcontext()
 
     def mark_ready(self, bucket, param):
         self.missing[bucket].discard(param)
@@ -195,7 +194,24 @@ class EveryBackward(FlatReducer):
         return [bucket for bucket in self.buckets if bucket.holds_gradients()]
 
 
-class FlatOptimizer(Averager):
+class ShardAverager(Averager):
+    """An Averager whose `inner` steps the shards of FlatBuckets."""
+    param_groups = ZeRO0.param_groups
+    state = ZeRO0.state
+
+    def kept(self, param):
+        """As parallel.ZeRO0's."""
+        return self.bucket_of[param].kept(param)
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad()
+        self.inner.zero_grad(set_to_none)
+
+    def step(self):
+        self.inner.step()
+
+
+class FlatOptimizer(ShardAverager):
     """ZeRO-1, and ZeRO-2 with stage=2: each rank keeps the optimizer state of its shard, and steps that.
 
         optimizer = FlatOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
@@ -224,34 +240,16 @@ class FlatOptimizer(Averager):
         param_group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # by number
         self.group, self.stage = group_or_world(group), stage
         new_bucket = getattr(throwaway, "new_bucket", self.bucket_class)
-        self.buckets = [new_bucket(some, self.group, stage > 0, compute_dtype)
-                        for some in make_buckets([*param_group_of], bucket_mb, param_group_of.get)]
-        self.shards = [bucket.shard for bucket in self.buckets]
+        buckets = [new_bucket(some, self.group, stage > 0, compute_dtype)
+                   for some in make_buckets([*param_group_of], bucket_mb, param_group_of.get)]
+        self.shards = [bucket.shard for bucket in buckets]
         for i, g in enumerate(param_groups):
             g.pop("param_names", None)  # shards have none
-            g["params"] = [bucket.shard for bucket in self.buckets if param_group_of[bucket.params[0]] == i]
+            g["params"] = [bucket.shard for bucket in buckets if param_group_of[bucket.params[0]] == i]
         self.inner = optimizer_class(param_groups, **kwargs)
         send = {0: all_reduce_bucket, 1: partial(reduce_scatter_bucket, in_place=True), 2: reduce_scatter_bucket}
         reducer_class = self.every_backward if stage == 2 else self.reducer_class
-        reducer = reducer_class(self.buckets, send[stage], add_to_shard)
-        self.reducers = [reducer]
-        self.bucket_of = reducer.bucket_of
-
-    @property
-    def param_groups(self):
-        return self.inner.param_groups
-
-    @property
-    def state(self):
-        return self.inner.state
-
-    def kept(self, param):
-        """As parallel.ZeRO0's."""
-        return self.bucket_of[param].kept(param)
-
-    def zero_grad(self, set_to_none=True):
-        super().zero_grad()
-        self.inner.zero_grad(set_to_none)
+        self.reducers = [reducer_class(buckets, send[stage], add_to_shard)]
 
     @torch.no_grad()
     def step(self):

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 import collectives as dist
 from further.channels import give_channels, hold_where_order_may_differ
 from further.ddp import broadcast_in_one, refuse_new, refuse_other_order, refuse_unlike
-from further.lend import Lender, LentParameter, nested_units
+from further.lend import Lender, LentParameter
 from further.prefetch import FlatFSDP
 from further.zero import show_overflow_to_all
 from parallel import (
@@ -62,7 +62,6 @@ class FSDP(FlatFSDP):
     starts an all-gather, so all ranks must read it. ValueError where ranks have other models than the first one, whose
     values and buffers win. grad_scaler: as for ShardedOptimizer.
     """
-    units_of = staticmethod(nested_units)
     flat_class = LentParameter
     prefetcher_class = Lender
 

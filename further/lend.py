@@ -1,13 +1,12 @@
 """ZeRO-3 where parameters are read elsewhere: what if a hook, a method or another unit uses a weight that is not whole?
 
-What further/fsdp.py adds to parallel.py's FlatParameter and Prefetcher. Reading a parameter gathers its unit.
+What further/fsdp.py adds to further/prefetch.py's FlatParameter and Prefetcher. Reading a parameter gathers its unit.
 """
 
 import functools
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from further.prefetch import FlatParameter, Prefetcher
@@ -143,28 +142,3 @@ def same_version(tensor, version):
     if tensor._version != version:
         raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "
                            f"operation: {tuple(tensor.shape)}, at version {tensor._version}, expected {version}")
-
-
-def nested_units(module):
-    """As parallel.fsdp_units, where modules that are no containers own parameters, and containers are nested.
-
-    A GPT owns no parameter itself. So wte begins a unit, and so do wpe, ln_f and lm_head; h is a container, so each of
-    its children is one.
-    """
-    units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-    def add_units(m, unit):  # unit: the parameters of the unit that m lies in, or None
-        lists = (nn.ParameterList, nn.ParameterDict)  # they have no forward of their own
-        if unit is None and (m._parameters or any(isinstance(child, lists) for child in m.children())):
-            unit = []
-            units.append((m, unit))
-        if unit is not None:
-            unit.extend(m.parameters(recurse=False))
-        for child in m.children():
-            if isinstance(m, containers) and not isinstance(child, containers):
-                units.append((child, list(child.parameters())))
-            else:
-                add_units(child, unit)
-
-    add_units(module, None)
-    return units

@@ -6,7 +6,6 @@ parallel.ZeRO3 done so. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7.
     torchrun --nproc_per_node 2 train.py --form full --dp 2 --zero 3
 """
 
-import itertools
 import math
 from collections import Counter
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from further.buckets import all_reduce_bucket, Averager, make_buckets
 from further.flat import (
     add_to_shard, cast_masters, EveryBackward, FlatBucket, FlatReducer, reduce_scatter_bucket)
+from further.units import units_of
 from parallel import EMBEDDINGS, group_or_world, is_matrix, take_part
 
 
@@ -79,14 +79,6 @@ def free_and_scatter(flat):
     there, too, and the unit's weights are no longer needed."""
     flat.free()
     return reduce_scatter_bucket(flat)
-
-
-def fsdp_units(module):
-    """[(module, parameters that its forward alone uses)]: what FSDP gathers at a time. Of a GPT wte, wpe, each child of
-    the container h, ln_f, lm_head. (Nested modules: further/lend.py.)"""
-    containers = nn.ModuleList, nn.ModuleDict, nn.Sequential
-    layers = [child.children() if isinstance(child, containers) else [child] for child in module.children()]
-    return [(unit, list(unit.parameters())) for unit in itertools.chain(*layers)]
 
 
 class Prefetcher:
@@ -223,7 +215,6 @@ class FlatFSDP(Averager, nn.Module):
     Shards are vectors: for weight decay ask `is_matrix`, not their shape. A module on the meta device is never whole
     anywhere: name its device, and give its values to `load`. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7.
     """
-    units_of = staticmethod(fsdp_units)
     flat_class = FlatParameter
     prefetcher_class = Prefetcher
     reducer_class = FlatReducer
@@ -232,7 +223,7 @@ class FlatFSDP(Averager, nn.Module):
     def __init__(self, module, group=None, compute_dtype=None, device=None):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
-        units = self.units_of(module)
+        units = units_of(module)
         first_unit_of = {p: unit for unit, params in reversed(units) for p in params}  # a tied one lies with its first
         matrices = [p for p in module.parameters() if is_matrix(p)]
         vectors = [p for p in module.parameters() if not is_matrix(p)]
@@ -240,8 +231,6 @@ class FlatFSDP(Averager, nn.Module):
                       for some in make_buckets(matrices, math.inf, first_unit_of.get)]  # a whole unit each
         self.vectors = [FlatBucket(some, self.group, False, compute_dtype, device)
                         for some in make_buckets(vectors, math.inf)]
-        self.buckets = self.flats + self.vectors
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.reducers = [self.every_backward(self.flats, free_and_scatter, add_to_shard),
                          self.reducer_class(self.vectors, all_reduce_bucket, add_to_shard)]
         flats_of = {unit: list(dict.fromkeys(self.bucket_of[p] for p in params if is_matrix(p)))

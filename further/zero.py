@@ -125,10 +125,6 @@ class ShardedOptimizer(FlatOptimizer):
             hold_where_order_may_differ(self.reducers[0], all_used)
         self.agrees = grad_scaler and stage > 0
 
-    def kept(self, param):
-        """As a bucket's: what `inner` steps for a parameter, and what of it."""
-        return self.bucket_of[param].kept(param)
-
     def finish_grad_sync(self):
         if self.stage == 2:
             refuse_other_order(self.reducers[0], self.group)
