@@ -309,9 +309,9 @@ def check_strategies(a):
     """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
     that --only names and that cannot run."""
     a.without = [*pieces(), *OF_EDITION] if a.without == [] else a.without
-    given = {"dtype": a.dtype, "device": a.device, "plain": a.plain, "form": "lecture" if a.plain else "fast",
-             "comm": a.comm, "batch_size": a.batch_size,
-             "micro_batches": a.micro_batches or 1, "cuda_graphs": "off" if a.plain else a.cuda_graphs}
+    given = {"dtype": a.dtype, "device": a.device, "form": "lecture" if a.plain else "fast", "comm": a.comm,
+             "batch_size": a.batch_size, "micro_batches": a.micro_batches or 1,
+             "cuda_graphs": "off" if a.plain else a.cuda_graphs}
     asked = a.config.experts
     a.config, routed, twin = configs_of(a.config)
     every = layouts(a.gpus, a.micro_batches or 8, a.virtual_stages, routed.experts)

@@ -151,11 +151,15 @@ ABOUT = {"description": "Train a GPT on one process or many.", "allow_abbrev": F
          "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
 
 
+def dashed(name):
+    return "--" + name.replace("_", "-")
+
+
 def parse(parser, flags, arguments):
     """The command line's arguments as an object of the dataclass `flags`."""
     for f in dataclasses.fields(flags):
         how = {"action": "store_true"} if f.type is bool else {"type": f.type, "default": f.default}
-        parser.add_argument("--" + f.name.replace("_", "-"), **how, **f.metadata)
+        parser.add_argument(dashed(f.name), **how, **f.metadata)
     return flags(**vars(parser.parse_args(arguments)))
 
 
@@ -186,6 +190,14 @@ def layout_of(s):
     return Layout(**given | {"dtype": parallel.PRECISIONS[s.dtype]})
 
 
+def edition_of(form):
+    """The reference's edition of --form. (fast/edition.py's can do what Full can.)"""
+    if form in (None, "lecture"):
+        return parallel.Lecture
+    from further.full import Full
+    return Full
+
+
 def processes_of(s, world):
     """How many processes the layout takes. Where --dp is left out, it becomes what the other axes leave of `world`."""
     s.dp = s.dp or max(1, world // (s.tp * s.pp * s.cp))
@@ -196,147 +208,6 @@ def device_for(asked, processes):
     """--device, where it is auto: CUDA if each process on this machine gets a GPU of its own, else the CPU."""
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= processes
     return asked if asked != "auto" else "cuda" if enough else "cpu"
-
-
-# ---------------------------------------------------------------------------------------------------- what divides what
-#
-# Each table has rows (what is wrong, if it is not 0 or False; the line that says so, and a value that works). The first
-# wrong one counts: those behind it rely on it. `Run` and safe/flags.py refuse what they find, before processes meet.
-
-def dashed(name):
-    return "--" + name.replace("_", "-")
-
-
-def multiple(n, of):
-    """The smallest multiple of `of` that is not below n."""
-    return -(-n // of) * of
-
-
-def what_sizes_divide(c, called=dashed):
-    """Of a GPTConfig. called(field): what users call it."""
-    n_embd = called("n_embd")
-    n_head = called("n_head")
-    size = getattr(c, "head_size", 0)
-    yield not size and c.n_embd % c.n_head, (
-        f"{n_embd} {c.n_embd} is not a multiple of {n_head} {c.n_head}: give {n_embd} {multiple(c.n_embd, c.n_head)}")
-    if c.arch == "llama":
-        n_kv_head = called("n_kv_head")
-        yield c.n_head % c.kv_heads, (
-            f"{n_kv_head} {c.kv_heads} does not divide {n_head} {c.n_head}: give {n_kv_head} "
-            f"{math.gcd(c.kv_heads, c.n_head)}")
-        name, width, heads = (called("head_size"), size, 1) if size else (n_embd, c.n_embd, c.n_head)
-        yield c.head_dim % 2, (
-            f"{name} {width} makes heads of {c.head_dim} numbers, and rotary positions turn pairs: give {name} "
-            f"{multiple(width, 2 * heads)}")
-    if c.experts:
-        experts, top_k, expert_every = map(called, ("experts", "top_k", "expert_every"))
-        yield c.experts < c.top_k, (
-            f"{experts} {c.experts} is less than the {c.top_k} that a token goes through: give {top_k} {c.experts} or "
-            f"{experts} {max(4, c.top_k)}")
-        yield c.expert_every > c.n_layer, (
-            f"{expert_every} {c.expert_every} must be at most the number of blocks, {c.n_layer}: give {expert_every} "
-            f"{c.n_layer}")
-
-
-def what_ranks_divide(s, c, world=1):
-    """Of a layout, pipelines apart. world: how many processes there are; 1: as many as it needs will be started."""
-    return itertools.chain(what_tp_and_cp_divide(s, c, world), what_ep_divides(s, c, world), what_dp_divides(s))
-
-
-def what_tp_and_cp_divide(s, c, world):
-    kind = "heads" if c.kv_heads == c.n_head else "heads of keys and values"
-    yield c.kv_heads % s.tp, (
-        f"--tp {s.tp} does not divide the model's {c.kv_heads} {kind}: give --tp {math.gcd(s.tp, c.kv_heads)}")
-    least = min(c.vocab_size, c.hidden)
-    yield s.tp > least, (
-        f"--tp {s.tp} is more than the vocabulary's {c.vocab_size} tokens, or the hidden layer's {c.hidden} numbers: "
-        f"give --tp {max(n for n in range(1, min(least, s.tp) + 1) if s.tp % n == 0)}")
-    able = [n for n in range(2, c.kv_heads + 1)
-            if c.kv_heads % n == 0 and (world == 1 or world % (n * s.tp * s.pp * s.cp) == 0)]
-    instead = f"give --tp {able[0]}, say, or " if able else ""
-    yield s.sp and s.tp == 1, f"--sp cuts tokens over --tp: {instead}leave --sp out"
-
-    parts = parts_of_sequence(s)
-    yield c.seq_len % parts, (
-        f"{'--sp ' * s.sp}--tp {s.tp} --cp {s.cp}: sequences of {c.seq_len} tokens cannot be cut into {parts} parts: "
-        f"give --seq-len {multiple(c.seq_len, parts)}")
-    heads = c.kv_heads // s.tp
-    yield s.cp_kind == "ulysses" and heads % s.cp, (
-        f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} {kind} of a rank: give --cp "
-        f"{math.gcd(s.cp, heads)} or --cp-kind ring")
-
-
-def what_dp_divides(s):
-    unit = s.dp * s.micro_batches
-    yield s.batch_size % unit, (
-        f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches {s.micro_batches}: give e.g. "
-        f"--batch-size {multiple(s.batch_size, unit)}")
-    replicas = s.dp * s.cp
-    within = s.zero_within or replicas
-    yield replicas % within, (
-        f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: give --zero-within "
-        f"{math.gcd(within, replicas)}")
-    yield s.zero_within and not s.zero, (
-        f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
-
-
-def parts_of_sequence(s):
-    """In how many parts of one length --cp and --sp cut each sequence."""
-    chunks = 2 * s.cp if s.cp > 1 and s.cp_kind == "ring" else s.cp
-    return math.lcm(chunks, s.cp * s.tp if s.sp else 1)
-
-
-def what_ep_divides(s, c, world):
-    if not c.experts:
-        of_a_folder = getattr(s, "init_from", "") or s.resume  # whose model has what it has
-        instead = "" if of_a_folder else f"give --experts {2 * s.ep}, say, or "
-        yield s.ep > 1, f"--ep {s.ep} shares out experts, and the model has none: {instead}leave --ep out"
-    shared = math.gcd(s.ep, s.dp, c.experts)
-    more_ranks = f" or --dp {multiple(s.dp, s.ep)}" if world == 1 and c.experts % s.ep == 0 else ""
-    yield s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}{more_ranks}"
-    yield c.experts % s.ep, f"--ep {s.ep} does not divide the {c.experts} experts: give --ep {shared}"
-
-
-def what_stages_divide(s, c):
-    """Of a layout whose s.schedule is read."""
-    most = c.n_layer + 2
-    for a_rank in s.virtual_stages, None:  # before there are lists of so many, and as the lists have it
-        if not a_rank:
-            lists = schedule_of(s.schedule)(s.pp, 2 * s.pp, s.virtual_stages)
-            a_rank = len(parallel.ranks_of_stages(lists)) // s.pp
-            yield s.pp == 1 and s.virtual_stages > 1 or s.virtual_stages not in (1, a_rank), (
-                f"--virtual-stages {s.virtual_stages} is for --schedule interleaved and --pp 2 or more: leave it out")
-        fewer = f"--pp {most // a_rank}" if s.virtual_stages == 1 else f"--virtual-stages {max(1, most // s.pp)}"
-        yield s.pp * a_rank > most, (
-            f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {c.n_layer} layers with embedding and "
-            f"head: give {fewer} or fewer")
-
-
-def edition_of(form):
-    """The reference's edition of --form. (fast/edition.py's can do what Full can.)"""
-    if form in (None, "lecture"):
-        return parallel.Lecture
-    from further.full import Full
-    return Full
-
-
-def what_muon_needs(s, c):
-    """Whole matrices, in equal parts."""
-    if s.optimizer == "muon":
-        yield s.zero > edition_of(s.form).muon, (
-            f"--optimizer muon steps whole matrices, and --zero {s.zero} keeps parts of them: give --form full"
-            + " --zero 2" * (s.zero == 3))
-        yield c.hidden % s.tp, (
-            f"--optimizer muon: --tp {s.tp} does not divide the width of the MLP, {c.hidden}: give --tp "
-            f"{math.gcd(s.tp, c.hidden)}")
-        yield s.zero and s.comm == "torch" and s.device == "cpu", (
-            "--comm torch --device cpu: gloo gathers no parts of unlike sizes, as --optimizer muon with --zero has "
-            "them: leave --comm out")
-
-
-def misfit(*tables):
-    """The line of the first row that is wrong, or None."""
-    return next((line for wrong, line in itertools.chain(*tables) if wrong), None)
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -929,6 +800,21 @@ AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within micro_batches batch_
     vocab_size top_k expert_every""".split()}
 
 
+def check_out(out, done):
+    """ValueError unless checkpoints can be written into the folder --out, and none there is of a step after `done`, of
+    the checkpoint to go on from; None: unless no run is there."""
+    try:
+        os.makedirs(out, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out) as file:
+            file.write(b"x")  # which a full disk does not take
+    except OSError as error:
+        raise ValueError(f"--out {out}: {error.strerror}; name a folder that can be written") from None
+    later = [file for file in pathlib.Path(out).glob(f"step-{8 * '[0-9]'}.pt") if int(file.stem[5:]) > (done or 0)]
+    if later or done is None and os.path.exists(os.path.join(out, "log.jsonl")):
+        raise ValueError(f"--out {out} holds a run, which this one would write over: add --resume, or name a new "
+                         f"folder, e.g. --out {out}-2")
+
+
 class Run:
     """What a command line asks for: `s` (Flags), `config`, `data` (as for Trainer), `saved` (a checkpoint, or None) and
     `source` (of initial weights, or None)."""
@@ -969,9 +855,9 @@ class Run:
         if s.schedule_file:
             from further.lists import read_schedule
             s.schedule = read_schedule(s)
-        if why := misfit(what_sizes_divide(self.config), what_ranks_divide(s, self.config, self.world),
-                         what_stages_divide(s, self.config), what_muon_needs(s, self.config)):
-            raise ValueError(why)
+        if importlib.util.find_spec("further"):
+            from further.fits import refuse_misfit
+            refuse_misfit(s, self.config, self.world, self.edition, dashed)
         if self.processes != self.world and not s.together:
             raise ValueError(f"this layout needs torchrun --nproc_per_node {self.processes}; {self.world} were started")
         files = [pathlib.Path(s.data)] if s.data else standard_library()
@@ -992,17 +878,7 @@ class Run:
             if why and s.steps > self.saved["step"]:
                 raise ValueError(why)
         if s.out:
-            try:
-                os.makedirs(s.out, exist_ok=True)
-                with tempfile.TemporaryFile(dir=s.out) as file:
-                    file.write(b"x")  # which a full disk does not take
-            except OSError as error:
-                raise ValueError(f"--out {s.out}: {error.strerror}; name a folder that can be written") from None
-            first = self.saved["step"] if self.saved else 0
-            later = [file for file in pathlib.Path(s.out).glob(f"step-{8 * '[0-9]'}.pt") if int(file.stem[5:]) > first]
-            if later or not self.saved and os.path.exists(os.path.join(s.out, "log.jsonl")):
-                raise ValueError(f"--out {s.out} holds a run, which this one would write over: add --resume, or name "
-                                 f"a new folder, e.g. --out {s.out}-2")
+            check_out(s.out, self.saved["step"] if self.saved else None)
 
     def start(self):
         """Meet the other processes, train, part."""

@@ -12,6 +12,7 @@ import re
 from collections import deque
 
 import parallel
+from further.schedules import SCHEDULES
 from parallel import Action, carried, goes_to, needs, ranks_of_stages, result_of
 
 
@@ -206,6 +207,11 @@ def read_schedule(s):
     if s.schedule not in ("1f1b", text):
         raise ValueError(f"--schedule {s.schedule} beside --schedule-file: leave one of them out")
     return text
+
+
+def schedule_of(name):
+    """The schedule(p, m, v) of this name, or of a text of lists that stands in its place."""
+    return SCHEDULES.get(name) or schedule_in(name)
 
 
 @functools.cache  # each text is one schedule, because `checked` proves a schedule once

@@ -74,7 +74,7 @@ def memory_table():
     n = dist.get_world_size()
     say(f"\n{n} ranks, batch {2 * n}: a rank's bytes, measured (predicted)")
     for flags in [{"zero": zero} for zero in range(4)] + [{"recompute": part} for part in ("mlp", "attention", "block")]:
-        trainer = make_trainer(PRESETS["tiny"], Settings(dp=n, batch_size=2 * n, device="cpu", plain=True, **flags),
+        trainer = make_trainer(PRESETS["tiny"], Settings(dp=n, batch_size=2 * n, device="cpu", form="lecture", **flags),
                                torch.device("cpu"))
         trainer.step(0)
         predicted, measured = predicted_bytes(trainer), measured_bytes(trainer)

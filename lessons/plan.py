@@ -8,7 +8,7 @@ import torch
 
 import parallel
 from lessons.bench.timing import say, Table, write_json
-from safe.flags import check_parts, dashed, Settings, SIZES
+from safe.flags import check_parts, dashed, replayable, Settings, SIZES
 from safe.reports import parameters_in_words
 from safe.sizes import BadInput
 from theory.clock import stage_to_rank_in
@@ -87,8 +87,10 @@ def rows_of(a):
     """A row of `plan`'s table for each layout that fits, fastest first. A layout gets one row, for its fastest
     micro-batches and recomputing. `limits`: what takes most of the step beside computing, and its share."""
     config, machine = a.config, a.machine
-    candidates = [(predict(config, s, machine), s)
-                  for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine)]
+    candidates = []
+    for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine):
+        on_gpus = dataclasses.replace(s, cuda_graphs="on" if replayable(s, config) else "off")
+        candidates.append((predict(config, on_gpus, machine), s))
     candidates.sort(key=lambda pair: sum(pair[0]))
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
     for costs, s in candidates:

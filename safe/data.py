@@ -17,10 +17,11 @@ import time
 import numpy as np
 
 from further.bpe import END, FILES, LETTERS, read, text_of, Tokenizer
+from further.fits import parts_of_sequence
 from safe.files import is_ours, writable, write_blocks
 from safe.launch import cores
 from safe.sizes import BadInput, reject
-from train import Bytes, parts_of_sequence, split, standard_library
+from train import Bytes, split, standard_library
 
 
 class Numbers:

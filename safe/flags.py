@@ -13,14 +13,12 @@ import torch
 
 import kernels
 import parallel
-from further.lists import check, lower, read_schedule
+from further.fits import misfit, multiple, what_muon_needs, what_ranks_divide, what_stages_divide
+from further.lists import check, lower, read_schedule, schedule_of
 from safe.files import tell
 from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, checked_use, reject
-from theory.speed import replayable
-from train import (
-    config_of, dashed, device_for, flag, Flags, misfit, multiple, processes_of, schedule_of, what_muon_needs,
-    what_ranks_divide, what_stages_divide)
+from train import config_of, dashed, device_for, edition_of, flag, Flags, processes_of
 
 
 # -------------------------------------------------------------------------------------------------- settings, bad input
@@ -188,9 +186,14 @@ def check_device(s, config, world, local_world, processes):
     reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
            + f", or a layout of {gpus}" * (gpus > 0))
     check_fp8(s, config)
-    reject_misfit(what_muon_needs(s, config))
+    reject_misfit(what_muon_needs(s, config, edition_of(s.form)))
     checked_use(s.kernels)
     s.cuda_graphs = "on" if able and s.cuda_graphs != "off" else "off"
+
+
+def replayable(s, config):
+    """Whether CUDA graphs can replay a micro-batch. Not with experts: the CPU must read their counts in each block."""
+    return not config.experts and (s.zero < 2 or s.pp == 1 and s.schedule == "1f1b")
 
 
 def check_fp8(s, c):

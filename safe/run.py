@@ -20,7 +20,7 @@ from safe.data import (
 from safe.files import check_folder, Log, sync, tell, writable
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
 from safe.huggingface import token_ids
-from safe.messages import progress, Watched
+from safe.messages import progress
 from safe.page import Page
 from safe.reports import describe, describe_first_steps, measured, profiled, traced
 from safe.sizes import BadInput, reject

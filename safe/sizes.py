@@ -6,8 +6,8 @@ from dataclasses import fields
 import torch
 
 import kernels
+from further.fits import misfit, what_sizes_divide
 from kernels import HAVE_TRITON
-from train import misfit, what_sizes_divide
 
 
 class BadInput(ValueError):

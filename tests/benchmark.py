@@ -40,7 +40,7 @@ from train import config_of, processes_of
 
 def settings_of(flags):
     sizes = "--vocab-size 67 --seq-len 16 --n-layer 3 --n-head 4 --n-embd 48 --batch-size 8"
-    return parse(f"--dp 1 --dtype fp32 {sizes} {flags}".split() + ["--plain"] * is_plain())
+    return parse(f"--dp 1 --dtype fp32 {sizes} {flags}".split() + ["--form", "lecture"] * is_plain())
 
 
 def trainer_of(flags):

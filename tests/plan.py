@@ -19,7 +19,7 @@ from tests.runs import parse
 from lessons.plan import SPLIT, all_layouts, describe_layout
 from further.experts import ExpertsConfig
 from further.schedules import SCHEDULES, zero_bubble_h1
-from safe.flags import check_layout, Settings
+from safe.flags import check_layout, replayable, Settings
 from theory.clock import simulate
 from theory.memory import needed_bytes
 from theory.speed import (
@@ -35,8 +35,10 @@ IDLE = dataclasses.replace(FAST, matmul=1e30, attention=1e30, long_attention=1e3
                            hbm=1e30, launch=0.0)
 
 
-def layout(flags=""):
-    return parse("--dp 1 --batch-size 32 --dtype bf16".split() + flags.split())
+def layout(flags="", config=XL):
+    s = parse("--dp 1 --batch-size 32 --dtype bf16".split() + flags.split())
+    s.cuda_graphs = "on" if s.cuda_graphs == "auto" and replayable(s, config) else "off"
+    return s
 
 
 K, BTC, OUTSIDE = 4 * XL.parameters(), 131072 * 2048, dataclasses.replace(MOE, top_k=0).active_parameters()
@@ -67,9 +69,10 @@ def moe_law(ep):
       for axis, law in (("ep", rows_law), ("dp", moe_law))),
     (MOE, "--dp 8 --ep 8 --recompute block", "ep", 6 / 4 * rows_law(8))])
 def test_traffic_takes_what_the_formulas_say(config, flags, axis, law):
-    costs = predict(config, layout(flags), IDLE)
+    s = layout(flags, config)
+    costs = predict(config, s, IDLE)
     assert close(getattr(costs, axis), law, 0.06), (getattr(costs, axis), law)
-    slower = predict(config, layout(flags), dataclasses.replace(IDLE, link=H200.link / 2, network=H200.network / 2))
+    slower = predict(config, s, dataclasses.replace(IDLE, link=H200.link / 2, network=H200.network / 2))
     assert close(getattr(slower, axis), 2 * law, 0.06)
 
 
@@ -92,9 +95,9 @@ def test_computation_hides_traffic_and_fills_the_step():
     # Two experts a token where there was one MLP, in every second block: the products of MLPs half as wide again.
     ideal = dataclasses.replace(H200, elementwise=math.inf, hbm=math.inf, launch=0.0)
     wide = model.GPTConfig(256, 1024, 6, 16, 2048, 6 * 2048)
-    moe, dense = (predict(some, layout("--dp 8"), ideal).compute for some in (MOE, wide))
+    moe, dense = (predict(some, layout("--dp 8", some), ideal).compute for some in (MOE, wide))
     assert close(moe, dense, 1e-6)
-    one, two = (predict(MOE, layout(f"--dp 8 --zero 1 --ep {ep}"), FAST).optimizer for ep in (1, 2))
+    one, two = (predict(MOE, layout(f"--dp 8 --zero 1 --ep {ep}", MOE), FAST).optimizer for ep in (1, 2))
     assert close(one, two, 1e-6)  # each rank's Nth of all
 
 

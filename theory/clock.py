@@ -5,17 +5,15 @@ import itertools
 from typing import NamedTuple
 
 import parallel
-from further.lists import in_order, names_of, schedule_in
+from further.lists import in_order, names_of, schedule_of
 from further.pieces import split_pieces
-from further.schedules import SCHEDULES
 from parallel import needs, ranks_of_stages, result_of
 
 
 @functools.cache
 def lists_of(schedule, p, m, v):
     """A schedule's lists, cached, so callers must not change them."""
-    schedule = SCHEDULES.get(schedule) or schedule_in(schedule)
-    return schedule(p, m, v)
+    return schedule_of(schedule)(p, m, v)
 
 
 @functools.cache

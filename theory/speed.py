@@ -19,11 +19,6 @@ from theory.memory import local_elements
 from theory.traffic import HALVES, contents, in_two_levels, messages, sent, shards_of, tokens_of, widths
 
 
-def replayable(s, config):
-    """Whether CUDA graphs can replay a micro-batch. Not with experts: the CPU must read their counts in each block."""
-    return not config.experts and (s.zero < 2 or s.pp == 1 and s.schedule == "1f1b")
-
-
 # -------------------------------------------------------------------------------------------------------------- reports
 
 PEAK_TFLOPS = {  # dense 16-bit, by the maker's datasheet
@@ -187,7 +182,7 @@ def stage_seconds(config, s, machine, stages):
         f += product + loss / 3
         i += product + loss * 2 / 3
         w += product
-    if not blocks or replayable(s, config) and s.cuda_graphs != "off":
+    if not blocks or s.cuda_graphs == "on":
         return f, i, w
     launch = (blocks + routed * (7 if s.ep > 1 else 3) / 9) * machine.launch * (1 if s.recompute == "none" else 4 / 3)
     slow = max(1.0, launch / (f + i + w))
@@ -364,7 +359,7 @@ def predict(config, s, machine):
     shards, copies = (shards_of(s), s.dp * s.cp // s.ep) if s.zero else (1, 1)
     optimizer = (others / shards + own / copies) * (8 * wide + narrow * (narrow < wide)) / machine.hbm
     in_a_row = len(buckets) + len(of_experts) * (s.zero < 3)
-    updates = optimizer + (f + waits) * (s.cuda_graphs != "off" and replayable(s, config))
+    updates = optimizer + (f + waits) * (s.cuda_graphs == "on")
     dp = data_seconds(s, spent, touched, in_a_row, f + waits, i + w + waits, updates)
     return Costs(m * (f + i + w), tp, cp, ep, idle, pp, dp, optimizer)
 

@@ -75,9 +75,8 @@ def configs_of(config):
 
 def make_trainer(config, s, device, edition=None):
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len).astype(np.uint16)
-    kind = WatchedTrainer if s.plain else run.FastTrainer
-    return kind(s, config, peers.random_source(config, device), (tokens, tokens, None), device,
-                edition or (parallel.Lecture if s.plain else Fast))
+    kind, form = (WatchedTrainer, parallel.Lecture) if s.form == "lecture" else (run.FastTrainer, Fast)
+    return kind(s, config, peers.random_source(config, device), (tokens, tokens, None), device, edition or form)
 
 
 @contextlib.contextmanager
