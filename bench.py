@@ -40,6 +40,7 @@ import collectives as dist
 import kernels
 from fast import edition
 from fast.recorded import RecordedGraph
+from lessons.bench.optimizers import KINDS, optimizers
 from lessons.bench.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
 from lessons.bench.strategies import configs_of, layouts, OF_EDITION, pieces, strategies
 from lessons.bench.timing import (
@@ -47,7 +48,6 @@ from lessons.bench.timing import (
 from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
-from lessons.muon import KINDS, optimizers
 from lessons.pictures import check_picture, draw_trace, DRAWN, pictures
 from lessons.plan import plan
 from model import PRESETS

@@ -26,7 +26,6 @@ from lessons.lecture8 import demo_lecture8
 from lessons.machine import demo_machine
 from lessons.measuring import demo_measuring
 from lessons.moving import fsdp_step, ring_states, ring_steps, zero3_step
-from lessons.muon import demo_muon, rates
 from lessons.overlap import demo_overlap
 from lessons.path import demo_path
 from lessons.pictures import costs_of, spans_of
@@ -360,7 +359,6 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
-    "muon": (demo_muon, {"steps": 300, "batch_size": 16, "model": "tiny", "lr": "2e-3"}),
     "measuring": (demo_measuring, {"ranks": 2}),
     "lecture8": (demo_lecture8, {"ranks": 2}),
     "extension": (demo_extension, {}),
@@ -371,7 +369,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "blind": (demo_blind, {"quick": False, "out": None}),
     "pages": (pages.pages, {"out": "runs/site"}),
     "explore": (explore, {"port": 0})}
-TYPES = {"port": int, "zero": int, "lr": rates, "break": operation}  # else a text, or a number above 0
+TYPES = {"port": int, "zero": int, "break": operation}  # else a text, or a number above 0
 # Each rank is a process and runs the demo.
 ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_measuring, demo_lecture8, demo_forms
 

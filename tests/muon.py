@@ -4,16 +4,13 @@ import copy
 from collections import Counter
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
 import collectives as dist
 import model
 import parallel
-import train
 from further.muon import Muon, orthogonal, owners
-from lessons.muon import KINDS, trained
 from tests.layouts import DECAY, SMALL
 from tests.pool import on_both, on_ranks, own, parametrize
 from theory.traffic import sent
@@ -84,14 +81,3 @@ def test_parts_of_matrices_are_refused():
     parallel.set_placement(part, decays=True)
     with pytest.raises(ValueError, match="whole matrices.* use DDP or a FlatOptimizer"):
         Muon([("h.0.mlp.c_fc.weight", part)])
-
-
-@on_ranks(1)
-def test_the_lesson_trains_with_both():
-    tokens = np.arange(4096) % 50
-    config = model.GPTConfig(seq_len=16, n_layer=1, n_head=2, n_embd=32)
-    for name in KINDS:
-        s = train.Flags(dp=1, steps=8, batch_size=4, lr=0.01, optimizer=name.lower())
-        trainer = train.Trainer(s, config, None, (tokens, tokens, None), torch.get_default_device())
-        losses, step_ms, update_ms = trained(trainer, [1, 8])
-        assert losses[1] < losses[0] - 0.2 and step_ms > update_ms > 0

@@ -280,9 +280,6 @@ REFUSED = {
         data --ranks two                    | --ranks
         experts --ranks -1                  | --ranks
         memory --model gpt9                 | --model
-        muon --lr abc                       | 'abc' is no list of learning rates: give e.g. --lr 1e-3
-        muon --lr nan                       | 'nan' is no list of learning rates
-        muon --lr -1                        | '-1' is no list of learning rates
         together --break nosuch             | nosuch is no function of collectives.py: give e.g. --break all_reduce
         together --break ranks[3]           | ranks[3] is no function of collectives.py
         together --dp 3                     | give e.g. --dp 2 --tp 2 --pp 1
@@ -482,7 +479,7 @@ def test_bad_input_is_one_line_and_exit_code_2(main, row, files, refusal, monkey
         monkeypatch.setattr(safe.run, "Log", lambda *_: None)
         monkeypatch.setattr(safe.data, "standard_library", lambda: [files["ASCII"]])
         monkeypatch.setenv("WORLD_SIZE", (re.findall(r"torchrun --nproc_per_node (\d+)", said) or [""])[0])
-    if main in (train.main, further.bpe.main) or words[0] in ("muon", "together"):  # others take minutes, or a browser
+    if main in (train.main, further.bpe.main) or words[0] == "together":  # others take minutes, or a browser
         monkeypatch.setattr(lessons.together, "stop_in", lambda *_: None)
         text = re.sub("give (more )?text|give --data TEXT", f"give --data {files['TEXT']}", said)
         text = text.replace("TOKENS.bin", str(files["TOKENS"]))
