@@ -517,6 +517,7 @@ def test_replicas_have_the_first_one_s_buffers_after_a_step(rank):
 def test_what_looks_at_fsdp_s_parameters_is_right_or_refused(rank):
     """Groups by dimensions, hooks, norms, a copy, a cast; a layer that is frozen after a forward without backward, by
     its part or by what the module shows meanwhile."""
+    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
     one = copy.deepcopy(net)
     model, x = own("FSDP")(net), torch.randn(2, 4, 3, dtype=torch.float64)

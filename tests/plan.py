@@ -37,7 +37,8 @@ IDLE = dataclasses.replace(FAST, matmul=1e30, attention=1e30, long_attention=1e3
 
 def layout(flags="", config=XL):
     s = parse("--dp 1 --batch-size 32 --dtype bf16".split() + flags.split())
-    s.cuda_graphs = "on" if s.cuda_graphs == "auto" and replayable(s, config) else "off"
+    if s.cuda_graphs == "auto":
+        s.cuda_graphs = "on" if replayable(s, config) else "off"
     return s
 
 
