@@ -687,42 +687,8 @@ def become(layer, new):
 # Each rank holds a stage, a run of consecutive layers. A batch passes through all stages in m micro-batches, so that p
 # ranks can compute at the same time. Each rank idles, in all, as long as a micro-batch and its gradient need for the
 # other p-1 stages: (p-1) (F + B), of the times that a stage takes for a micro-batch's forward and backward. This is the
-# bubble. Neighbours alone talk: B T C elements a micro-batch forward, and as many backward. CS336 lecture 7.
-
-def gpipe_step(stage, loss, x, y, like, group=None):
-    """The lecture's pipeline: receive, compute, send, for each micro-batch; then gradients, from the last rank up.
-
-    stage: this rank's layers. loss(output, target) divides by m, because .grad adds up over micro-batches. x, y: lists
-    of m inputs and m targets, on every rank; the first reads the inputs, the last the targets. like: a tensor of the
-    shape and dtype that stages send. Returns the losses, on the last rank.
-    """
-    rank = dist.get_rank(group)
-    last = dist.get_world_size(group) - 1
-    done = []
-    for x_i, y_i in zip(x, y, strict=True):
-        if rank > 0:
-            x_i = torch.empty_like(like)
-            dist.recv(x_i, group=group, group_src=rank - 1)
-            x_i.requires_grad_()
-        out = stage(x_i)
-        if rank < last:
-            dist.send(out.detach(), group=group, group_dst=rank + 1)
-        else:
-            out = loss(out, y_i)
-        done.append((x_i, out))
-    for x_i, out in done:
-        dy = None  # on the last rank, where `out` is the loss: its gradient is 1
-        if rank < last:
-            dy = torch.empty_like(like)
-            dist.recv(dy, group=group, group_src=rank + 1)
-        if out.requires_grad:  # not if all layers up to here are frozen
-            out.backward(dy)
-        if rank > 0:
-            dist.send(x_i.grad, group=group, group_dst=rank - 1)
-    return [out.detach() for _, out in done] if rank == last else []
-
-
-# ------------------------------------------------------------------------------ pipeline: schedules as lists of actions
+# bubble. Neighbours alone talk: B T C elements a micro-batch forward, and as many backward. CS336 lecture 7. `gpipe_step`
+# of lessons/lecture8.py is lecture 8's loop: receive, compute, send.
 #
 # GPipe holds activations of all m micro-batches. 1F1B runs the same forwards and backwards in another order, and rank r
 # holds those of p - r. So that one loop can run any order, a schedule is data, a list of actions for each rank:
@@ -892,7 +858,7 @@ class MicroBatch:
     """One micro-batch in one stage: forward, later backward. loss(output, target): the last stage's, else None.
 
     In between it holds the stage's input, and the edge in autograd's graph where backward starts. So the output, BTC
-    numbers, can be freed once it is sent. (`gpipe_step` keeps it.)
+    numbers, can be freed once it is sent.
     """
 
     def __init__(self, module, loss):
@@ -1150,11 +1116,6 @@ def part_here(kept, param):
     shape = whole_shape(param)
     numbers = torch.arange(math.prod(shape), device=stepped.device).view(shape)  # cut like the tensor, they say which
     return cut_like(param, numbers).reshape(-1)[there], stepped.detach().reshape(-1)[here]
-
-
-def whole_of(kept, param, groups):
-    """A parameter's whole tensor, on all ranks of the groups over which it is cut."""
-    return put_together(whole_shape(param), *part_here(kept, param), groups)
 
 
 def put_together(shape, here, values, groups):

@@ -54,17 +54,6 @@ def flag(default, help, **more):
 
 
 MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter: running means of its gradient and of its square
-KEEPS = {"adamw": MOMENTS, "muon": MOMENTS[:1]}  # what each --optimizer keeps of a matrix of a block
-
-
-def lacking(there, here):
-    """Why --optimizer `here` cannot go on from what `there` has kept, in words; "" if it can. (A mean that begins with
-    zeros, where the number of steps says that it is warm, would make steps many times too large.)"""
-    lost = ", ".join(key for key in KEEPS[here] if key not in KEEPS[there])
-    return lost and (f"--optimizer {here} goes on from {lost}, which the --optimizer {there} in --resume has not kept: "
-                     f"give --optimizer {there}")
-
-
 SCHEDULES = parallel.SCHEDULES     # {name: schedule(p, m, v)} of --schedule
 if importlib.util.find_spec("further"):
     from further.schedules import SCHEDULES
@@ -871,7 +860,7 @@ class Run:
         if len(self.data[1]) <= self.config.seq_len:
             raise ValueError(f"the held-out tenth is of {len(self.data[1])} tokens: give more text")
         if s.resume:
-            from further.resume import read_checkpoint
+            from further.resume import lacking, read_checkpoint
             path = s.out if s.resume == "newest" else s.resume
             self.saved, self.source = read_checkpoint(path, self.config, config_of)
             why = lacking(self.saved["flags"].get("optimizer", "adamw"), s.optimizer)

@@ -20,9 +20,10 @@ from further.channels import give_channels, hold_where_order_may_differ
 from further.ddp import broadcast_in_one, refuse_new, refuse_other_order, refuse_unlike
 from further.lend import Lender, LentParameter
 from further.prefetch import FlatFSDP
+from further.states import whole_of
 from further.zero import show_overflow_to_all
 from parallel import (
-    group_or_world, is_matrix, PlacedParameter, placement_of, take_part, whole_of, whole_shape)
+    group_or_world, is_matrix, PlacedParameter, placement_of, take_part, whole_shape)
 
 
 class OfPart:

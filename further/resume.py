@@ -15,6 +15,17 @@ import torch
 import parallel
 
 
+KEEPS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("exp_avg",)}  # what each --optimizer keeps of a matrix of a block
+
+
+def lacking(there, here):
+    """Why --optimizer `here` cannot go on from what `there` has kept, in words; "" if it can. (A mean that begins with
+    zeros, where the number of steps says that it is warm, would make steps many times too large.)"""
+    lost = ", ".join(key for key in KEEPS[here] if key not in KEEPS[there])
+    return lost and (f"--optimizer {here} goes on from {lost}, which the --optimizer {there} in --resume has not kept: "
+                     f"give --optimizer {there}")
+
+
 def newest(path):
     """The file at `path`, or the newest step-*.pt in that folder. ValueError if there is none."""
     path = pathlib.Path(path)

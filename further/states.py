@@ -17,6 +17,11 @@ import parallel
 from further.flat import cast_masters
 
 
+def whole_of(kept, param, groups):
+    """A parameter's whole tensor, on all ranks of the groups over which it is cut. kept: as parallel.take_part's."""
+    return parallel.put_together(parallel.whole_shape(param), *parallel.part_here(kept, param), groups)
+
+
 @torch.no_grad()
 def full_optimizer_state(sharded, optimizer=None):
     """{name: {key: whole tensor}}: what an optimizer of shards keeps of each parameter."""
@@ -28,7 +33,7 @@ def full_optimizer_state(sharded, optimizer=None):
         state = dict(optimizer.state.get(stepped, {}))
         if stepped.dtype != param.dtype:
             state["master"] = stepped.detach()
-        whole[name] = {key: parallel.whole_of((value, *where), param, groups)
+        whole[name] = {key: whole_of((value, *where), param, groups)
                        if value.shape == stepped.shape else value.clone()  # a number, such as its steps
                        for key, value in state.items()}
     return whole

@@ -10,7 +10,6 @@ import warnings
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 import collectives as dist
@@ -18,9 +17,9 @@ import parallel
 import train
 from fast.edition import Fast
 from further.full import Full
-from further.sequence import gathered
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import of_all_ranks, say
+from lessons.lecture8 import gpipe_step
 from lessons.puzzles import HERE
 from model import GPT, GPTConfig
 
@@ -125,7 +124,7 @@ def gpipe(config, x, y):
     rank, n = dist.get_rank(), dist.get_world_size()
     stage = GPT(config, pieces=parallel.even_pieces(config, n)[rank]).double()
     like = torch.empty(1, config.seq_len, config.n_embd, dtype=torch.float64)
-    losses = parallel.gpipe_step(stage, lambda out, y: token_loss(out, y) / len(x), x.split(1), y.split(1), like)
+    losses = gpipe_step(stage, lambda out, y: token_loss(out, y) / len(x), x.split(1), y.split(1), like)
     return sum(losses, torch.zeros((), dtype=torch.float64))
 
 
@@ -162,26 +161,6 @@ def pipelines(config, right):
         row(way.__name__, sum(of_all_ranks(loss)), right, sent, Saved.most, seconds)
 
 
-@torch.no_grad()
-def mlps(config):
-    say("\n  forward of an MLP")
-    whole = GPT(config).double().h["0"].mlp
-    cut = parallel.tensor_parallel(GPT(config).double(), None).h["0"].mlp
-    up, down = (layer.weight.chunk(dist.get_world_size())[dist.get_rank()] for layer in (whole.c_fc, whole.c_proj))
-    X = torch.randn(128, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def columns(X):
-        hidden = F.gelu(gathered(X @ up.T, None) + whole.c_fc.bias, approximate="tanh")
-        return gathered(hidden @ down.T, None) + whole.c_proj.bias
-
-    for name, way, weights in ("columns gathered", columns, [up, down]), ("f and g", cut, [*cut.parameters()]):
-        dist.reset_traffic()
-        start = time.perf_counter()
-        Y = way(X)
-        seconds = time.perf_counter() - start
-        row(name, Y, whole(X), dist.traffic(), sum(w.nbytes for w in weights), seconds)
-
-
 def demo_forms():
     """Each strategy as lecture, full and fast have it: losses, messages, bytes, memory, time, lines of code."""
     n = dist.get_world_size()
@@ -197,4 +176,3 @@ def demo_forms():
             losses, *measured = trained(edition, zero, config)
             row(f"ZeRO-{zero}, {name}", torch.stack(of_all_ranks(losses)).mean(0), want, *measured)
     pipelines(config, want[0])
-    mlps(config)

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 import collectives as dist
-import parallel
 from further.sequence import gathered
 from lessons.bench.timing import off, say, say_in_order
 
@@ -37,10 +36,43 @@ def all_gather_tensor_parallel(x, params):
     return loss.item()
 
 
+def gpipe_step(stage, loss, x, y, like):
+    """The lecture's pipeline: receive, compute, send, for each micro-batch; then gradients, from the last rank up.
+
+    stage: this rank's layers. loss(output, target) divides by m, because .grad adds up over micro-batches. x, y: lists
+    of m inputs and m targets, on every rank; the first reads the inputs, the last the targets. like: a tensor of the
+    shape and dtype that stages send. Returns the losses, on the last rank.
+    """
+    rank = dist.get_rank()
+    last = dist.get_world_size() - 1
+    done = []
+    for x_i, y_i in zip(x, y, strict=True):
+        if rank > 0:
+            x_i = torch.empty_like(like)
+            dist.recv(x_i, rank - 1)
+            x_i.requires_grad_()
+        out = stage(x_i)
+        if rank < last:
+            dist.send(out.detach(), rank + 1)
+        else:
+            out = loss(out, y_i)
+        done.append((x_i, out))
+    for x_i, out in done:
+        dy = None  # on the last rank, where `out` is the loss: its gradient is 1
+        if rank < last:
+            dy = torch.empty_like(like)
+            dist.recv(dy, rank + 1)
+        if out.requires_grad:  # not if all layers up to here are frozen
+            out.backward(dy)
+        if rank > 0:
+            dist.send(x_i.grad, rank - 1)
+    return [out.detach() for _, out in done] if rank == last else []
+
+
 def pipeline(x, params, micro_batches=4):
     """Each rank its layers: receive, compute, send; backward is the same loop, from the last rank up (exercise 2)."""
     x = x.chunk(micro_batches)
-    parallel.gpipe_step(lambda h: mlp(h, params), lambda y, _: y.square().mean() / micro_batches, x, x, x[0])
+    gpipe_step(lambda h: mlp(h, params), lambda y, _: y.square().mean() / micro_batches, x, x, x[0])
 
 
 STRATEGIES = {  # {strategy: the part of the weights, 2 matrices a rank, that a rank of n has}

@@ -296,7 +296,6 @@ REFUSED = {
         pages --into HF                     | --into
         explore --port 70000                | leave --port out
         explore --port -1                   | leave --port out
-        runs HF                             | no log.jsonl with a step is there; give a folder of train.py's --out
         puzzles rings                       | rings
         puzzles --into NEW                  | Name one, e.g. ring
         puzzles ring --into HF              | --into

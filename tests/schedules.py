@@ -22,6 +22,7 @@ from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, tab
 from further.experts import resized
 from further.lists import check, checked, lower, parse, ScheduleError
 from further.pieces import split_pieces
+from lessons.lecture8 import gpipe_step
 from further.schedules import (
     dualpipe_v, HalvedMicroBatch, interleaved, SCHEDULES, squeeze, v_half, v_min, zb_v, zero_bubble_h1)
 from theory.clock import draw, simulate
@@ -149,11 +150,11 @@ def test_the_lecture_s_pipeline_trains_behind_frozen_layers(rank):
     x = torch.randn(2, 5, 4, dtype=torch.float64)
     want = [one(x_i).square().sum() for x_i in x]
     grads = torch.autograd.grad(sum(want), one[rank].parameters()) if rank else []
-    got = parallel.gpipe_step(one[rank], lambda out, y: (out - y).square().sum(), [*x], 2 * [0], x[0])
+    got = gpipe_step(one[rank], lambda out, y: (out - y).square().sum(), [*x], 2 * [0], x[0])
     assert got == want * (rank == 2)
     assert all(map(close, grads, [p.grad for p in one[rank].parameters()]))
     with pytest.raises(ValueError, match="shorter"):
-        parallel.gpipe_step(one[rank], None, [*x], [], x[0])
+        gpipe_step(one[rank], None, [*x], [], x[0])
 
 
 # --------------------------------------------------------------------------------------------------- pipeline schedules
