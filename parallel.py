@@ -687,8 +687,8 @@ def become(layer, new):
 # Each rank holds a stage, a run of consecutive layers. A batch passes through all stages in m micro-batches, so that p
 # ranks can compute at the same time. Each rank idles, in all, as long as a micro-batch and its gradient need for the
 # other p-1 stages: (p-1) (F + B), of the times that a stage takes for a micro-batch's forward and backward. This is the
-# bubble. Neighbours alone talk: B T C elements a micro-batch forward, and as many backward. CS336 lecture 7. `gpipe_step`
-# of lessons/lecture8.py is lecture 8's loop: receive, compute, send.
+# bubble. Neighbours alone talk: B T C elements a micro-batch forward, and as many backward. CS336 lecture 7. Lecture
+# 8's loop, which receives, computes and sends, is `gpipe_step` of lessons/lecture8.py.
 #
 # GPipe holds activations of all m micro-batches. 1F1B runs the same forwards and backwards in another order, and rank r
 # holds those of p - r. So that one loop can run any order, a schedule is data, a list of actions for each rank:

@@ -264,7 +264,8 @@ STEPPED = {  # name: (frames, title, the stop it belongs to, what it shows)
     "ring": (ring_frames, "Ring all-reduce", "6-ring-all-reduce",
              "Four ranks, four chunks. A colour for each rank whose data is in a chunk; a line under what arrived."),
     "zero": (zero_frames, "ZeRO-3", "9-zero-3",
-             "What rank 0 of four keeps of each layer. A quarter of a box is its own part; pale is on its way."),
+             "What rank 0 of four keeps of each layer, in the full edition, which gathers the next block meanwhile "
+             "(further/prefetch.py). A quarter of a box is its own part; pale is on its way."),
     "tensor": (tensor_frames, "Tensor parallelism", "10-tensor-parallelism",
                "An MLP, Y = GeLU(X A) B, on two ranks. A cell is a number: blue is above 0, orange below.")}
 FIXED = {"pipeline": lambda: {name: moving.pipeline({"schedule": name}) for name in SCHEDULES},
