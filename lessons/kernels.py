@@ -4,7 +4,6 @@ import functools
 import itertools
 import warnings
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ import kernels
 from fast import edition, norm
 from further import by_hand, experts
 from kernels import HAVE_TRITON, tile_of
-from lessons.bench.timing import off
+from lessons.bench.timing import off, patched, plain_kernels
 from theory.memory import tensors_in
 
 
@@ -149,9 +148,9 @@ def main():
     print(f"relative error against float64, {dtype}, of forward and of the worst gradient:\n"
           f"  {'':30} kernels.py           | fast/'s               | PyTorch's own")
     for case in itertools.chain(*(make(Size(torch.device(device), dtype, 1 << 12)) for make in CASES.values())):
-        with patch.dict(kernels.table, clear=True):
+        with patched(plain_kernels(*kernels.table)):
             columns = [errors(case.ours, case.plain, case.inputs) if case.reference else []]
-        with patch.dict(kernels.table, fast.KERNELS | edition.LAYERS):
+        with patched((kernels.table, f, new) for f, new in (fast.KERNELS | edition.LAYERS).items()):
             columns += [errors(some, case.plain, case.inputs) for some in (case.ours, case.plain)]
         columns = ("  ".join(f"{e:.2e}" for e in column) for column in columns)
         print(f"  {case.name:30} " + " | ".join(f"{column:18}" for column in columns), flush=True)

@@ -3,7 +3,6 @@
 import contextlib
 import zlib
 from functools import partial
-from unittest.mock import patch
 
 import torch
 import torch.distributed as torch_dist
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import collectives as dist
 import kernels
 import parallel
+from lessons.bench.timing import patched, plain_kernels
 from model import buffers, GPT, materialize, shapes
 from theory.clock import stage_to_rank_in, stages_in
 
@@ -35,7 +35,7 @@ def random_source(config, device):
 
 def plain_model(config, device, compiled, dtype=torch.float32, pieces=None):
     """A GPT of the reference's classes, each block compiled if asked for."""
-    with patch.dict(kernels.table, clear=True):
+    with patched(plain_kernels(*kernels.table)):
         net = GPT(config, seed=None, pieces=pieces)
     materialize(net, random_source(config, device), device, dtype)
     if config.arch == "llama":  # a compiler would compute cos and sin in each block

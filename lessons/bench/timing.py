@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import platform
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import time
 import warnings
-from unittest.mock import patch
 
 import torch
 import torch.distributed as torch_dist
@@ -109,8 +109,13 @@ def patched(rows):
     """Inside, each (object, attribute, what stands in its place) holds, or (dictionary, key, value)."""
     with contextlib.ExitStack() as stack:
         for owner, name, new in rows:
-            held = patch.dict(owner, {name: new}) if isinstance(owner, dict) else patch.object(owner, name, new)
-            stack.enter_context(held)
+            if isinstance(owner, dict):
+                stack.callback(owner.update, dict(owner))
+                stack.callback(owner.clear)  # before that
+                owner[name] = new
+            else:
+                stack.callback(setattr, owner, name, inspect.getattr_static(owner, name))
+                setattr(owner, name, new)
         yield
 
 
