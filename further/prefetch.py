@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from further.buckets import all_reduce_bucket, Averager, make_buckets
 from further.flat import (
-    add_to_shard, cast_masters, EveryBackward, FlatBucket, FlatReducer, reduce_scatter_bucket)
+    add_to_shard, cast_masters, EveryBackward, FlatBucket, FlatReducer, reduce_scatter_bucket, ShardAverager)
 from further.units import units_of
 from parallel import EMBEDDINGS, group_or_world, is_matrix, take_part
 
@@ -131,8 +131,7 @@ class Prefetcher:
                 layer.register_forward_pre_hook(partial(self.before_layer, flats))
 
     def before_forward(self, unit, inputs):
-        for flat in self.flats_of[unit]:
-            self.need(flat)
+        self.before_layer(self.flats_of[unit])
         if self.in_forward:
             self.prefetch(self.next.get(unit))
 
@@ -147,16 +146,15 @@ class Prefetcher:
 
     def need(self, flat):
         """Make a flat whole. If forward is over, its unit's backward has begun."""
-        if not flat.is_whole:
-            flat.make_whole()
-            if not self.in_forward:
-                self.begin_backward(self.unit_of[flat])
-
-    def begin_backward(self, unit):
-        self.prefetch(self.previous.get(unit))
-        for done in self.flats_of.get(self.next.get(unit), ()):
-            if done not in self.until_backward:
-                done.free()
+        if flat.is_whole:
+            return
+        flat.make_whole()
+        if not self.in_forward:
+            unit = self.unit_of[flat]
+            self.prefetch(self.previous.get(unit))
+            for done in self.flats_of.get(self.next.get(unit), ()):
+                if done not in self.until_backward:
+                    done.free()
 
     def prefetch(self, unit):
         """Begin to gather a unit; `need` will wait for it."""
@@ -219,6 +217,7 @@ class FlatFSDP(Averager, nn.Module):
     prefetcher_class = Prefetcher
     reducer_class = FlatReducer
     every_backward = EveryBackward
+    kept = ShardAverager.kept
 
     def __init__(self, module, group=None, compute_dtype=None, device=None):
         super().__init__()
@@ -254,10 +253,6 @@ class FlatFSDP(Averager, nn.Module):
     def named_parameters(self, *args, **kwargs):
         """What an optimizer steps: this rank's shards, of vectors all. (parameters() asks here.)"""
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
-
-    def kept(self, param):
-        """As parallel.ZeRO0's."""
-        return self.bucket_of[param].kept(param)
 
     @torch.no_grad()
     def load(self, source):
