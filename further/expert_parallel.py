@@ -15,7 +15,7 @@ import collectives as dist
 import kernels
 from further import experts as mixture
 from further.sequence import Conjugate
-from parallel import check_replaceable, Cut, groups_of, local_parameter, set_placement
+from parallel import Cut, groups_of, local_parameter, set_placement
 
 
 # ------------------------------------------------------------------------------------ experts cut by tensor parallelism
@@ -29,7 +29,6 @@ class RowParallelExperts(nn.Module):
 
     def __init__(self, layer, group):
         super().__init__()
-        check_replaceable(layer, mixture.StackedLinear)
         cut = Cut(group, 1)
         out = layer.weight.shape[1]
         self.weight, self.bias = local_parameter(layer.weight, Cut(group, 2)), local_parameter(layer.bias, cut)
@@ -52,7 +51,6 @@ def between_f_and_g(experts, group, f, g):
 
 def cut_in_place(layer, cut):
     """Leave of the parameters of a StackedLinear this rank's parts."""
-    check_replaceable(layer, mixture.StackedLinear)
     for param in layer.parameters():
         local_parameter(param, cut)
     return layer

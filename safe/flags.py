@@ -18,7 +18,7 @@ from further.lists import check, lower, read_schedule, schedule_of
 from safe.files import tell
 from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, checked_use, reject
-from train import config_of, dashed, device_for, edition_of, flag, Flags, processes_of
+from train import AT_LEAST_1, config_of, dashed, device_for, edition_of, flag, Flags, processes_of
 
 
 # -------------------------------------------------------------------------------------------------- settings, bad input
@@ -68,10 +68,9 @@ class Parser(argparse.ArgumentParser):
 
 def check_numbers(s):
     """Reject numbers that are wrong whatever the other flags are."""
-    at_least_1 = "batch_size", "micro_batches", "dp", "tp", "pp", "cp", "ep", "virtual_stages", "timeout"
     for f in dataclasses.fields(s):
         given = getattr(s, f.name)
-        least = int(f.name in at_least_1)
+        least = int(f.name in AT_LEAST_1 or f.name == "timeout")
         reject(f.type in (int, float) and given is not None and not least <= given <= 1e9,  # nan and inf, too
                f"{dashed(f.name)} {given}: must be between {least} and a billion: give e.g. {dashed(f.name)} "
                f"{f.default or 2}")

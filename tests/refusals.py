@@ -163,7 +163,7 @@ REFUSED = {
         --init-from NO_INDEX                | model.safetensors.index.json: no index of weights
         --init-from NO_SIZE                 | makes it (1024, 16) (vocab_size 256, n_positions 1024, a GPT-2's, as there
         --init-from HF --seq-len 17         | --seq-len 17: the model in --init-from has 16; leave the flag out
-        --init-from HF --seq-len 0          | --seq-len 0 must be at least 1
+        --init-from HF --seq-len 0          | --seq-len 0: must be between 1 and
         --init-from HF --dp 2 --ep 2        | the model has none: leave --ep out
         --init-from HF --experts 4          | --experts 4: the model in --init-from has 0; leave the flag out
         --init-from HF --top-k 2            | --top-k 2: the model in --init-from has no experts; leave the flag out
