@@ -73,7 +73,8 @@ def memory_table():
     """Bytes of a rank, by ZeRO's stage, then by what is recomputed."""
     n = dist.get_world_size()
     say(f"\n{n} ranks, batch {2 * n}: a rank's bytes, measured (predicted)")
-    for flags in [{"zero": zero} for zero in range(4)] + [{"recompute": part} for part in ("mlp", "attention", "block")]:
+    recomputed = [{"recompute": part} for part in ("mlp", "attention", "block")]
+    for flags in [{"zero": zero} for zero in range(4)] + recomputed:
         trainer = make_trainer(PRESETS["tiny"], Settings(dp=n, batch_size=2 * n, device="cpu", form="lecture", **flags),
                                torch.device("cpu"))
         trainer.step(0)

@@ -89,11 +89,12 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     recompute="block" keeps x alone; "attention" drops q, k, v and attention's output, "mlp" what an MLP has inside.
     What backward then computes again exists for one block at a time, and is not counted. twice: Ulysses keeps the
     output before and after its all-to-all; a ring keeps it head by head for itself, and token by token for the
-    projection. Experts have `routed_bytes` in place of 2 inner. The embedding keeps its positions once; if the vocabulary is cut, also row numbers and a mask, 9 bytes a
-    token. The head keeps its input, LN of it, and the logits. PyTorch's loss keeps a float32 log-softmax instead of the
-    logits. The loss of a cut vocabulary keeps them as they are, and so does a `fused` one, which writes the gradient
-    over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32 numbers a token, too.
-    Where W comes after I, more than this is kept: the output gradients that W needs.
+    projection. Experts have `routed_bytes` in place of 2 inner. The embedding keeps its positions once; if the
+    vocabulary is cut, also row numbers and a mask, 9 bytes a token. The head keeps its input, LN of it, and the logits.
+    PyTorch's loss keeps a float32 log-softmax instead of the logits. The loss of a cut vocabulary keeps them as they
+    are, and so does a `fused` one, which writes the gradient over them. Every loss keeps the targets, 8 bytes a token;
+    all but PyTorch's keep three float32 numbers a token, too. Where W comes after I, more than this is kept: the output
+    gradients that W needs.
     """
     tokens = tokens_of(config, s)
     c = config.n_embd

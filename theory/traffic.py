@@ -141,7 +141,7 @@ def messages_of_tensors(config, s, stages):
     tokens = tokens_of(config, s)
     narrow, wide = widths(s)
     blocks, routed, first, last = contents(config, stages.values())
-    again = {"none": 0, "mlp": 1, "attention": 1, "block": 2}[s.recompute]  # how many of a block's two sublayers run again
+    again = {"none": 0, "mlp": 1, "attention": 1, "block": 2}[s.recompute]  # how many of a block's sublayers run again
     scatters = m * blocks * (4 + max(0, again - 1))  # the last g does not, because backward does not need its result
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
     for op in HALVES if s.sp else ["all_reduce"]:
@@ -173,7 +173,8 @@ def messages_of_context(config, s, stages):
     tokens = tokens_of(config, s)
     heads, keys = (tokens * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
     backwards = s.micro_batches * contents(config, stages.values())[0]
-    both = backwards * (2 + (s.recompute in ("attention", "block")))  # forwards and backwards: keys and values go round in each
+    again = s.recompute in ("attention", "block")
+    both = backwards * (2 + again)  # forwards and backwards: keys and values go round in each
     if s.cp_kind == "ring":
         yield Message("keys and values", "isend", "cp", [2 * keys], narrow, (s.cp - 1) * both)
         yield Message("their gradients", "isend", "cp", [2 * keys], wide, (s.cp - 1) * backwards)
