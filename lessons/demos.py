@@ -15,7 +15,7 @@ from further.experts import count_of_each, ExpertsConfig
 from further.buckets import BucketDDP
 from further.lists import check, lower
 from further.schedules import SCHEDULES
-from lessons import kernels, pages, puzzles
+from lessons import kernels, pages, puzzles, runs
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
@@ -389,7 +389,8 @@ def main():
             choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"],
                        "zero": range(4)}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices)
-    puzzles.add_to(lessons)
+    for many in (puzzles, runs):
+        many.add_to(lessons)
     try:
         launch.started()
         flags = vars(parser.parse_args())

@@ -1,6 +1,7 @@
 """A run's page: its curves over steps, its memory, and what it said of itself, in one HTML file that loads nothing.
 
     python train.py --out runs/1     writes runs/1/index.html while it trains
+    python -m lessons runs runs/*    draws several runs in one picture
 
 The curves are SVG that Python writes from log.jsonl, so the page needs no script. assets/run.html is the look.
 """
@@ -42,25 +43,33 @@ def points_of(entries, key):
     return points[:-1:len(points) // MOST + 1] + points[-1:]
 
 
-def chart(title, points):
-    """Html of a curve."""
-    steps, values = zip(*points)
+def chart(title, lines):
+    """Html of a curve for each run, {its name: points}, on one scale. A run without points keeps its colour."""
+    steps, values = zip(*(point for points in lines.values() for point in points))
     left = min(steps)
     low = min(values)
     width = max(steps) - left or 1
     height = max(values) - low or 1
-    path = " ".join(f"{70 + 540 * (x - left) / width:.1f},{170 - 150 * (y - low) / height:.1f}" for x, y in points)
-    return (f'<figure><figcaption>{title} {values[-1]:.5g}</figcaption><svg viewBox="0 0 620 190" role="img" '
-            f'aria-label="{title}"><path d="M70 15V175H615"/><polyline points="{path}"/>'
-            f'<text x="62" y="24" text-anchor="end">{max(values):.4g}</text>'
-            f'<text x="62" y="174" text-anchor="end">{low:.4g}</text><text x="70" y="188">{left}</text>'
-            f'<text x="610" y="188" text-anchor="end">step {max(steps)}</text></svg></figure>\n')
+    curves = names = ""
+    for i, (name, points) in enumerate(lines.items()):
+        if not points:
+            continue
+        path = " ".join(f"{70 + 540 * (x - left) / width:.1f},{170 - 150 * (y - low) / height:.1f}" for x, y in points)
+        curves += f'<polyline class="c{i % 6}" points="{path}"/>'
+        names += f'<span class="c{i % 6}">{html.escape(name)} {points[-1][1]:.5g}</span> '
+    return (f'<figure><figcaption>{title}<br>{names}</figcaption><svg viewBox="0 0 620 190" role="img" '
+            f'aria-label="{title}"><path d="M70 15V175H615"/>{curves}<text x="62" y="24" text-anchor="end">'
+            f'{max(values):.4g}</text><text x="62" y="174" text-anchor="end">{low:.4g}</text>'
+            f'<text x="70" y="188">{left}</text><text x="610" y="188" text-anchor="end">step {max(steps)}</text>'
+            '</svg></figure>\n')
 
 
-def page_of(title, entries, more, refresh):
-    """Html of a run's entries."""
-    curves = {name: points_of(entries, key) for key, name in CURVES.items()}
-    charts = "".join(chart(name, points) for name, points in curves.items() if points)
+def page_of(title, runs, more="", refresh=""):
+    """Html of several runs, {name: entries}, in one picture a curve."""
+    charts = ""
+    for key, name in CURVES.items():
+        lines = {run: points_of(entries, key) for run, entries in runs.items()}
+        charts += chart(name, lines) if any(lines.values()) else ""
     return string.Template(LOOK.read_text()).substitute(
         title=html.escape(title), charts=charts, more=more, refresh=refresh)
 
@@ -100,6 +109,6 @@ class Page:
             entries = entries_of(self.folder)
             more = memory_table(entries) + f"<pre>{html.escape(chr(10).join(self.said))}</pre>"
             refresh = "" if over else '<meta http-equiv="refresh" content="10">'
-            write_page(path, page_of(str(self.folder), entries, more, refresh))
+            write_page(path, page_of(str(self.folder), {"": entries}, more, refresh))
         now = time.perf_counter()
         self.next = now + 100 * (now - start)

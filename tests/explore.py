@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 
 import pytest
 
+import lessons.demos
 from further.schedules import interleaved, zero_bubble_h1
 from lessons import explore, moving, pages
 from parallel import one_f_one_b
@@ -24,7 +25,7 @@ from safe.page import MOST, Page, points_of
 from tests.browser import Browser
 from tests.pages import site_folder
 from tests.pool import close, parametrize, table
-from tests.runs import slow
+from tests.runs import output_of, slow
 from theory.clock import critical_path, simulate
 
 # --------------------------------------------------------------------------------------------------------- a run's page
@@ -47,13 +48,17 @@ def curves_of(page):
     return found
 
 
-def test_curves_have_the_steps_that_have_numbers(tmp_path):
-    page = Page(logged(tmp_path / "<one>", {"step": 1, "loss": 4.0, "lr": 1e-3}, {"step": 2, "not_finite": "loss"},
-                       {"step": 3, "loss": 2.0, "val_loss": "nan"}))
-    page.write()
-    text = (tmp_path / "<one>" / "index.html").read_text()
-    assert curves_of(text) == {"loss, nats a token": [["70.0,20.0", "610.0,170.0"]], "learning rate": [["70.0,170.0"]]}
-    assert "&lt;one&gt;" in text and "<one>" not in text and "<script" not in text
+def test_several_runs_are_one_picture(tmp_path):
+    one = logged(tmp_path / "one", {"step": 1, "loss": 4.0, "lr": 1e-3}, {"step": 3, "loss": 2.0, "val_loss": "nan"})
+    two = logged(tmp_path / "<two>", {"step": 1, "loss": 3.0, "val_loss": 9.0}, {"step": 2, "not_finite": "loss"})
+    output_of(lessons.demos.main, "runs", one, two, tmp_path / "none", "--out", tmp_path / "all" / "runs.html")
+    page = (tmp_path / "all" / "runs.html").read_text()
+    assert curves_of(page) == {"loss, nats a token": [["70.0,20.0", "610.0,170.0"], ["70.0,95.0"]],
+                               "validation loss, nats a token": [["70.0,170.0"]], "learning rate": [["70.0,170.0"]]}
+    assert {*re.findall(r'<span class="(c\d)">\S*(one|two)', page)} == {("c0", "one"), ("c1", "two")}
+    assert "&lt;two&gt;" in page and "<two>" not in page and "<script" not in page and "http-equiv" not in page
+    with pytest.raises(SystemExit, match="2"):
+        output_of(lessons.demos.main, "runs", tmp_path / "none")
 
 
 def test_a_long_run_s_curve_has_few_points_and_the_last():

@@ -291,6 +291,7 @@ REFUSED = {
         blind --quick 1                     | unrecognized arguments: 1
         pages --out EMPTY                   | --out
         pages --out MINE                    | index.html: is there, and not what would be written: name a new file
+        runs OF_NOTES --out WORDS           | words.bin: is there, and not what would be written: name a new file
         puzzles ring --into EMPTY/deep      | Not a directory; name a folder that can be written
         pages --out                         | --out
         pages --into HF                     | --into
