@@ -173,13 +173,19 @@ LEFT = """
     SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=4 SLURM_PROCID=0  1
     SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=1               each of these tasks .* srun --ntasks 1
     OMPI_COMM_WORLD_SIZE=2                              each of these tasks .* mpirun -n 1
-    SLURM_STEP_NUM_TASKS=2 RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1  2"""
+    SLURM_STEP_NUM_TASKS=2 RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1  2
+    GLOO_SOCKET_IFNAME=lo,no-such                       no-such is no network interface .* unset it
+    NCCL_SOCKET_IFNAME==no-such,l                       no-such,l is no network interface .* unset it
+    NCCL_SOCKET_IFNAME=no-such                          NCCL_SOCKET_IFNAME no-such: no-such is no network interface
+    NCCL_SOCKET_IFNAME=no-such,l                        1
+    NCCL_SOCKET_IFNAME=^no-such                         1"""
 
 
 @parametrize("left, means", table(LEFT))
 def test_what_others_left_in_the_environment(left, means):
     left = dict(re.findall(r"(\w+)=(\S*)", left))
-    with patch.dict(os.environ, left, clear=True):
+    nccl = patch.object(torch.cuda, "is_available", return_value=True)
+    with patch.dict(os.environ, left, clear=True), nccl:
         if isinstance(means, str):
             if "RANK" in means:
                 with pytest.raises(SystemExit, match="2"):
@@ -188,7 +194,7 @@ def test_what_others_left_in_the_environment(left, means):
                 safe.launch.started()
             assert not {"RANK", "LOCAL_RANK"} & {*os.environ}  # or `refuse` would leave the line to rank 0
         else:
-            kept = left if means == 2 or "SLURM_NTASKS" in left else {}
+            kept = left if means == 2 or {"NCCL_SOCKET_IFNAME", "SLURM_NTASKS"} & {*left} else {}
             assert safe.launch.started() == means and os.environ == kept
 
 
