@@ -78,6 +78,9 @@ class Lender(Prefetcher):
     """
 
     def __init__(self, flats_of):
+        # torch.compile may trace the units, and not what changes a parameter's class or asks for an address.
+        for hook in "before_forward", "before_layer", "after_forward", "pack", "unpack":
+            setattr(self, hook, torch.compiler.disable(getattr(self, hook)))
         super().__init__(flats_of)
         self.lent = []
         for flat in self.flats:
