@@ -19,6 +19,7 @@ from lessons import kernels, pages, puzzles, runs
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
+from lessons.compiled import demo_compile
 from lessons.explore import explore
 from lessons.extension import demo_extension
 from lessons.forms import demo_forms
@@ -350,6 +351,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "sizes": (demo_sizes, {}),
     "machine": (demo_machine, {"model": "gpt2-xl", "machine": "h100"}),
     "kernels": (kernels.main, {}),
+    "compile": (demo_compile, {}),
     "collectives": (demo_collectives, {"ranks": 4}),
     "forms": (demo_forms, {"ranks": 2}),
     "memory": (demo_memory, {"model": "gpt2-xl", "dp": 8}),

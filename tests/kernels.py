@@ -3,7 +3,9 @@
 import functools
 import itertools
 import math
+import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from typing import NamedTuple
@@ -21,7 +23,7 @@ import further.experts
 import further.rms_norm
 import kernels
 import model
-from tests.pool import close, GPUS, parametrize, table
+from tests.pool import close, GPUS, HERE, parametrize, table
 from fast import edition
 from fast.adamw import AdamW
 from fast.exchange import AllToAll, sum_rows
@@ -29,6 +31,7 @@ from fast.experts import FusedExperts
 from fast.norm import add_layer_norm
 from further import by_hand
 from further.experts import ExpertsConfig, MixtureOfExperts
+from lessons.compiled import occupancy
 from lessons.kernels import attention, CASES, main, tiles_read
 from safe.flags import BadInput, check_layout, Settings
 from safe.sizes import checked_use
@@ -542,3 +545,22 @@ def test_groups_do_not_touch_each_other(either_way):
         assert not dw[2].any() and not db[2].any()
         results.append([y[rows], dx[rows], dw[others], db[others]])
     assert all(map(torch.equal, *results))
+
+
+def test_a_kernel_compiles_for_a_gpu_that_is_not_there():
+    """Neighbours are loaded four at a time, every second number alone; products are those of the tensor cores."""
+    if not kernels.HAVE_TRITON:
+        pytest.skip("no Triton")
+    command = [sys.executable, "-m", "lessons", "compile"]
+    compiler = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=compiler, cwd=HERE, capture_output=True, text=True, timeout=300)
+    rows = dict(re.findall(r"^(.*?)  +(\d.*)", done.stdout, re.MULTILINE))
+    assert "2 ld.global.v4.b32, " in rows["copy, stride 1"] and "8 ld.global.b32, " in rows["copy, stride 2"]
+    products = [re.search(r" (\d+) wgmma\S*m64n128k(\d+)\.f32\.(\w+)", rows[f"product, {kind}"])
+                for kind in ("bf16", "fp32")]
+    # Two warpgroups share 128 rows, and a round has k = 32. Of float32 three products make one.
+    assert [tuple(found.groups()) for found in products] == [("2", "16", "bf16"), ("12", "8", "tf32")]
+    assert occupancy(128, 0, 4) == 16 and occupancy(129, 0, 4) == 12 and occupancy(32, 100 << 10, 8) == 16
+    refused = subprocess.run(command, env=compiler | {"TRITON_INTERPRET": "1"}, cwd=HERE, capture_output=True,
+                             text=True)
+    assert refused.returncode == 2 and "env -u TRITON_INTERPRET python -m lessons compile" in refused.stderr
