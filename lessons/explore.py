@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from further.lists import parse
 from lessons import moving, pages
@@ -117,12 +117,15 @@ class Explorer(BaseHTTPRequestHandler):
     timeout = 20  # seconds that a browser may be silent in the middle of a request
 
     def do_GET(self):
-        self.tell(urlsplit(self.path).query)
+        self.tell(self.path.partition("?")[2])
 
     def do_POST(self):
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length[:9]) > LIMIT:
-            return self.answer(413, f"give a body of at most {LIMIT} bytes, with its Content-Length")
+            self.answer(413, f"give a body of at most {LIMIT} bytes, with its Content-Length")
+            while self.rfile.read1(1 << 16):  # a browser that still sends would see a broken connection, and no answer
+                pass
+            return
         body = self.rfile.read(int(length))
         if len(body) < int(length):
             return self.answer(400, f"the body ends after {len(body)} of {length} bytes")
@@ -137,7 +140,7 @@ class Explorer(BaseHTTPRequestHandler):
             return True
 
     def tell(self, query):
-        token, _, name = urlsplit(self.path).path[1:].partition("/")
+        token, _, name = self.path.partition("?")[0][1:].partition("/")
         knows = hmac.compare_digest(token.encode(), self.server.token.encode())
         if not knows or self.headers.get("Host") not in self.server.hosts:
             return self.answer(403, "give the address that `python -m lessons explore` has printed")

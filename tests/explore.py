@@ -209,6 +209,8 @@ def test_the_server_refuses_all_else_in_a_line(server):
         assert found == status and (status == 414 or text.count("\n") == 0 < len(text)), (path[:60], found, text)
     for host in "example.com", f"127.0.0.1:{server.server_port + 1}", "":
         assert asked(server, "/TOKEN/pipeline.json", Host=host)[0] == 403
+    assert asked(server, "http://[bad/pipeline.html", Host="here")[0] == 403
+    assert asked(server, "/TOKEN/run", "text=" + 10**7 * "F")[0] == 413
     assert asked(server, "/TOKEN/run", "text=rank+0++F0")[0] == 400
     assert asked(server, "/wrong/run", "")[0] == 403
     assert asked(server, "/TOKEN/pipeline.html", "")[0] == 404
@@ -233,7 +235,7 @@ def test_a_part_of_a_body_is_not_taken_for_all(server):
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(server):
-    """One that is too large is not read. One who is silent keeps nobody else waiting."""
+    """One that is too large is dropped. One who is silent keeps nobody else waiting."""
     for length in "10000000", "-1", "many", "", "100":
         connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
         connection.putrequest("POST", f"/{server.token}/run")
