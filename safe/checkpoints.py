@@ -278,16 +278,19 @@ def begin_anew(out, s, checkpoint):
 def lock(folder, identity):
     """Make --out this run's own, on rank 0, and keep a second run from writing there.
 
-    Returns the file .lock, which is locked until it is closed or this process ends. It names the process. Rank 0
-    empties it when all is saved; the process that started the ranks looks at it to choose its exit code."""
+    Returns the file .lock, which is locked until it is closed or this process ends. It names the process. The
+    process that starts the ranks keeps its lock for them. Rank 0 empties the file when all is saved; the process that
+    started the ranks looks at it to choose its exit code."""
     out = pathlib.Path(folder)
     with writable(out, "--out"):
         file = (out / ".lock").open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BadInput(f"--out {out}: {(out / '.lock').read_text().strip() or 'another run'} writes there; "
-                           f"wait for its end, or give --out {out}-2 and leave --resume out") from None
+            holder = (out / ".lock").read_text().strip() or "another run"
+            starter = f"process {os.getppid()} on {socket.gethostname()}" if "RANK" in os.environ else ""
+            reject(holder != starter, f"--out {out}: {holder} writes there; wait for its end, or give --out {out}-2 "
+                   "and leave --resume out")
         except OSError as error:
             if error.errno not in (*UNKNOWN, errno.ENOLCK):
                 raise

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -323,10 +324,10 @@ class WatchedRun(Run):
             sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
         torch.set_num_threads(min(torch.get_num_threads(), launch.cores()))
         if self.processes != self.world:
-            if self.lock:  # release it, for the rank 0 that is about to start
-                self.lock.truncate(0)
-                self.lock.close()
-            launch.start_again(self.processes, lambda: not self.lock or not os.path.getsize(self.lock.name))
+            # This process keeps the lock for its ranks. Its name stands in the file until rank 0 writes its own.
+            holder = pathlib.Path(self.lock.name).read_text if self.lock else str
+            own = holder()
+            launch.start_again(self.processes, lambda: holder() in ("", own))
         watch = Watch(self.s.timeout)
         try:
             watch.start()

@@ -25,7 +25,7 @@ from tests.pool import forkserver, GPUS, HERE, in_new_process, on_linux, on_rank
 from tests.refusals import refusal_of_layout
 from tests.runs import TINY, Ranks, command, import_from, log_of, processes, ran
 import safe.launch
-from safe.checkpoints import checkpoints
+from safe.checkpoints import checkpoints, lock
 from safe.sizes import BadInput
 import train
 
@@ -96,6 +96,26 @@ def test_processes_end_with_their_launcher(text, tmp_path, how, code):
     assert not left_of([pid, *ranks]) and run.end() == [code], run.printed()
     assert code != 0 or checkpoints(tmp_path) and f"{how}: the" in run.printed()
     assert how != "SIGINT" or "Traceback" not in run.printed()
+
+
+def test_who_starts_the_ranks_keeps_the_folder_for_them(text, tmp_path, monkeypatch):
+    """Until rank 0 has the folder, too, no other run gets it."""
+    def start(_, saved):
+        with pytest.raises(BadInput, match=f"process {os.getpid()} on .* writes there"):
+            lock(tmp_path, {})
+        for name, value in ("getppid", os.getpid()), ("getpid", 0):
+            monkeypatch.setattr(os, name, lambda value=value: value)
+        monkeypatch.setenv("RANK", "0")
+        assert saved()
+        file = lock(tmp_path, {})
+        assert not saved()
+        file.truncate(0)
+        sys.exit(saved())
+
+    monkeypatch.setattr(safe.launch, "start_again", start)
+    monkeypatch.setattr(sys, "argv", ["", *FLAGS, text, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="True"):
+        train.main()
 
 
 NEW = """
