@@ -23,6 +23,7 @@ from lessons.compiled import demo_compile
 from lessons.explore import explore
 from lessons.extension import demo_extension
 from lessons.forms import demo_forms
+from lessons.graph import demo_graph
 from lessons.lecture8 import demo_lecture8
 from lessons.machine import demo_machine
 from lessons.measuring import demo_measuring
@@ -361,6 +362,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
+    "graph": (demo_graph, {"model": "tiny"}),
     "measuring": (demo_measuring, {"ranks": 2}),
     "lecture8": (demo_lecture8, {"ranks": 2}),
     "extension": (demo_extension, {}),

@@ -101,6 +101,14 @@ SHOWN = [
     # K is 0.84M, of 4 bytes
     ("measuring", 2, """
           zero 0                parameters 3.2 MiB (3.2 MiB)  gradients 3.2 MiB (3.2 MiB)  optimizer 6.4 MiB (6.4"""),
+    # x, its norm, q, k, v, attention's output, x + that, its norm, the MLP before and after GELU; nodes share tensors
+    ("graph", 1, """
+          13  9 12 12 ScaledDotProductFlashAttentionForCpuBackward0
+                      key          (1, 4, 128, 32)      192.0 KiB
+        ...
+                      query        (1, 4, 128, 32)      kept above
+        ...
+        kept in all 1,052,672 bytes, by the formula 1,052,672"""),
     # The next unit is gathered under this one, and waited for when it computes; the last one stays whole, because
     # backward begins with it. Embeddings' backward needs no weights.
     ("fsdp", 2, """
