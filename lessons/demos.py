@@ -1,14 +1,16 @@
 """Demos of the reading path, on a laptop."""
 
 import argparse
+import dataclasses
 import json
+import math
 import os
 import re
 
 import torch
 
 import collectives as dist
-from further import expert_parallel
+from further import expert_parallel, llama
 from further.context import own_tokens, seen
 from further.expert_parallel import split_experts
 from further.experts import count_of_each, ExpertsConfig
@@ -32,7 +34,7 @@ from lessons.overlap import demo_overlap
 from lessons.path import demo_path
 from lessons.pictures import costs_of, spans_of
 from lessons.together import demo_together, operation
-from model import GPT, PRESETS, GPTConfig
+from model import GPT, PRESETS, GPTConfig, shapes
 from parallel import average_gradients, make_mesh, tensor_parallel
 import safe
 from safe import launch
@@ -97,14 +99,21 @@ def demo_collectives():
 
 
 def demo_sizes():
-    """Parameters, FLOPs and training bytes of every preset."""
+    """Parameters, FLOPs and training bytes of every preset; a block's matrices over C^2."""
     print(f"{'preset':12} {'layers':>6} {'heads':>5} {'width':>5} {'vocab':>6} {'context':>7} {'parameters':>13} "
           f"{'FLOPs/token':>12} {'training MiB':>12}")
     for name, c in PRESETS.items():
         print(f"{name:12} {c.n_layer:6} {c.n_head:5} {c.n_embd:5} {c.vocab_size:6} {c.seq_len:7} {c.parameters():13,} "
               f"{c.flops_per_token():12.3g} {16 * c.parameters() / 2**20:12,.0f}")
     print("\nFLOPs/token: 6 (K - T C) + 12 L C T, forward and backward. Training: float32 weights 4 bytes a parameter, "
-          "gradients 4,\nAdamW 8; activations come on top.")
+          "gradients 4,\nAdamW 8; activations come on top.\n\n"
+          f"{'matrices of a block over C^2':32}{'q, k, v':>12}{'projection':>12}{'MLP, up':>12}{'MLP, down':>12}{'all':>8}")
+    wide = dataclasses.replace(llama.PRESETS["1b"], n_kv_head=0)
+    for name, c in {"GPT-2 XL": PRESETS["gpt2-xl"], "Llama, hidden layer 8/3 C": dataclasses.replace(wide, inner=0),
+                    "Llama, hidden layer 4 C": wide, "  and half as many k and v": llama.PRESETS["1b"]}.items():
+        sizes = [math.prod(shape) / c.n_embd**2 for leaf, shape in shapes(c).items()
+                 if leaf.startswith("h.0.") and len(shape) > 1]
+        print(f"{name:32}{''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):8.2f}")
 
 
 def demo_memory(model, dp):

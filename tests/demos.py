@@ -67,6 +67,12 @@ SHOWN = [
         Of 27 ms of traffic 6 show"""),
     # 53 tensors x 2 messages x 3 steps. Of ZeRO-3 34 vectors x 2, 19 matrices x 3, but 2 embeddings once less. In
     # ZeRO-1 a rank keeps K and momentum for its half of K; a GPT's 8 K are 437.5 KiB.
+    # 3 + 1 + 2 x 4; of the gated MLP three matrices, each 8/3 or 4; GQA halves two of q, k, v
+    ("sizes", 1, """
+        GPT-2 XL                                3.00        1.00        4.00        4.00   12.00
+        ...
+        Llama, hidden layer 4 C                 3.00        1.00        8.00        4.00   16.00
+          and half as many k and v              2.00        1.00        8.00        4.00   15.00"""),
     # 8 micro-batches, of which rank 0 holds 2 at a time in 1F1B and 8 in GPipe; an all-gather of 64 and of 32 hidden
     # numbers, and an all-reduce of 32, for 4 x 32 tokens
     ("forms", 2, """
