@@ -28,7 +28,7 @@ from lessons.forms import demo_forms
 from lessons.graph import demo_graph
 from lessons.lecture8 import demo_lecture8
 from lessons.machine import demo_machine
-from lessons.measuring import demo_measuring
+from lessons.measuring import demo_fp16, demo_measuring
 from lessons.moving import fsdp_step, ring_states, ring_steps, zero3_step
 from lessons.overlap import demo_overlap
 from lessons.path import demo_path
@@ -372,6 +372,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
     "graph": (demo_graph, {"model": "tiny"}),
+    "fp16": (demo_fp16, {"ranks": 1}),
     "measuring": (demo_measuring, {"ranks": 2}),
     "lecture8": (demo_lecture8, {"ranks": 2}),
     "extension": (demo_extension, {}),
@@ -384,7 +385,8 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "explore": (explore, {"port": 0})}
 TYPES = {"port": int, "zero": int, "break": operation}  # else a text, or a number above 0
 # Each rank is a process and runs the demo.
-ON_RANKS = demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_measuring, demo_lecture8, demo_forms
+ON_RANKS = (demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
+            demo_forms)
 
 
 def main():

@@ -6,6 +6,7 @@ Ultra-Scale Playbook, the chapters on profiling and on GPUs; CS336 lecture 6. do
 """
 
 import gc
+import math
 import os
 import time
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import collectives as dist
+from further.loss_scale import LossScale
 from lessons.bench.strategies import make_trainer
 from lessons.bench.timing import is_first, mark, of_all_ranks, say, synchronize
 from model import GPT, PRESETS
@@ -81,6 +83,19 @@ def memory_table():
         predicted, measured = predicted_bytes(trainer), measured_bytes(trainer)
         say(f"  {' '.join(map(str, *flags.items())):22}"
             + "  ".join(f"{kind} {size(m)} ({size(predicted[kind])})" for kind, m in measured.items()))
+
+
+def demo_fp16():
+    """fp16's loss scale, begun too high: steps are skipped, and halve it, until gradients fit; then it doubles."""
+    n = dist.get_world_size()
+    trainer = make_trainer(PRESETS["tiny"], Settings(dp=n, batch_size=2 * n, device="cpu", dtype="fp16", plain=True),
+                           torch.device("cpu"))
+    trainer.scaler = LossScale(start=2.0**22, interval=4)
+    say("step  loss scale      loss  gradient norm")
+    for step in range(12):
+        scale, skipped = trainer.scaler.scale, trainer.skipped
+        loss, norm = trainer.step(step)
+        say(f"{step + 1:4}  2^{math.log2(scale):<8.0f}{loss:10.4f}  {norm:13.4f}" + "  skipped" * (trainer.skipped - skipped))
 
 
 def demo_measuring():

@@ -107,6 +107,15 @@ SHOWN = [
     # K is 0.84M, of 4 bytes
     ("measuring", 2, """
           zero 0                parameters 3.2 MiB (3.2 MiB)  gradients 3.2 MiB (3.2 MiB)  optimizer 6.4 MiB (6.4"""),
+    # Begun at 2^22, the scale is halved by each skipped step, and doubled after four good ones.
+    ("fp16", 1, """
+           2  2^21
+        ...
+        inf  skipped
+        ...
+           3  2^20
+        ...
+          10  2^20"""),
     # x, its norm, q, k, v, attention's output, x + that, its norm, the MLP before and after GELU; nodes share tensors
     ("graph", 1, """
           13  9 12 12 ScaledDotProductFlashAttentionForCpuBackward0
