@@ -38,7 +38,8 @@ def compiled(kernel, types, constants, num_warps=4):
         kernel, {name: types.get(name, "constexpr") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind != "fp32"})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "enable_fp_fusion": True})
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def registers_of(made):
@@ -60,8 +61,9 @@ def occupancy(registers, shared, num_warps):
 
 def cases():
     """(name, kernel, types, constants, warps)"""
+    floats = {"x_ptr": "*fp32", "y_ptr": "*fp32"}
     for stride in 1, 2:
-        yield f"copy, stride {stride}", _copy, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"STRIDE": stride, "BLOCK": 1024}, 4
+        yield f"copy, stride {stride}", _copy, floats, {"STRIDE": stride, "BLOCK": 1024}, 4
     sizes = dict.fromkeys(("M", "N", "K", "a_row", "b_row"), "i32")
     for kind in "bf16", "fp32":
         rows = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr"), f"*{kind}")

@@ -18,6 +18,7 @@ from further.buckets import BucketDDP
 from further.lists import check, lower
 from further.schedules import SCHEDULES
 from lessons import kernels, pages, puzzles, runs
+from lessons.allocator import demo_allocator
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
@@ -107,7 +108,8 @@ def demo_sizes():
               f"{c.flops_per_token():12.3g} {16 * c.parameters() / 2**20:12,.0f}")
     print("\nFLOPs/token: 6 (K - T C) + 12 L C T, forward and backward. Training: float32 weights 4 bytes a parameter, "
           "gradients 4,\nAdamW 8; activations come on top.\n\n"
-          f"{'matrices of a block over C^2':32}{'q, k, v':>12}{'projection':>12}{'MLP, up':>12}{'MLP, down':>12}{'all':>8}")
+          f"{'matrices of a block over C^2':32}{'q, k, v':>12}{'projection':>12}{'MLP, up':>12}"
+          f"{'MLP, down':>12}{'all':>8}")
     wide = dataclasses.replace(llama.PRESETS["1b"], n_kv_head=0)
     for name, c in {"GPT-2 XL": PRESETS["gpt2-xl"], "Llama, hidden layer 8/3 C": dataclasses.replace(wide, inner=0),
                     "Llama, hidden layer 4 C": wide, "  and half as many k and v": llama.PRESETS["1b"]}.items():
@@ -372,6 +374,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
     "graph": (demo_graph, {"model": "tiny"}),
+    "allocator": (demo_allocator, {}),
     "fp16": (demo_fp16, {"ranks": 1}),
     "measuring": (demo_measuring, {"ranks": 2}),
     "lecture8": (demo_lecture8, {"ranks": 2}),

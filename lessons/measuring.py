@@ -95,7 +95,8 @@ def demo_fp16():
     for step in range(12):
         scale, skipped = trainer.scaler.scale, trainer.skipped
         loss, norm = trainer.step(step)
-        say(f"{step + 1:4}  2^{math.log2(scale):<8.0f}{loss:10.4f}  {norm:13.4f}" + "  skipped" * (trainer.skipped - skipped))
+        say(f"{step + 1:4}  2^{math.log2(scale):<8.0f}{loss:10.4f}  {norm:13.4f}"
+            + "  skipped" * (trainer.skipped - skipped))
 
 
 def demo_measuring():

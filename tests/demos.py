@@ -107,6 +107,11 @@ SHOWN = [
     # K is 0.84M, of 4 bytes
     ("measuring", 2, """
           zero 0                parameters 3.2 MiB (3.2 MiB)  gradients 3.2 MiB (3.2 MiB)  optimizer 6.4 MiB (6.4"""),
+    # Equal steps find the blocks of the one before; blocks of other lengths lie between what longer ones need.
+    ("allocator", 1, """
+        1,024 tokens in each step  tensors at most     4.6 GiB, reserved     4.7 GiB
+        ...
+        448 to 1,024 tokens        tensors at most     4.6 GiB, reserved     7.2 GiB"""),
     # Begun at 2^22, the scale is halved by each skipped step, and doubled after four good ones.
     ("fp16", 1, """
            2  2^21
