@@ -14,6 +14,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as torch_dist
 from torch.distributed import ReduceOp
 
 import collectives as dist
@@ -83,6 +84,7 @@ class Mailboxes:
         self.rank = link.rank
         self.size = link.size
         self.timeout = link.timeout
+        self.called = torch_dist.get_process_group_ranks(link.group)  # what users call each rank of the group
         fd = os.memfd_create("mailboxes")  # a file in memory alone, which goes with the last process that maps it
         self.own_ends = [os.fdopen(fd, "r+b", 0)]
         os.ftruncate(fd, self.size * SLOTS * (HEAD_BYTES + SLOT_BYTES))  # only pages that are written take memory
@@ -154,8 +156,8 @@ class Mailboxes:
             head, part = cut(peer.receives)
             its_head, slot = next(peer.source)
             if (sent := its_head.tobytes()) != head:
-                raise RuntimeError(f"rank {peer.rank} of the group sends {sent.decode().strip()}, "
-                                   f"rank {self.rank} expects {head.decode().strip()}")
+                raise RuntimeError(f"rank {self.called[peer.rank]} sends {sent.decode().strip()}, "
+                                   f"rank {self.called[self.rank]} expects {head.decode().strip()}")
             part.copy_(slot[:len(part)])
             peer.full -= 1
             peer.emptied += 1
@@ -182,7 +184,7 @@ class Mailboxes:
         for fd, _ in heard:
             said = os.read(fd, 4096)
             if not said:
-                raise RuntimeError(f"Connection closed by rank {of[fd].rank} of the group")
+                raise RuntimeError(f"Connection closed by rank {self.called[of[fd].rank]}")
             of[fd].full += said.count(self.FULL)
             of[fd].empty += said.count(self.EMPTY)
 

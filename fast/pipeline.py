@@ -120,8 +120,7 @@ class PatientPipeline(HalvedPipeline):
     def post(self, receive):
         source = self.stage_to_rank[receive.stage]
         result = carried(receive)
-        whose = f"{MADE_BY[result.kind]} of micro-batch {result.micro_batch}"
-        what = f"{whose} from rank {self.ranks[source]} (pipeline rank {source})"
+        what = f"{MADE_BY[result.kind]} of micro-batch {result.micro_batch} from rank {self.ranks[source]}"
         buffer = self.room_for(receive.micro_batch)
         with lost_peer_named(f"posted the {what}"):
             handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])

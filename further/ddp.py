@@ -8,6 +8,7 @@ A BucketDDP with what PyTorch's DistributedDataParallel does besides. docs/own-m
 import zlib
 
 import torch
+from torch.distributed import get_process_group_ranks
 
 import collectives as dist
 from further.buckets import BucketDDP
@@ -54,11 +55,11 @@ def refuse_unlike(tensors, group):
     mine = torch.tensor(mine, device=dist.link_of(group).device)
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(ranks, mine, group)
-    for rank, (count, elements, kind) in enumerate(torch.stack(ranks).tolist()):
+    for rank, (count, elements, kind) in zip(get_process_group_ranks(group), torch.stack(ranks).tolist()):
         if kind != ranks[0][2]:
-            raise ValueError(f"rank {rank} of the group has another model than rank 0: {count} parameters and buffers "
-                             f"of {elements} elements, not {ranks[0][0]} of {ranks[0][1]}, or in other shapes, dtypes "
-                             "or requires_grad")
+            raise ValueError(f"rank {rank} has another model than the group's first rank: {count} parameters and "
+                             f"buffers of {elements} elements, not {ranks[0][0]} of {ranks[0][1]}, or in other shapes, "
+                             "dtypes or requires_grad")
 
 
 def refuse_new(module, known):
@@ -75,10 +76,10 @@ def refuse_other_order(reducer, group):
     mine = torch.tensor([len(order), zlib.crc32(repr(order).encode())], device=dist.link_of(group).device)
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(ranks, mine, group)
-    for rank, of_rank in enumerate(torch.stack(ranks).tolist()):
+    for rank, of_rank in zip(get_process_group_ranks(group), torch.stack(ranks).tolist()):
         if of_rank != mine.tolist():
-            raise RuntimeError(f"rank {rank} of the group has used other parameters in backward than this one: ZeRO-2 "
-                               "and 3 want the same on all ranks, DDP and stage=1 take a layer left out for zeros")
+            raise RuntimeError(f"rank {rank} has used other parameters in backward than this one: ZeRO-2 and 3 want "
+                               "the same on all ranks, DDP and stage=1 take a layer left out for zeros")
 
 
 def kind_of(param):

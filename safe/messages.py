@@ -85,7 +85,7 @@ class Watched(Link):
             room, own = (blocks(*tensor_and_sizes, self.size)[self.rank]
                          for tensor_and_sizes in zip(arguments[:2], arguments[2:]))
             if room != own:  # copy_ would broadcast one element to many, without an error
-                raise ValueError(f"{name}: rank {self.rank} sends itself {own} elements, and has room for {room}")
+                raise ValueError(f"{name}: rank {dist.get_rank()} sends itself {own} elements, and has room for {room}")
 
     def exchange(self, sends=(), receives=()):
         with self.named():

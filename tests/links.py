@@ -88,14 +88,15 @@ class WindowGlooLink(DirectGlooLink):
 
 
 @contextlib.contextmanager
-def served_by(kind):
-    """A new link, which knows nothing of earlier calls, carries the world's messages; then the old one again."""
-    dist.link_of(None)  # one to come back to
-    link = dist.process.links[torch_dist.group.WORLD]["in use"] = kind(torch_dist.group.WORLD)
+def served_by(kind, group=None):
+    """A new link, which knows nothing of earlier calls, carries a group's messages; then the old one again."""
+    group = group or torch_dist.group.WORLD
+    dist.link_of(group)  # one to come back to
+    link = dist.process.links[group]["in use"] = kind(group)
     try:
         yield link
     finally:
-        dist.use(None, "ours")
+        dist.use(group, "ours")
         link.close()
 
 
