@@ -24,9 +24,11 @@ import json
 import math
 import os
 import pathlib
+import shlex
 import sys
 import sysconfig
 import tempfile
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
@@ -775,6 +777,27 @@ def refuse(why):
     sys.exit(2)
 
 
+TASKS = {"SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"), "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
+         "PMI_SIZE": ("mpiexec", "PMI_RANK")}  # how many tasks: (who starts them, which one this is)
+
+
+def started_by_tasks():
+    """What is wrong where srun, mpirun or mpiexec has started this whole program several times; "" if none has. Tasks
+    but the first one end here without a word."""
+    for name, (starter, number) in TASKS.items():
+        tasks = os.environ.get(name, "1")
+        if tasks in ("", "1"):
+            continue
+        if os.environ.get(number, "0") != "0":
+            time.sleep(2)  # the first one must speak before mpirun ends it
+            sys.exit(2)
+        once = "srun --ntasks 1 " * (starter == "srun")
+        return (f"{starter} has started this program {tasks} times ({name}), and each would train by itself: start "
+                f"{once}torchrun --nproc_per_node {tasks} train.py {shlex.join(sys.argv[1:])} (several nodes: "
+                "docs/running.md)")
+    return ""
+
+
 def started():
     """How many processes torchrun has started; 1 without it."""
     given = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")]
@@ -782,6 +805,8 @@ def started():
     whole = all(given) and (rank + world + port).isdigit() and int(rank) < int(world)
     if (rank or world) and not whole:
         refuse("the environment has a part of what torchrun sets: start with torchrun, or unset RANK and WORLD_SIZE")
+    if not whole and (why := started_by_tasks()):
+        refuse(why)
     return int(world or 1)
 
 

@@ -1,6 +1,7 @@
 """Starting the processes of a layout, and ending them together."""
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import pathlib
@@ -8,6 +9,8 @@ import re
 import signal
 import socket
 import sys
+import threading
+import time
 from datetime import timedelta
 
 import torch
@@ -15,6 +18,7 @@ import torch.distributed as torch_dist
 
 from collectives import meeting_place
 from safe.sizes import BadInput, reject
+from train import started_by_tasks
 
 
 # --------------------------------------------------------------------------------------------------- starting processes
@@ -45,10 +49,8 @@ def started():
     whole = all(given.values()) and all(map(str.isdigit, numbers)) and int(rank) < int(world)
     if not whole:
         forget_launcher()
-        for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE":  # srun's, mpirun's, mpiexec's
-            tasks = os.environ.get(name, "1")
-            reject(tasks not in ("", "1"), f"{name}={tasks}: each of these tasks would start all processes: start one, "
-                   "as srun --ntasks 1 or mpirun -n 1 does, or give the tasks torchrun to run")
+        why = started_by_tasks()
+        reject(why, why)
     reject(not whole and (rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no "
            "MASTER_ADDR and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
     return int(world)
@@ -112,6 +114,7 @@ def start_again(processes, saved=lambda: True):
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    keep_quiet()
     end_with_launcher()
     forget_launcher()
     if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,.*)?", os.environ.get("OMP_NUM_THREADS", "")):
@@ -129,7 +132,8 @@ def start_again(processes, saved=lambda: True):
     # The address, because ranks would look up a machine name that may not resolve.
     flags = ["--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", str(processes)]
     try:
-        run.run(run.parse_args([*flags, *words, *sys.argv[1:]]))
+        with second_interrupt_quits():  # ranks end with this process
+            run.run(run.parse_args([*flags, *words, *sys.argv[1:]]))
     except ChildFailedError as error:  # the rank itself has said what happened
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped")
@@ -138,6 +142,17 @@ def start_again(processes, saved=lambda: True):
             sys.exit(0 if saved() else 1)
         sys.exit(130)
     sys.exit(0)
+
+
+def keep_quiet():
+    """Let torchrun's log leave out that it hands on a signal, and that a rank has ended, which `start_again` says."""
+    def is_news(record):
+        error = record.exc_info and record.exc_info[1]
+        return record.levelno > logging.WARNING and not isinstance(error, torch.multiprocessing.ProcessExitedException)
+
+    for name in "agent.server.api", "multiprocessing.api":
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_news)
+    logging.getLogger("torch.multiprocessing.spawn").addFilter(is_news)
 
 
 def threads():
@@ -164,7 +179,37 @@ def forked():
     """Undo in a forked rank what belongs to its launcher: signal handlers, and a thread for each core."""
     for name in signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT:
         signal.signal(name, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # a number a level of nesting
+
+
+@contextlib.contextmanager
+def second_interrupt_quits(say=lambda: None):
+    """Inside, the first Ctrl-C calls `say()`, beside Python's handler, and the second one ends this process, also where
+    it waits in a receive, in which Python calls no handler. Within a second two are one: the terminal sends it to all
+    ranks, and torchrun hands it on to them."""
+    heard, tell_it = os.pipe()
+    os.set_blocking(tell_it, False)
+
+    def listen():
+        first = None
+        while number := os.read(heard, 1):
+            if number[0] != signal.SIGINT:
+                continue
+            if first and time.monotonic() - first > 1:
+                os._exit(130)
+            if not first:
+                first = time.monotonic()
+                say()
+        os.close(heard)
+
+    before = signal.set_wakeup_fd(tell_it)
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(tell_it)
 
 
 def end_after_sigterm():

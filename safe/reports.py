@@ -135,7 +135,8 @@ def measured(trainer):
         trainer.share = (own.sum() / loads.sum() * ranks).item()
 
 
-def describe(trainer):
+def describe(trainer, trains):
+    """Print what the run is. trains: whether steps are left; else it only samples."""
     s = trainer.s
     c = trainer.config
     mesh = trainer.net.mesh
@@ -145,7 +146,6 @@ def describe(trainer):
     gpus = gpus_here()
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
     axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1) + f" x pp {s.pp} ({s.schedule_file or s.schedule})" * (s.pp > 1)
-    left_out = "; " * bool(run.left_out) + about_left_out(run.left_out)
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trainer.say(
         f"mode     {run.mode}\n"
@@ -154,13 +154,27 @@ def describe(trainer):
         f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}"
         f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}\n"
         f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
-        f"{parameters_in_words(c)}, {s.dtype}\n"
+        f"{parameters_in_words(c)}, {s.dtype}" + about_vocabulary(trainer) * (not trains))
+    if trains:
+        describe_training(trainer)
+    elif s.out and s.steps:
+        trainer.say(f"steps    all {s.steps} are done: --resume --steps {2 * s.steps} trains on")
+
+
+def describe_training(trainer):
+    s = trainer.s
+    c = trainer.config
+    run = trainer.run
+    left_out = "; " * bool(run.left_out) + about_left_out(run.left_out)
+    trainer.say(
         f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s to train on, "
         f"{len(trainer.held_out):,} held out{left_out}{about_vocabulary(trainer)}\n"
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
+    if s.out:
+        trainer.say(f"page     {s.out}/index.html: its curves, while the run goes on")
     if speed.half_counted(c) and speed.peak_flops(trainer.device):
         trainer.say(f"speed    {speed.HALF_COUNTED}")
 

@@ -14,7 +14,7 @@ import torch
 import collectives as dist
 from safe import launch
 from safe.checkpoints import (
-    check_optimizer, check_same_data, differences, find_checkpoint, fingerprint, lock, run_of, start_of,
+    check_optimizer, check_same_data, checkpoints, differences, find_checkpoint, fingerprint, lock, run_of, start_of,
     write_checkpoint)
 from safe.data import (
     bytes_a_token, check_data, check_pipe, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
@@ -66,7 +66,7 @@ class WatchedTrainer(Trainer):
         self.bytes_a_token = bytes_a_token(self.held_out, self.vocabulary)
         if self.run.lock:
             self.page = Page(self.s.out)
-        describe(self)
+        describe(self, trains=(saved["step"] if saved else 0) < self.s.steps)
         with contextlib.suppress(Terminated):
             super().train(saved)
         if self.page:
@@ -120,7 +120,7 @@ class WatchedTrainer(Trainer):
     def say(self, text):
         if dist.get_rank() == 0:
             tell(text)
-            if self.page and not text.startswith("step"):
+            if self.page and not text.startswith(("step", "saved")):
                 self.page.said.append(text)
 
     def where(self, done):
@@ -141,7 +141,7 @@ class WatchedTrainer(Trainer):
         if self.stopping:
             if self.s.out:
                 self.save(done)
-            kept = "the same command goes on from here" if self.s.out and self.saved else "nothing is saved"
+            kept = f"the same command goes on from step {done}" if self.s.out and self.saved else "nothing is saved"
             self.say(f"{self.where(done)}  {signal.Signals(self.stopping).name}: {kept}")
             raise Terminated
 
@@ -206,8 +206,7 @@ class WatchedTrainer(Trainer):
             if dist.get_rank() == 0:
                 sync(self.log.file)
                 write_checkpoint(self, done, tensors)
-                if self.stopping or done == self.s.steps:
-                    self.say(f"saved    {self.s.out}: log.jsonl, step-{done:08}")
+                self.say(f"saved    step {done}: {self.s.out}/step-{done:08}")
             self.saved = True
         except OSError as error:
             self.saved = False
@@ -223,7 +222,7 @@ class WatchedTrainer(Trainer):
         least, most = self.agree(-first, first)
         reject(most != -least, f"ranks found checkpoints of steps {-least} to {most}: --out and --resume must be "
                "folders that all nodes share")
-        if saved:
+        if saved and first < self.s.steps:
             changes = differences(saved["run"], self.run.identity, ("flags",))
             self.say(f"resume   {self.run.checkpoint.path}: " + ", ".join([f"after step {first}", *changes]))
         if first < self.s.steps:
@@ -253,6 +252,7 @@ class WatchedRun(Run):
     flags = Settings
     trainer = WatchedTrainer
     lock = log = saved = None
+    interrupted = False  # whether Ctrl-C has ended it
 
     def __init__(self, arguments):
         try:
@@ -328,7 +328,7 @@ class WatchedRun(Run):
             holder = pathlib.Path(self.lock.name).read_text if self.lock else str
             own = holder()
             launch.start_again(self.processes, lambda: holder() in ("", own))
-        watch = Watch(self.s.timeout)
+        watch = Watch(self.s.timeout, self.how_to_go_on)
         try:
             watch.start()
             device = dist.initialize(self.s.device, FOR_EVER, launch.settled_rendezvous)
@@ -338,20 +338,30 @@ class WatchedRun(Run):
             watch.give_up(error)
         watch.done = True
         dist.destroy_process_group()
-        sys.exit(0 if saved else 1)
+        sys.exit(130 if self.interrupted else 0 if saved else 1)
+
+    def how_to_go_on(self):
+        """A line for the user, after this run's end; "" where nothing is saved."""
+        found = checkpoints(self.s.out) if self.s.out else []
+        return f"the same command goes on from step {int(found[-1].stem[5:])}" if found else ""
 
     def train(self, device):
         """Train, as Run.start does. Returns whether everything was saved; always True on ranks other than 0."""
         trainer = self.trainer(self.s, self.config, self.source, self.data, device, self.edition)
         trainer.run = self
         # A cluster sends SIGTERM before it takes the machine away, a terminal SIGHUP when it is closed, which is
-        # ignored under nohup. The handler only sets a number, so that this step ends and is saved. It stays after an
-        # error, because torchrun sends SIGTERM to ranks that still print it.
-        ends = [end for end in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(end) != signal.SIG_IGN]
+        # ignored under nohup, and SIGINT at Ctrl-C, which without --out ends a rank at once. The handler only sets a
+        # number, so that this step ends and is saved. It stays after an error, because torchrun sends SIGTERM to ranks
+        # that still print it.
+        ends = [signal.SIGTERM, signal.SIGHUP, *[signal.SIGINT] * bool(self.s.out)]
+        ends = [end for end in ends if signal.getsignal(end) != signal.SIG_IGN]
         before = [signal.signal(end, lambda number, _: setattr(trainer, "terminated", number)) for end in ends]
-        trainer.train(self.saved)
+        hint = "Ctrl-C   this step ends and is saved; a second Ctrl-C quits at once"
+        with launch.second_interrupt_quits(partial(trainer.say, hint)) if self.s.out else contextlib.nullcontext():
+            trainer.train(self.saved)
         for end, handler in zip(ends, before):
             signal.signal(end, handler)
+        self.interrupted = trainer.stopping == signal.SIGINT
         if trainer.terminated:
             launch.end_after_sigterm()
         if self.lock and trainer.saved:

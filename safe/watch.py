@@ -30,6 +30,8 @@ class Watch:
         except Exception as error: watch.give_up(error)
         finally: watch.done = True
 
+    how_to_go_on() is a line for the user, or "". The first rank that is alive prints it at the end.
+
     A sign is [the time, how this rank ended, what it is doing]. A rank that gives up reads the last signs of the others
     and names those that are silent (killed, stopped, cut off); if all are alive, it says what each of them is doing.
     """
@@ -38,8 +40,9 @@ class Watch:
     end = None  # what this rank's sign says of its end: the error; "" if another rank is to blame
     done = False
 
-    def __init__(self, timeout):
+    def __init__(self, timeout, how_to_go_on=str):
         self.timeout = timeout
+        self.how_to_go_on = how_to_go_on
         self.pause = min(0.2, timeout / 10)
         self.ending = threading.Lock()
 
@@ -83,9 +86,10 @@ class Watch:
             time.sleep(self.pause)
 
     def _others(self):
-        """In words: which other ranks are silent; if none is, which have failed; if none has, what each is doing."""
+        """(the silent ranks among the others, in words which these are; if none is, which have failed; if none has, what
+        each is doing)."""
         before = self._signs()
-        silent = []
+        silent = {}
         failed = []
         others = []
         for _ in range(4):
@@ -97,8 +101,8 @@ class Watch:
             if end:
                 failed.append(f"rank {rank} failed in {what}: {end}")
             elif end is None and sign == before[rank]:
-                silent.append(f"rank {rank} gives no sign of life since {what}")
-        return "; ".join(silent or failed or others[:8])
+                silent[rank] = f"rank {rank} gives no sign of life since {what}"
+        return {*silent}, "; ".join([*silent.values()] or failed or others[:8])
 
     def give_up(self, error):
         """Print this rank, its step and operation, the error, and the state of the other ranks; end the process. What
@@ -107,14 +111,20 @@ class Watch:
             time.sleep(60)  # the other thread is about to end this process
         what = doing()
         others = ""
+        silent = set()
         lost = isinstance(error, (str, PeerError, torch_dist.DistError))
         if not lost and not isinstance(error, BadInput):
             traceback.print_exception(error)
         if self.store:
             with contextlib.suppress(torch_dist.DistError):
-                others = f"; {self._others()}" if lost else ""
+                if lost:
+                    silent, words = self._others()
+                    others = f"; {words}"
                 self.end = "" if lost else f"{type(error).__name__}: {error}"
                 self._sign()
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         tell(f"train.py: {rank}{what}: {error}{others}", sys.stderr)
+        first = not self.store or get_rank() == min({*range(get_world_size())} - silent)
+        if first and not isinstance(error, BadInput) and (more := self.how_to_go_on()):
+            tell(f"train.py: {more}", sys.stderr)
         os._exit(1)

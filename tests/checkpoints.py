@@ -139,15 +139,23 @@ def test_the_newest_of_plain_s_checkpoints_has_the_largest_number(tmp_path):
     assert further.resume.newest(tmp_path).name == "step-00000010.pt"
 
 
+TRAINING = "(?m)^(data|batch|memory|page|resume|step|traffic|saved) "  # lines of a run that trains
+
+
 def test_resume_takes_settings_along_and_says_what_changes(start, tmp_path):
     def run(flags):
         return ran(["--device", "cpu", *flags.split(), str(out)], 1, tmp_path / "log")
 
     out = tmp_path / "run"
-    start("--steps 3 --seed 5 --save-every 2 --out OUT/run").said()
+    first = "--steps 3 --seed 5 --save-every 2 --out OUT/run"
+    said = start(first).said()
+    assert re.findall(r"saved    step (\d): \S+/run/step-0000000\1\n", said) == ["2", "3"] and "/index.html: " in said
+    said = start(first).said()
+    assert "steps    all 3 are done: --resume --steps 6 trains on\n" in said and not re.search(TRAINING, said)
     assert ("step-00000003: after step 3, --steps 3 there, 5 here, --lr 0.002 there, 0.005 here"
             in run("--steps 5 --lr 0.005 --log-every 1 --resume --out"))
-    run("--sample 6 --steps 0 --resume")  # leaves nothing
+    said = run("--sample 6 --steps 0 --resume")  # leaves nothing
+    assert "--- sample, 6 tokens" in said and not re.search(TRAINING, said)
     assert log_of(out, "step") == [1, 2, 3, 4, 5]
     assert open_checkpoint(out / "step-00000005", True).manifest["run"]["flags"]["seed"] == 5
     assert sorted(os.listdir(out)) == [
@@ -242,7 +250,7 @@ def test_killed_at_each_point_of_a_write(start, trained, tmp_path):
     assert end_of(out) == end_of(tmp_path / "whole") and not [*out.glob(".step*")]
 
 
-def test_killed_or_stalled_rank_is_named_by_the_others(start):
+def test_killed_or_stalled_rank_is_named_by_the_others(start, tmp_path):
     """At once, or within the timeout. A run that is suspended for longer, while the other has its turn, goes on."""
     stalled = start("--steps 1000000 --tp 2 --pp 2 --timeout 5", 4, "stalled")
     silent = stalled.processes[1]
@@ -251,10 +259,10 @@ def test_killed_or_stalled_rank_is_named_by_the_others(start):
         for rank in range(4):
             stalled.kill(rank, signal.SIGSTOP)
         started = time.time()
-        killed = start("--steps 1000000 --dp 3 --batch-size 9 --timeout 60", 3, "killed")
-        killed.wait_for("step      20/")
-        killed.kill(2)
-        assert killed.end() == [1, 1, -9]
+        killed = start("--steps 1000000 --dp 3 --batch-size 9 --timeout 60 --out OUT/killed --save-every 20", 3, "killed")
+        killed.wait_for("saved    step 20")
+        killed.kill(0)
+        assert killed.end() == [-9, 1, 1]
         time.sleep(max(0, started + 6 - time.time()))
         stalled.since = os.path.getsize(stalled.log)
         for rank in range(4):
@@ -266,8 +274,10 @@ def test_killed_or_stalled_rank_is_named_by_the_others(start):
     finally:
         silent.kill()  # or pytest would wait for it in the end
     said, row = killed.printed(), r"(?m)^train.py: rank \d: step \d+, \w.*rank {} gives no sign of life since step"
-    assert re.search(row.format(2), said) and "Traceback" not in said
-    assert len(re.findall(r"(?m)^train.py: rank [01]: step \d+, \w", said)) == 2, said
+    assert re.search(row.format(0), said) and "Traceback" not in said
+    assert len(re.findall(r"(?m)^train.py: rank [12]: step \d+, \w", said)) == 2, said
+    saved = int(checkpoints(tmp_path / "killed")[-1].name[5:])
+    assert said.count("goes on") == said.count(f"train.py: the same command goes on from step {saved}\n") == 1, said
     assert len(re.findall(row.format(1), stalled.printed())) == 3, stalled.printed()
 
 
@@ -287,7 +297,7 @@ def test_sigterm_saves_and_the_run_goes_on(start, trained, tmp_path):
     flags, out = "--steps 60 --save-every 0 --dp 2 --out OUT/", tmp_path / "run"
     trained(2, flags + "whole")
     said = start(flags + "run", 2, before=functools.partial(at_step_20, signal.SIGTERM)).said()
-    assert "SIGTERM: the same command goes on from here" in said
+    assert "SIGTERM: the same command goes on from step " in said
     step = end_of(out)[0]
     assert 20 <= step < 60 and max(log_of(out, "step")) == step
     assert f"after step {step}" in start(flags + "run", 2).said()

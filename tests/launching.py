@@ -78,9 +78,10 @@ def by_a_terminal(at_its_end=signal.SIG_DFL):
 
 
 @on_linux
-@parametrize("how, code", [("SIGINT", 130), ("SIGTERM", 0), ("SIGHUP", 0), ("SIGKILL", -9)])
+@parametrize("how, code", [("SIGINT", 130), ("SIGINT twice", 130), ("SIGTERM", 0), ("SIGHUP", 0), ("SIGKILL", -9)])
 def test_processes_end_with_their_launcher(text, tmp_path, how, code):
-    """SIGTERM and a closed terminal leave a checkpoint, Ctrl-C no traceback. Under nohup no terminal ends them."""
+    """SIGTERM, a closed terminal and Ctrl-C leave a checkpoint, and no traceback; the second Ctrl-C waits for no step.
+    Under nohup no terminal ends them."""
     run = Ranks([*FLAGS, text, "--out", str(tmp_path), "--steps", "1000000"], 1, tmp_path / "log", launcher="fork",
                 before=by_nohup if how == "SIGTERM" else by_a_terminal)
     run.wait_for("\nstep ")
@@ -92,10 +93,16 @@ def test_processes_end_with_their_launcher(text, tmp_path, how, code):
             os.kill(process, signal.SIGHUP)
         run.since = os.path.getsize(run.log)
         run.wait_for("\nstep ")
-    os.kill(pid, signal.Signals[how])
-    assert not left_of([pid, *ranks]) and run.end() == [code], run.printed()
-    assert code != 0 or checkpoints(tmp_path) and f"{how}: the" in run.printed()
-    assert how != "SIGINT" or "Traceback" not in run.printed()
+    since = time.time()
+    if how == "SIGINT twice":
+        os.kill(ranks[1], signal.SIGSTOP)  # no step ends now
+        os.kill(pid, signal.SIGINT)
+        time.sleep(1.2)
+    os.kill(pid, signal.Signals[how.split()[0]])
+    assert not left_of([pid, *ranks]) and run.end() == [code] and time.time() < since + 20, run.printed()
+    if saved := checkpoints(tmp_path):
+        assert f"{how}: the same command goes on from step {int(saved[-1].stem[5:])}\n" in run.printed()
+    assert bool(saved) == (how not in ("SIGINT twice", "SIGKILL")) and "Traceback" not in run.printed()
 
 
 def test_who_starts_the_ranks_keeps_the_folder_for_them(text, tmp_path, monkeypatch):
@@ -191,8 +198,9 @@ LEFT = """
     RANK=x WORLD_SIZE=1 MASTER_ADDR=here MASTER_PORT=1  unset RANK
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=x  unset RANK and WORLD_SIZE
     SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=4 SLURM_PROCID=0  1
-    SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=1               each of these tasks .* srun --ntasks 1
-    OMPI_COMM_WORLD_SIZE=2                              each of these tasks .* mpirun -n 1
+    SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0  srun has .* 4 times .*: start srun --ntasks 1 torchrun .* 4 train.py
+    OMPI_COMM_WORLD_SIZE=2  mpirun has .* 2 times .*: start torchrun --nproc_per_node 2 train.py
+    PMI_SIZE=2 PMI_RANK=0                               mpiexec has started this program 2 times
     SLURM_STEP_NUM_TASKS=2 RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1  2
     GLOO_SOCKET_IFNAME=lo,no-such                       no-such is no network interface .* unset it
     NCCL_SOCKET_IFNAME==no-such,l                       no-such,l is no network interface .* unset it
@@ -207,7 +215,7 @@ def test_what_others_left_in_the_environment(left, means):
     nccl = patch.object(torch.cuda, "is_available", return_value=True)
     with patch.dict(os.environ, left, clear=True), nccl:
         if isinstance(means, str):
-            if "RANK" in means:
+            if "IFNAME" not in str(left):
                 with pytest.raises(SystemExit, match="2"):
                     train.started()
             with pytest.raises(BadInput, match=means):
@@ -216,6 +224,13 @@ def test_what_others_left_in_the_environment(left, means):
         else:
             kept = left if means == 2 or {"NCCL_SOCKET_IFNAME", "SLURM_NTASKS"} & {*left} else {}
             assert safe.launch.started() == means and os.environ == kept
+
+
+def test_one_of_srun_s_tasks_speaks_for_all(monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with (patch.dict(os.environ, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="1", clear=True),
+          pytest.raises(SystemExit, match="2")):
+        safe.launch.started()
 
 
 def test_a_world_size_without_a_rank_is_no_world_of_one():
