@@ -1039,12 +1039,21 @@ def inside(group, groups):
     return any(set(ranks(group)) <= set(ranks(other)) for other in groups)
 
 
+def cut_over(parameters):
+    """All groups over which any of these parameters is cut. Those of neighbours come first, and small ones, so that all
+    ranks take them in one order."""
+    groups = {group for param in parameters for group in placement_of(param).sharded_over}
+    ranks = {group: torch.distributed.get_process_group_ranks(group) for group in groups}
+    return sorted((group for group in groups if len(ranks[group]) > 1),
+                  key=lambda group: (ranks[group][1] - ranks[group][0], len(ranks[group])))
+
+
 def params_of(optimizer):
     """What an optimizer steps; None steps nothing."""
     return [param for group in optimizer.param_groups for param in group["params"]] if optimizer else []
 
 
-def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
+def clip_grad_norm_(parameters, max_norm, groups=None, scale=1.0):
     """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the
     norm, float64. Call it after finish_grad_sync, on all ranks.
 
@@ -1056,10 +1065,11 @@ def clip_grad_norm_(parameters, max_norm, groups=(), scale=1.0):
         shard of a norm's weight           dp, pp        2 (tp)    each part twice, halved
         shard of the tied embedding        dp, tp, pp    2 (sums)  stages 0 and 1 hold the same, halved
 
-    groups: all that parameters may be cut over; ValueError where one is missing. scale: fp16's, divided out first.
+    groups: left out, those over which these parameters are cut. A pipeline gives [None], all ranks, because a stage may
+    have no parameters; ValueError where a group is missing. scale: fp16's, divided out first.
     """
-    groups = list(map(group_or_world, groups))
     parameters = list(dict.fromkeys([parameters] if isinstance(parameters, torch.Tensor) else parameters))
+    groups = cut_over(parameters) if groups is None else list(map(group_or_world, groups))
     device = parameters[0].device if parameters else None
     parameters = [p for p in parameters if p.grad is not None]
     over = {group for p in parameters for group in placement_of(p).sharded_over if dist.get_world_size(group) > 1}

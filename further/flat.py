@@ -217,7 +217,7 @@ class FlatOptimizer(ShardAverager):
         optimizer = FlatOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
         with optimizer.no_sync(): loss.backward()              every micro-batch but the last
         loss.backward(); optimizer.finish_grad_sync()          gradients: reduce-scatter
-        clip_grad_norm_(optimizer.shards, 1.0, [group])
+        clip_grad_norm_(optimizer.shards, 1.0)
         optimizer.step(); optimizer.zero_grad()                own shard stepped, parameters: all-gather
 
     params: any parameters or parameter groups; they become views of flat buffers, equal on all ranks of the group.

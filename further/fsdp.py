@@ -36,8 +36,8 @@ class OfPart:
         name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__  # of an attribute
         if name in OfPart.NORMS:
             raise RuntimeError("an FSDP's rank has parts of parameters and gradients, and the norm of a part is not "
-                               "that of the whole: parallel.clip_grad_norm_(model.parameters(), max_norm, [group]) "
-                               "clips by the norm over all ranks, and returns it; with max_norm 0 it only returns it")
+                               "that of the whole: parallel.clip_grad_norm_(model.parameters(), max_norm) clips "
+                               "by the norm over all ranks, and returns it; with max_norm 0 it only returns it")
         with torch._C.DisableTorchFunctionSubclass():  # so that results are common tensors
             if name in ("dim", "ndim", "ndimension") and isinstance(args[0], Part):
                 return len(args[0].placement.whole)

@@ -3,6 +3,9 @@
     python train.py --together --dp 2 --tp 2               a breakpoint() stops in one rank, and the others stand still
     together.join(4)                                       in place of your own program's dist.initialize
     together.run(4, body)                                  [what body() returns on each of 4 ranks of a world]
+    python -m pdb train.py --together --dp 4               a breakpoint of pdb's stops in every rank that comes there
+
+Where a debugger stops, `ranks[3]` is rank 3, as further/deadlock.py `Seen` shows it.
 
 collectives.py, parallel.py and train.py run unchanged. PyTorch keeps groups for each thread, as its own tests want it,
 and `Queues` is a backend with isend and irecv. A rank runs until it waits for a message, or has sent one. Then a draw
@@ -12,11 +15,13 @@ Read with: CS336 lecture 8; Kahn, "The Semantics of a Simple Language for Parall
 ranks receive in order, and write nothing that is still being sent, computes the same in every order.
 """
 
+import builtins
 import itertools
 import random
 import runpy
 import sys
 import threading
+from bdb import Bdb, BdbQuit
 from collections import defaultdict
 from concurrent.futures import Future
 from functools import partial
@@ -29,7 +34,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 import collectives as dist
-from further.deadlock import operation, purpose, told
+from further.deadlock import operation, purpose, Seen, told
 
 
 class Deadlock(RuntimeError):
@@ -50,10 +55,21 @@ class Task(threading.Thread):
         world.can_go_on(self)
         self.start()
 
-    def run(self):
+    def wait_for_turn(self):
+        """A debugger goes along from rank to rank, because Python traces each thread by itself."""
         self.turn.acquire()
+        if is_debugger(self.world.trace) or is_debugger(sys.gettrace()):
+            sys.settrace(self.world.trace)
+            for frame in Seen(self).frames():  # calls that have begun
+                frame.f_trace = self.world.trace
+
+    def run(self):
+        self.wait_for_turn()
         try:
             self.done.set_result(self.body())
+        except BdbQuit as error:
+            self.world.quit = error
+            return self.world.ended.set()
         except BaseException as error:  # noqa: BLE001  who asks for the result raises it
             self.done.set_exception(error)
         self.body = None  # whose tensors may go
@@ -68,8 +84,12 @@ class Task(threading.Thread):
         return self.done.result()
 
     def frame(self):
-        """Where it stands."""
-        return sys._current_frames()[self.ident]
+        """Where it stands; None if it has ended."""
+        return sys._current_frames().get(self.ident)
+
+
+def is_debugger(trace):
+    return isinstance(getattr(trace, "__self__", None), Bdb)
 
 
 class Worker:
@@ -111,6 +131,7 @@ class World:
         self.ready, self.asleep, self.ranks, self.deadlock = ([], []), defaultdict(list), [], ""
         self.messages, self.posted, self.counts = {}, {}, defaultdict(itertools.count)
         self.ended = threading.Event()
+        self.trace = self.quit = None  # what Python traces the rank with whose turn it is; a debugger's end
 
     def can_go_on(self, task):
         self.ready[task.rank is not task].append(task)
@@ -124,7 +145,7 @@ class World:
         else:
             self.can_go_on(me)
         self.pass_on()
-        me.turn.acquire()
+        me.wait_for_turn()
         if self.deadlock and waits_for:
             raise Deadlock(self.deadlock)
 
@@ -165,6 +186,7 @@ class World:
         task = tasks.pop(self.random.randrange(len(tasks)))
         ThreadLocalWorld._world = task.rank.groups
         dist.process = task.rank.process
+        self.trace = sys.gettrace()
         task.turn.release()
 
 
@@ -211,7 +233,8 @@ class Worlds(ThreadLocalWorld):
 
 
 def run(n, body, world=None):
-    """[body() of each of n ranks, which have joined one another]. Raises the first error, or the Deadlock."""
+    """[body() of each of n ranks, which have joined one another]. Raises the first error, or the Deadlock, or BdbQuit
+    where a debugger was left."""
     world, store = world or World(), torch_dist.HashStore()
 
     def joined(rank):
@@ -220,16 +243,21 @@ def run(n, body, world=None):
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     kept, groups, hook = (dist.Worker, dist.process), c10d._world, sys.excepthook
+    before = getattr(builtins, "ranks", None)
     dist.Worker, c10d._world = Worker, Worlds()
     isolate(True)
     try:
         world.ranks += [Task(world, f"rank {rank}", partial(joined, rank)) for rank in range(n)]
+        builtins.ranks = [*map(Seen, world.ranks)]  # a debugger finds it in any frame
         world.pass_on()
         world.ended.wait()
     finally:
         isolate(False)
         dist.Worker, dist.process = kept
         c10d._world, sys.excepthook = groups, hook
+        builtins.ranks = before
+    if world.quit:
+        raise world.quit
     for rank in sorted(world.ranks, key=lambda rank: isinstance(rank.done.exception(), Deadlock)):
         rank.done.result()  # raises what another rank may wait for in vain
     return [rank.done.result() for rank in world.ranks]
@@ -238,6 +266,10 @@ def run(n, body, world=None):
 def join(n):
     """In place of `dist.initialize`: run this program again as each of n ranks, and exit. There, the device."""
     if not isinstance(current_thread(), Task):
-        run(n, lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
+        try:
+            run(n, lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
+        except BdbQuit:
+            if is_debugger(sys.gettrace()):  # `python -m pdb` ends then
+                raise
         sys.exit()
     return torch.device("cpu")

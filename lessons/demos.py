@@ -34,7 +34,7 @@ from lessons.moving import fsdp_step, ring_states, ring_steps, zero3_step
 from lessons.overlap import demo_overlap
 from lessons.path import demo_path
 from lessons.pictures import costs_of, spans_of
-from lessons.together import demo_together, operation
+from lessons.together import demo_together, function
 from model import GPT, PRESETS, GPTConfig, shapes
 from parallel import average_gradients, make_mesh, tensor_parallel
 import safe
@@ -381,12 +381,22 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "extension": (demo_extension, {}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
     "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "form": "lecture", "out": None, "many_ranks": 0,
-                                 "break": None}),
+                                 "break": None, "rank": None}),
     "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0, "form": "lecture"}),
     "blind": (demo_blind, {"quick": False, "out": None}),
     "pages": (pages.pages, {"out": "runs/site"}),
     "explore": (explore, {"port": 0})}
-TYPES = {"port": int, "zero": int, "break": operation}  # else a text, or a number above 0
+TYPES = {"port": int, "zero": int, "break": function, "rank": int}  # else a text, or a number above 0
+HELP = {  # of the flags
+    "model": "preset of the GPT", "machine": "whose rates count", "ranks": "how many", "dp": "replicas",
+    "tp": "ranks each layer is cut over", "pp": "ranks the layers are spread over", "stages": "of the pipeline",
+    "micro_batches": "of a step", "virtual_stages": "stages a rank, of the schedule interleaved",
+    "trace": "a trace.json of train.py --trace: its times in place of units", "tokens": "on each rank",
+    "form": "edition of the strategies", "out": "file for the picture, an .svg; of pages, their folder",
+    "many_ranks": "run a ring of so many, FSDP, and a pipeline; 8 or more",
+    "break": "stop in pdb in this function, e.g. all_reduce, isend, ZeRO0.average, collectives.ring_all_reduce",
+    "rank": "of --break: stop on this rank; left out, on the first that comes", "zero": "stage of ZeRO",
+    "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
 ON_RANKS = (demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
             demo_forms)
@@ -397,16 +407,17 @@ def main():
                     "ranks safe/ says which of them failed.")
     lessons = parser.add_subparsers(required=True, metavar="LESSON")
     for name, (demo, flags) in DEMOS.items():
-        lesson = lessons.add_parser(name, help=demo.__doc__)
+        lesson = lessons.add_parser(name, help=demo.__doc__, description=demo.__doc__)
         lesson.set_defaults(demo=demo)
         for flag, default in flags.items():
             if default is False:
-                lesson.add_argument(dashed(flag), action="store_true")
+                lesson.add_argument(dashed(flag), action="store_true", help=HELP[flag])
                 continue
+            told = HELP[flag] + f" (default: {default})" * bool(default)
             kind = TYPES.get(flag, positive if isinstance(default, int) else str)
             choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"],
                        "zero": range(4)}.get(flag)
-            lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices)
+            lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
     for many in (puzzles, runs):
         many.add_to(lessons)
     try:

@@ -2,24 +2,27 @@
 
     python -m lessons together --dp 2 --tp 2 --out step.svg         a step's messages, and its picture on a clock
     python -m lessons together --dp 2 --tp 2 --break all_reduce     pdb in the rank that calls it first; `ranks[3]`, too
+    python -m lessons together --break ZeRO0.average --rank 2       in rank 2, in any function of the reference
     python -m lessons together --form full --out step.svg          buckets leave while backward computes
     python -m lessons together --many-ranks 256                    a ring of 256, FSDP on 64, 1F1B on 1,024
 """
 
 import argparse
-import builtins
 import contextlib
 import functools
 import inspect
 import math
 import os
 import pdb
+import sys
 import time
+from bdb import BdbQuit
 from collections import Counter, defaultdict
 from threading import current_thread
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as torch_dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -27,7 +30,6 @@ import collectives as dist
 import parallel
 import train
 from further import together
-from further.deadlock import waiting
 from further.prefetch import FlatFSDP
 from lessons.pictures import box, check_picture, COLOURS, legend, write_rows
 from lessons.puzzles import HERE
@@ -87,49 +89,51 @@ class Computing(TorchDispatchMode):
 
 # ---------------------------------------------------------------------------------------------------------- in one rank
 
-class Seen:
-    """A rank, as another one sees it in pdb: what it waits for, its line, its tensors. ranks[3]["x"] is its x."""
-
-    def __init__(self, task):
-        self.task = task
-
-    def frame(self):
-        """The innermost call of the five files."""
-        frame = self.task.frame()
-        while frame and os.path.dirname(frame.f_code.co_filename) != str(HERE):
-            frame = frame.f_back
-        return frame
-
-    def __getitem__(self, name):
-        return self.frame().f_locals[name]
-
-    def __repr__(self):
-        frame, task = self.frame(), self.task
-        if not frame:
-            return f"{task.name} has not begun, or has ended"
-        tensors = [f"{name} {tuple(t.shape)}" for name, t in frame.f_locals.items() if isinstance(t, torch.Tensor)]
-        place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
-        return "; ".join([waiting(task) if task.waits_for else f"{task.name} can go on", place, *tensors])
+def functions_called(name):
+    """The codes of the functions and methods of this name in the reference: all_reduce, ZeRO1.average,
+    collectives.isend. PyTorch's isend and irecv are among them, because all messages of a collective go through them."""
+    sent = map(inspect.unwrap, (torch_dist.isend, torch_dist.irecv))
+    found = {function.__code__ for function in sent if function.__name__ == name}
+    for module in [*sys.modules.values()]:
+        if os.path.dirname(getattr(module, "__file__", None) or "") not in (str(HERE), str(HERE / "further")):
+            continue
+        for owner in module, *[kind for kind in vars(module).values() if isinstance(kind, type)]:
+            for value in vars(owner).values():
+                function = inspect.unwrap(getattr(value, "__func__", value))
+                if inspect.isfunction(function) and function.__module__ == module.__name__:
+                    whole = f".{module.__name__}.{function.__qualname__}"
+                    found |= {function.__code__} if whole.endswith(f".{name}") else set()
+    return found
 
 
-def operation(name):
-    """A function of collectives.py, for --break."""
-    if not inspect.isfunction(getattr(dist, name, None)):
-        raise argparse.ArgumentTypeError(f"{name} is no function of collectives.py: give e.g. --break all_reduce")
+def function(name):
+    """For --break."""
+    if not functions_called(name):
+        raise argparse.ArgumentTypeError(f"{name} is no function of the five files or of further/: give e.g. --break "
+                                         "all_reduce or --break ZeRO1.average")
     return name
 
 
-def stop_in(name, world):
-    """From now on the first call of dist's function of this name stops in pdb."""
-    real = getattr(dist, name)
+class Debugger(pdb.Pdb):
+    """pdb that stops in the first call of a function, on a rank if one is given, and says in its prompt where it is."""
+    stopped = False
 
-    def stop(*arguments, **options):
-        setattr(dist, name, real)
-        builtins.ranks = [*map(Seen, world.ranks)]
-        print(f"{current_thread().name} calls {name}. `up` is its caller, `ranks` are all, `c` goes on.")
-        pdb.set_trace()
-        return real(*arguments, **options)
-    setattr(dist, name, stop)
+    def __init__(self, name, rank):
+        super().__init__()
+        self.reset()
+        self.botframe = sys._getframe()
+        for code in functions_called(name):
+            on_rank = f"__import__('collectives').get_rank() == {rank}" if rank is not None else None
+            self.set_break(code.co_filename, code.co_firstlineno, False, on_rank, code.co_name)
+        self.set_continue()
+
+    def interaction(self, frame, traceback):
+        self.prompt = f"({current_thread().name}) "
+        if not self.stopped:
+            self.clear_all_breaks()
+            print("`up` is the caller, `ranks` are all ranks, `c` goes on, `q` quits.")
+        self.stopped = True
+        super().interaction(frame, traceback)
 
 
 def step_of(world, layout, edition):
@@ -199,8 +203,9 @@ def many(n):
               f"({messages * nbytes:,}){clock}; took {time.perf_counter() - start:.1f} s")
 
 
-def demo_together(dp, tp, pp, form, out, many_ranks, **stop):
+def demo_together(dp, tp, pp, form, out, many_ranks, rank, **stop):
     """All ranks as threads of one process: a step's messages, pdb in one rank, hundreds of ranks."""
+    name = stop["break"]
     if out:
         check_picture(out, "--out")
     if many_ranks:
@@ -209,10 +214,21 @@ def demo_together(dp, tp, pp, form, out, many_ranks, **stop):
         return many(many_ranks)
     reject(8 % dp or 8 % tp or pp > 6, f"--dp {dp} --tp {tp} --pp {pp}: 8 sequences, 8 heads and 6 pieces cannot be "
            "shared out so: give e.g. --dp 2 --tp 2 --pp 1")
+    n = dp * tp * pp
+    reject(rank is not None and not name, f"--rank {rank} is for --break: give --break all_reduce, too")
+    reject(rank is not None and not 0 <= rank < n, f"--rank {rank}: there are ranks 0 to {n - 1}: give --rank 0")
     world, layout = Clock(MACHINES["h200"]), train.Layout(dp=dp, tp=tp, pp=pp)
-    if stop["break"]:
-        stop_in(stop["break"], world)
-    losses = together.run(dp * tp * pp, functools.partial(step_of, world, layout, train.edition_of(form)), world)
+    if name:
+        debugger = Debugger(name, rank)
+        sys.settrace(debugger.trace_dispatch)
+    try:
+        losses = together.run(n, functools.partial(step_of, world, layout, train.edition_of(form)), world)
+    except BdbQuit:
+        return
+    finally:
+        sys.settrace(None)
+    if name and not debugger.stopped:
+        print(f"{'no rank has' if rank is None else f'rank {rank} has not'} called {name} in this step")
     for moment, sender, receiver, nbytes, operation in world.log[-10:]:
         print(f"{1e6 * moment:9.1f} us  rank {sender} -> rank {receiver}  {nbytes:9,} bytes  {operation}")
     print(f"the last of {len(world.log)} messages; a step takes {1e6 * max(world.now.values()):.0f} us on an H200's "

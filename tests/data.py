@@ -149,7 +149,7 @@ def test_data_parallel_and_zero_on_modules_nobody_here_wrote(kind, way, rank, si
                 model(*of_ranks[rank]).square().mean().backward()
         sync.finish_grad_sync()
         model(*of_ranks[rank])  # ZeRO-3 gathers weights that the step then replaces
-        norm = parallel.clip_grad_norm_(stepped_by(opt), 0.05, [None])
+        norm = parallel.clip_grad_norm_(stepped_by(opt), 0.05)
         assert close(norm, nn.utils.clip_grad_norm_(one.parameters(), 0.05)) and norm > 0.05
         reference.step()
         opt.step()
@@ -346,8 +346,7 @@ def test_what_people_do_between_steps_is_what_one_process_does(change, way, rank
         one(x.view(8, 6)).square().mean().backward()
         model(x[rank]).square().mean().backward()
         sync.finish_grad_sync()
-        norms = [parallel.clip_grad_norm_(stepped_by(some), 0.01, groups) for some, groups in (
-            (reference, []), (opt, [None]))]
+        norms = [parallel.clip_grad_norm_(stepped_by(some), 0.01) for some in (reference, opt)]
         reference.step()
         opt.step()
         weights = model.full_state_dict() if way == 3 else net.state_dict()

@@ -280,8 +280,10 @@ REFUSED = {
         data --ranks two                    | --ranks
         experts --ranks -1                  | --ranks
         memory --model gpt9                 | --model
-        together --break nosuch             | nosuch is no function of collectives.py: give e.g. --break all_reduce
-        together --break ranks[3]           | ranks[3] is no function of collectives.py
+        together --break nosuch             | nosuch is no function of the five files or of further/: give e.g. --break all_reduce
+        together --break ranks[3]           | ranks[3] is no function of the five files
+        together --rank 1                   | --rank 1 is for --break: give --break all_reduce, too
+        together --break isend --rank 4     | --rank 4: there are ranks 0 to 3: give --rank 0
         together --dp 3                     | give e.g. --dp 2 --tp 2 --pp 1
         together --pp 7                     | give e.g. --dp 2 --tp 2 --pp 1
         together --many-ranks 7             | give --many-ranks 8 or more
@@ -479,7 +481,6 @@ def test_bad_input_is_one_line_and_exit_code_2(main, row, files, refusal, monkey
         monkeypatch.setattr(safe.data, "standard_library", lambda: [files["ASCII"]])
         monkeypatch.setenv("WORLD_SIZE", (re.findall(r"torchrun --nproc_per_node (\d+)", said) or [""])[0])
     if main in (train.main, further.bpe.main) or words[0] == "together":  # others take minutes, or a browser
-        monkeypatch.setattr(lessons.together, "stop_in", lambda *_: None)
         text = re.sub("give (more )?text|give --data TEXT", f"give --data {files['TEXT']}", said)
         text = text.replace("TOKENS.bin", str(files["TOKENS"]))
         heed(lambda words: refusal(main, words), words, text)

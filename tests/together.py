@@ -1,11 +1,13 @@
 """All ranks as threads of one process: the bits of real processes in every order, and deadlocks that are named."""
 
-import builtins
+import contextlib
+import io
 import itertools
 import math
-import pdb
 import re
+import sys
 import xml.etree.ElementTree
+from bdb import BdbQuit
 from functools import partial
 from unittest.mock import patch
 
@@ -19,7 +21,7 @@ import parallel
 from further import together
 from tests import layouts
 from tests.pool import in_new_process, own
-from tests.runs import output_of
+from tests.runs import output_of, printed_by
 
 ORDERS = [*itertools.product(range(10), (False, True), ("drawn", "eager", "late"))]
 
@@ -114,19 +116,51 @@ def test_orders_find_what_is_wrong_in_some_and_a_deadlock_is_named(body, some):
 
 # ------------------------------------------------------------------------------------------------------------ programs
 
-def lesson(*words):
-    def stopped():
-        first = builtins.ranks[0]  # it may stand in any function
-        assert all(first[name] is value for name, value in first.frame().f_locals.items())
-        print(builtins.ranks)
+def debugged(commands, function, *words):
+    """What it prints in this process, with pdb's commands typed."""
+    with patch.object(sys, "stdin", io.StringIO("\n".join(commands))):
+        return function(*words)
 
-    with patch.object(pdb, "set_trace", stopped):
-        return output_of(lessons.demos.main, "together", *words)
+
+def lesson(*words):
+    return output_of(lessons.demos.main, "together", *words)
+
+
+def with_a_breakpoint():
+    def body():
+        numbers = torch.full((2,), 5.0 + dist.get_rank())
+        if dist.get_rank() == 1:
+            breakpoint()
+        dist.all_reduce(numbers)
+        print(f"end of {dist.get_rank()}")
+
+    def run():
+        with contextlib.suppress(BdbQuit):
+            together.run(4, body)
+
+    return printed_by(run)
+
+
+def test_a_breakpoint_stops_in_any_rank_and_shows_the_others():
+    """One that is set while another rank's thread runs under pdb, too; in all ranks but the one that it names it does
+    not. To quit ends all of them without a word."""
+    said = in_new_process(debugged, ["b collectives.ring_all_gather, get_rank() == 2", "c", "p get_rank(), ranks[2]",
+                                     "p ranks[0]['numbers'].tolist()", "p ranks[3]['nothing']", "q"], with_a_breakpoint)
+    assert said.count("collectives.py(85)ring_all_gather") == 1 and "end of" not in said
+    assert re.search(r"\(2, rank 2 can go on; collectives.py:\d+ ring_all_gather\)\n.*\[5.0, 5.0\]\n", said), said
+    assert said.endswith("*** KeyError: 'rank 3 has no nothing now'\n(Pdb) ")
+    said = in_new_process(debugged, ["c"], with_a_breakpoint)
+    assert sorted(re.findall(r"end of (\d)", said)) == [*"0123"]
 
 
 def test_the_lesson_stops_in_a_rank_draws_and_runs_many(tmp_path):
-    said = in_new_process(lesson, "--break", "all_reduce")
+    said = in_new_process(debugged, ["p ranks", "c"], lesson, "--break", "all_reduce")
     assert re.search(r"rank \d waits for rank \d in \w+", said) and re.search(r"\.py:\d+ \w+; \w+ \(\d+", said)
+    assert "a step takes" in said
+    said = in_new_process(debugged, ["p get_rank(), type(ranks[1]['net']).__name__", "q"], lesson,
+                          *"--dp 2 --tp 1 --break isend --rank 1".split())
+    assert "isend()\n" in said and "(rank 1) (1, 'ParallelGPT')\n(rank 1) " in said and "a step" not in said
+    assert "no rank has called all_gather" in in_new_process(lesson, *"--dp 1 --tp 2 --break all_gather".split())
     in_new_process(lesson, "--form", "full", "--out", str(tmp_path / "step.svg"))
     lanes = xml.etree.ElementTree.parse(tmp_path / "step.svg").getroot()
     assert {f"rank {r}" for r in range(4)} | {"rank 3's worker", "compute", "all_reduce", "wait"} <= {*lanes.itertext()}

@@ -249,8 +249,8 @@ def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
         assert all(flat.weights is None for flat in model.flats)
     sync.finish_grad_sync()
     with pytest.raises(ValueError, match="not in `groups`"):
-        parallel.clip_grad_norm_(stepped_by(optimizer), 1.0)
-    norm = parallel.clip_grad_norm_(stepped_by(optimizer), 0, [None])
+        parallel.clip_grad_norm_(stepped_by(optimizer), 1.0, [])
+    norm = parallel.clip_grad_norm_(stepped_by(optimizer), 0)
     assert close(norm.cpu(), nn.utils.get_total_norm([p.grad for p in one.parameters()]).cpu())
 
 
@@ -323,6 +323,29 @@ def test_fsdp_computes_with_the_shards_and_is_not_read_or_moved():
     for what in refused:
         with pytest.raises(RuntimeError, match="full_state_dict"):
             what()
+
+
+@on_cpus_both
+@on_ranks(4)
+def test_the_norm_takes_its_groups_from_the_parameters():
+    """Cut by tensor parallelism, then by ZeRO; by all ranks, and by some of them."""
+    mesh = parallel.make_mesh("cpu", dp=2, tp=2)
+    dp, tp = (mesh[axis].get_group() for axis in ("dp", "tp"))
+    net, cut, fully = (model.GPT(SMALL).double() for _ in range(3))
+    sharded = own("FSDP")(parallel.tensor_parallel(fully, tp), dp)
+    optimizer = own("ShardedOptimizer")(parallel.tensor_parallel(cut, tp).named_parameters(), torch.optim.SGD, dp, lr=1)
+    for some in net, cut, sharded:
+        some(tokens_of(0)[0]).square().sum().backward()
+    optimizer.finish_grad_sync()
+    sharded.finish_grad_sync()
+    want = nn.utils.get_total_norm([p.grad for p in net.parameters()])
+    for params in net.parameters(), optimizer.shards, sharded.parameters():
+        assert close(parallel.clip_grad_norm_(params, 0), want)
+    ends = [nn.Parameter(torch.ones(2).double()) for _ in range(2)]
+    for param, group in zip(ends, (torch.distributed.group.WORLD, tp)):  # 4 parts of one, 2 of the other
+        param.grad = torch.ones(2).double()
+        parallel.set_placement(param, sharded_over=(group,))
+    assert parallel.clip_grad_norm_(ends, 0).item() == pytest.approx(12 ** 0.5)
 
 
 @on_cpus_both
