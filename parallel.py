@@ -1042,9 +1042,9 @@ def inside(group, groups):
 def cut_over(parameters):
     """All groups over which any of these parameters is cut. Those of neighbours come first, and small ones, so that all
     ranks take them in one order."""
-    groups = {group for param in parameters for group in placement_of(param).sharded_over}
+    groups = [group for param in parameters for group in placement_of(param).sharded_over]
     ranks = {group: torch.distributed.get_process_group_ranks(group) for group in groups}
-    return sorted((group for group in groups if len(ranks[group]) > 1),
+    return sorted((group for group in ranks if len(ranks[group]) > 1),
                   key=lambda group: (ranks[group][1] - ranks[group][0], len(ranks[group])))
 
 

@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
+import json
 import operator
 import os
 import pathlib
@@ -37,7 +38,7 @@ from further.lists import check, lower
 from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import LAYOUTS, small_gpt, tokens_of
 from tests.pool import HERE, in_new_process, parametrize
-from tests.runs import TRAIN, command, output_of, ran, slow
+from tests.runs import TRAIN, command, output_of, printed_by, ran, slow
 from tests.walls import CORE, REFERENCE, ROOMS, SOURCES, room_of
 
 
@@ -321,6 +322,28 @@ def library_code():
 
 def test_readme_library_code_is_fast():
     assert in_new_process(library_code) == ("fast.overlap", pytest.approx(128 ** 0.5))  # each of 8 gradients is 4
+
+
+def cells_run():
+    """[(what a code cell of the notebook prints and returns, what stands in it)], run as Jupyter would: in its folder."""
+    os.chdir(os.path.join(HERE, "docs"))
+    cells, names, found = json.loads(pathlib.Path("four_ranks.ipynb").read_text())["cells"], {}, []
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            *lines, last = ast.parse("".join(cell["source"])).body
+            is_value = isinstance(last, ast.Expr)
+            rest = ast.Module(lines if is_value else [*lines, last], [])
+            said = printed_by(exec, compile(rest, "cell", "exec"), names)
+            said += repr(eval(compile(ast.Expression(last.value), "cell", "eval"), names)) if is_value else ""
+            stands = [out.get("text") or out["data"]["text/plain"] for out in cell["outputs"]]
+            found.append((said, "".join(map("".join, stands))))
+    return found
+
+
+def test_the_notebook_says_what_stands_in_it():
+    cells = in_new_process(cells_run)
+    assert len(cells) == 3 and all(said == stands for said, stands in cells), cells
+    assert "rank 3 waits for rank 2 in all_reduce" in cells[1][0] and cells[2][0] == "True"
 
 
 def die_at_the_first_save():
