@@ -91,7 +91,7 @@ class Computing(TorchDispatchMode):
 
 def functions_called(name):
     """The codes of the functions and methods of this name in the reference: all_reduce, ZeRO1.average,
-    collectives.isend. PyTorch's isend and irecv are among them, because all messages of a collective go through them."""
+    collectives.isend. PyTorch's isend and irecv count, too, because a collective's messages go through them."""
     sent = map(inspect.unwrap, (torch_dist.isend, torch_dist.irecv))
     found = {function.__code__ for function in sent if function.__name__ == name}
     for module in [*sys.modules.values()]:

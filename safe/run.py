@@ -261,6 +261,8 @@ class WatchedRun(Run):
             self.prepare(arguments)
         except BadInput as problem:
             refuse("train.py", problem)
+        except KeyboardInterrupt:
+            sys.exit(130)
 
     def settings(self, arguments):
         """(Settings, the Checkpoint of --resume or None): a run goes on with what decided its losses."""

@@ -86,8 +86,8 @@ class Watch:
             time.sleep(self.pause)
 
     def _others(self):
-        """(the silent ranks among the others, in words which these are; if none is, which have failed; if none has, what
-        each is doing)."""
+        """(the silent ranks among the others, which these are in words). If none is, the words say which have failed;
+        if none has, what each is doing."""
         before = self._signs()
         silent = {}
         failed = []

@@ -325,7 +325,8 @@ def test_readme_library_code_is_fast():
 
 
 def cells_run():
-    """[(what a code cell of the notebook prints and returns, what stands in it)], run as Jupyter would: in its folder."""
+    """[(what a code cell of the notebook prints and returns, what stands there)], run as Jupyter would, in its folder.
+    """
     os.chdir(os.path.join(HERE, "docs"))
     cells, names, found = json.loads(pathlib.Path("four_ranks.ipynb").read_text())["cells"], {}, []
     for cell in cells:
