@@ -280,7 +280,7 @@ REFUSED = {
         data --ranks two                    | --ranks
         experts --ranks -1                  | --ranks
         memory --model gpt9                 | --model
-        together --break nosuch             | nosuch is no function of the five files or of further/: give e.g. --break all_reduce
+        together --break nosuch             | nosuch is no function of the five files or of further/: give e.g.
         together --break ranks[3]           | ranks[3] is no function of the five files
         together --rank 1                   | --rank 1 is for --break: give --break all_reduce, too
         together --break isend --rank 4     | --rank 4: there are ranks 0 to 3: give --rank 0
