@@ -173,8 +173,8 @@ def averaging_group(param, group):
 #
 # Each stage below is the one before with one thing changed. They take a tensor at a time, and wait for each collective.
 # further/ has the same stages for speed: buckets.py, flat.py, prefetch.py. Besides the table's bytes, stages 2 and 3
-# have one tensor's whole gradient, and stage 3 has one layer's weights and tied ones. Rajbhandari et al., "ZeRO"
-# (2020). CS336 lecture 7.
+# have one tensor's whole gradient, and stage 3 has one layer's weights and tied ones (where a schedule parts a backward
+# into I and W, also those of layers between the two). Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 #
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them. Gradients are
 # added up in float32, too. bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02.
@@ -1134,9 +1134,9 @@ def put_together(shape, here, values, groups):
 
         rank 0    5  6  0  0        rank 1    0  0  7  8        both    5  6  7  8
 
-    A sum would double what two ranks have, as the two stages of a tied embedding do. So of each byte the largest is
-    taken: ranks that have a value have the same one, and the others 0, whatever the dtype. An all-gather would send
-    half as much, but would have to know who has what.
+    Of each byte the largest is taken: ranks that have a value have the same one, and the others 0, whatever the dtype.
+    (A sum would double what two ranks have.) An all-gather would send half as much, but would have to know who has
+    what.
     """
     whole = values.new_zeros(math.prod(shape))
     whole[here] = values

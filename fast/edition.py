@@ -1,7 +1,8 @@
 """The edition that runs by default on GPUs: further/full.py's, sooner.
 
-Each attribute is a subclass of what Full has, or does what the function of further/ does that it stands for. `on` is
-what a program calls that trains a GPT with it: fast.on(), and the kernels of the GPT's layers.
+Each attribute is a subclass of what Full has, or does what the function of further/ does that it stands for; pieces_of
+alone cuts elsewhere. `on` is what a program calls that trains a GPT with it: fast.on(), and the kernels of the GPT's
+layers.
 """
 
 import torch

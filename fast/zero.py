@@ -1,4 +1,5 @@
-"""ZeRO whose weights travel under the optimizer and the next forward, and whose steps can be dropped.
+"""ZeRO whose weights travel under the optimizer, with CUDA graphs also under the next forward, and whose steps can be
+dropped.
 
 Subclasses of FlatOptimizer and FlatFSDP, and of what further/ makes of them for any model. With AdamW's kernel it
 saves the cast of all weights, 6 bytes a parameter, and the network works while the optimizer and the next forward do.
