@@ -15,7 +15,7 @@ cut into N chunks or made of N, on N ranks; r is this rank. Ranks, chunks, steps
     barrier                   all ranks have called it         dissemination      log2(N) rounds  a byte a round
 
 Where N is no power of two, log2(N) is rounded up. The sum may also be another of COMBINE.
-send, recv, isend, irecv and batch_isend_irecv are torch.distributed's own, counted.
+send, recv, isend, irecv and batch_isend_irecv are torch.distributed's own; what is sent is counted.
 
 Read from the top: the algorithms are loops of `link.exchange`. A public function runs one on its group's `Link`, which
 sends the messages. further/nodes.py has a link for groups on several nodes, fast/ has faster ones.

@@ -6,9 +6,9 @@
     cross-entropy   never writes a probability, puts the gradient where the logits were
     matrix product  tiles, the order that shares L2, an activation while the tile is in registers
 
-Each section is a page to learn one kernel from: the math, the kernel with one tile size, the autograd function, and the
-bytes and FLOPs it should cost. Attention also has a reference whose backward is derived by hand; further/by_hand.py has
-those of activations and layer norm. All but attention and the products are bound by memory: best is to read every
+Each section is a page to learn one kernel from: the math, the kernel, its autograd function (the product has none), and
+the bytes and FLOPs it should cost. Attention also has a reference whose backward is derived by hand; further/by_hand.py
+has those of activations and layer norm. All but attention and the products are bound by memory: best is to read every
 element once and write it once, at the speed of a copy.
 
     python -m lessons kernels    errors against float64, and PyTorch's own beside them

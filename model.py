@@ -1,9 +1,9 @@
-"""GPT-2 as one device would run it. Nothing here knows that there is more than one.
+"""GPT-2 as one device would run it. It sends nothing; a few methods are there for others to replace.
 
 The model is a list of pieces, embedding, blocks, head, and `forward` calls one after the other: that is what lets a
 pipeline cut it anywhere. Its config makes its layers, so that a subclass of the config can make others. Parameters
-carry GPT-2's own names ("h.3.attn.c_attn.weight"). Initial weights depend on the seed and the parameter's name, on
-nothing else.
+carry GPT-2's own names ("h.3.attn.c_attn.weight"). Initial weights depend on the config, the seed and the parameter's
+name, and on no layout.
 
     python -m lessons sizes    parameters, FLOPs and training bytes of every preset
 

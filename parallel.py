@@ -171,7 +171,8 @@ def averaging_group(param, group):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
-# Each stage below is the one before with one thing changed. They take a tensor at a time, and wait for each collective.
+# Each stage below changes one thing of the one before: ZeRO1 what is stepped, ZeRO2 when gradients are sent, ZeRO3 when
+# weights exist. They take a tensor at a time, and wait for each collective.
 # further/ has the same stages for speed: buckets.py, flat.py, prefetch.py. Besides the table's bytes, stages 2 and 3
 # have one tensor's whole gradient, and stage 3 has one layer's weights and tied ones (where a schedule parts a backward
 # into I and W, also those of layers between the two). Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
@@ -202,7 +203,7 @@ class ZeRO0:
 
     def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
         self.group, self.compute_dtype = group_or_world(group), compute_dtype
-        param_groups = torch.optim.Optimizer(params, {}).param_groups
+        param_groups = torch.optim.Optimizer(params, {}).param_groups  # PyTorch's reading: a list, groups, names
         self.stepped = {param: self.shard(param) for some in param_groups for param in some["params"]}
         for some in param_groups:
             some["params"] = [self.stepped[param] for param in some["params"]]
@@ -238,9 +239,9 @@ class ZeRO0:
 
     def average(self, param):
         average_gradient(param, self.group)
-        average = param.grad
+        grad = param.grad
         param.grad = None
-        self.stepped[param].grad = average
+        self.stepped[param].grad = grad
 
     @torch.no_grad()
     def step(self):
@@ -361,7 +362,7 @@ class ZeRO3(ZeRO2):
             if matrices := [param for param in layer.parameters(recurse=False) if is_matrix(param)]:
                 layer.register_forward_pre_hook(partial(self.gather, matrices))
                 layer.register_forward_hook(partial(self.free, matrices))
-                if not isinstance(layer, EMBEDDINGS):  # their backward needs tokens alone
+                if not isinstance(layer, EMBEDDINGS):  # nn.Embedding and the cut one: their backward needs tokens alone
                     layer.register_full_backward_pre_hook(partial(self.begin_backward, matrices))
 
     # *_: the layer and more, which PyTorch's hooks pass.
@@ -687,8 +688,8 @@ def become(layer, new):
 # Each rank holds a stage, a run of consecutive layers. A batch passes through all stages in m micro-batches, so that p
 # ranks can compute at the same time. Each rank idles, in all, as long as a micro-batch and its gradient need for the
 # other p-1 stages: (p-1) (F + B), of the times that a stage takes for a micro-batch's forward and backward. This is the
-# bubble. Neighbours alone talk: B T C elements a micro-batch forward, and as many backward. CS336 lecture 7. Lecture
-# 8's loop, which receives, computes and sends, is `gpipe_step` of lessons/lecture8.py.
+# bubble. Micro-batches go between neighbours alone: B T C elements forward, and as many backward. CS336 lecture 7.
+# Lecture 8's loop, which receives, computes and sends, is `gpipe_step` of lessons/lecture8.py.
 #
 # GPipe holds activations of all m micro-batches. 1F1B runs the same forwards and backwards in another order, and rank r
 # holds those of p - r. So that one loop can run any order, a schedule is data, a list of actions for each rank:

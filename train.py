@@ -124,7 +124,8 @@ class Flags(Layout):
     form: str = flag(None, "of the strategies: as the lecture has them, with buckets and prefetching, or with all of "
                            "fast/ (default: lecture with --plain and --together, else full on CPUs, fast on GPUs)",
                      choices=["lecture", "full", "fast"])
-    comm: str = flag("ours", "collectives: the fastest, the textbook's, PyTorch's", choices=["ours", "ring", "torch"])
+    comm: str = flag("ours", "collectives: ours, as fast as --form has them; the textbook's; PyTorch's",
+                     choices=["ours", "ring", "torch"])
     plain: bool = flag(False, "run the reference alone, without fast/ and safe/; several processes need torchrun then")
     together: bool = flag(False, "run the reference alone, with all ranks as threads of this process, to step through")
     eval_every: int = flag(100, "steps between validations, and one at the end; 0: never")
@@ -500,8 +501,8 @@ class ParallelGPT:
     @torch.no_grad()
     def add_up_gradients(self):
         """Over each parameter's `partial_over`. Those of the same groups travel side by side, because most are small:
-        with sequence parallelism six vectors a block. (The shards of a tied embedding's ends match: it has a bucket of
-        its own, because it has a placement of its own.)"""
+        with sequence parallelism six vectors a block. (The shards of a tied embedding's ends match, because each of
+        its two stages shards it alike.)"""
         together = defaultdict(list)
         for param in self.params:
             if param.grad is not None and (over := parallel.placement_of(param).partial_over):

@@ -224,7 +224,7 @@ class FlatOptimizer(ShardAverager):
     optimizer_class: any whose update is element by element (SGD, Adam, ...), because a shard cuts through tensors.
     One that needs whole tensors brings buckets that do not cut them (further/muon.py).
     stage=2: gradients are sent in every backward, not in the last, so whole ones never accumulate. All ranks must use
-    the same parameters in each backward then. stage=0 shards nothing. compute_dtype: that of layers, e.g. torch.bfloat16.
+    the same parameters in each backward then. stage=0 shards nothing. compute_dtype: that of layers.
 
     `inner`, of that class, steps the shards: PyTorch's schedulers take it, and its state_dict is this rank's. It must
     be made after parameters were frozen, and overwrites what is written into 16-bit weights later: ShardedOptimizer of
