@@ -6,6 +6,8 @@ import json
 import math
 import os
 import re
+import time
+from collections import Counter
 
 import torch
 
@@ -28,6 +30,7 @@ from lessons.extension import demo_extension
 from lessons.forms import demo_forms
 from lessons.graph import demo_graph
 from lessons.lecture8 import demo_lecture8
+from lessons.letters import check as check_letters
 from lessons.machine import demo_machine
 from lessons.measuring import demo_fp16, demo_measuring
 from lessons.moving import fsdp_step, ring_states, ring_steps, zero3_step
@@ -39,12 +42,13 @@ from model import GPT, PRESETS, GPTConfig, shapes
 from parallel import average_gradients, make_mesh, tensor_parallel
 import safe
 from safe import launch
-from safe.flags import dashed, Parser, refuse, Settings
+from safe.flags import check_layout, dashed, Parser, refuse, Settings
 from safe.sizes import BadInput
 from theory.clock import bubble, draw, simulate
 from theory.memory import activation_bytes, memory_bytes
 from theory.speed import MACHINES
 from theory.traffic import messages_of_buckets, sent
+from train import config_of, layout_of
 
 
 def shown(tensors):
@@ -284,6 +288,24 @@ def demo_tensor():
             f"  relative error, off from one rank's result: Y {off(Y_cut, Y):.0e}, dX {off(dX_cut, dX):.0e}")
 
 
+def demo_types(**flags):
+    """Letters of a step on all ranks, one after the other: replicated, varying, a term of a sum or of a mean."""
+    start, cut, m = time.perf_counter(), flags["tp"] * flags["cp"], flags["micro_batches"]
+    s = Settings(device="cpu", form="lecture", vocab_size=64, seq_len=4 * cut, n_head=2 * cut, n_embd=16 * cut,
+                 n_layer=2 * flags["pp"], experts=2 * flags["ep"] * (flags["ep"] > 1),
+                 batch_size=2 * flags["dp"] * m, **flags)
+    config = config_of(s)
+    x, y = (tokens.chunk(m) for tokens in torch.randint(64, (2, 2 * m, config.seq_len)))
+    steps, wrong = check_letters(config, layout_of(s), range(check_layout(s, config, 1, 1)), x, y)
+    sent = Counter()
+    for step in steps.values():
+        for (axis, what, place), times in step.sent.items():
+            sent[axis, what, re.sub(r"\.\d+\.", ".*.", place)] += times
+    for (axis, what, place), times in sorted(sent.items()):
+        print(f"{axis:5}{what:36}{times:5} x  {place}")
+    print(f"\n{len(steps)} ranks, {time.perf_counter() - start:.1f} s, no message sent. {wrong or 'Nothing is wrong.'}")
+
+
 def context_work(rank, other, n, kind):
     """What a rank of a ring of n computes with the keys of another: (text, blocks).
 
@@ -370,6 +392,8 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "data": (demo_data, {"ranks": 2}),
     "fsdp": (demo_fsdp, {"ranks": 2}),
     "tensor": (demo_tensor, {"ranks": 2}),
+    "types": (demo_types, {"dp": 1, "tp": 1, "sp": False, "cp": 1, "cp_kind": "ring", "ep": 1, "pp": 1, "zero": 0,
+                           "zero_within": None, "schedule": "1f1b", "virtual_stages": 1, "micro_batches": 1}),
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
@@ -386,7 +410,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "blind": (demo_blind, {"quick": False, "out": None}),
     "pages": (pages.pages, {"out": "runs/site"}),
     "explore": (explore, {"port": 0})}
-TYPES = {"port": int, "zero": int, "break": function, "rank": int}  # else a text, or a number above 0
+TYPES = {"port": int, "zero": int, "zero_within": positive, "break": function, "rank": int}  # else a text, or a number above 0
 HELP = {  # of the flags
     "model": "preset of the GPT", "machine": "whose rates count", "ranks": "how many", "dp": "replicas",
     "tp": "ranks each layer is cut over", "pp": "ranks the layers are spread over", "stages": "of the pipeline",
@@ -396,6 +420,9 @@ HELP = {  # of the flags
     "many_ranks": "run a ring of so many, FSDP, and a pipeline; 8 or more",
     "break": "stop in pdb in this function, e.g. all_reduce, isend, ZeRO0.average, collectives.ring_all_reduce",
     "rank": "of --break: stop on this rank; left out, on the first that comes", "zero": "stage of ZeRO",
+    "sp": "sequence parallelism", "cp": "ranks each sequence is cut over", "cp_kind": "of context parallelism",
+    "ep": "ranks of dp that share out experts, which the blocks have then", "schedule": "of the pipeline",
+    "zero_within": "ranks that ZeRO shards over; left out, all of dp x cp",
     "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
 ON_RANKS = (demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
@@ -416,7 +443,7 @@ def main():
             told = HELP[flag] + f" (default: {default})" * bool(default)
             kind = TYPES.get(flag, positive if isinstance(default, int) else str)
             choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"],
-                       "zero": range(4)}.get(flag)
+                       "zero": range(4), "cp_kind": ["ring", "ulysses"], "schedule": [*SCHEDULES]}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
     for many in (puzzles, runs):
         many.add_to(lessons)

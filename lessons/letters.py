@@ -1,0 +1,157 @@
+"""A step's letters, on one rank after the other, and the first thing that is wrong: further/letters.py at work."""
+
+import math
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from torch.distributed import get_process_group_ranks, ProcessGroup
+
+import collectives as dist
+import train
+from further.experts import balance
+from further.letters import Letters, Wrong
+from parallel import placement_of
+from safe.sizes import reject
+
+
+def grid_of(layout):
+    """{axis: (its ranks, step)}, as for `Letters`, so fine that each group of the layout lies along some of them."""
+    replicas = layout.dp * layout.cp
+    within = layout.zero_within or replicas
+    ends = dict(tp=1, cp=layout.cp, ep=layout.cp * layout.ep, dp=replicas, zero=within, pp=replicas * layout.pp)
+    grid, step = {}, 1
+    for axis, end in sorted(ends.items(), key=lambda item: item[1]):
+        end *= layout.tp
+        reject(end % step, f"--zero-within {within} cuts through the ranks of --cp or --ep: leave it out")
+        if end > step:
+            grid[axis] = end // step, step
+        step = end
+    return grid
+
+
+class Step(Letters):
+    """A step of a GPT in a layout, on one rank of a group that sends nothing. Raises the first Wrong."""
+
+    def __init__(self, config, layout, rank, x, y, optimizer):
+        super().__init__(grid_of(layout))
+        self.means = {*self.grid} - {"tp", "pp"}  # the loss is the mean over these
+        self.between = {}  # axis -> letters of what ranks send each other along it
+        self.places = {}  # number of a node of autograd's graph -> where forward made it
+        self.node = ""  # the one of these that backward is at
+        kept, dist.process = dist.process, dist.Process({"ours": self.link})
+        size = math.prod(n for n, _ in self.grid.values())
+        torch.distributed.init_process_group("fake", rank=rank, world_size=size)
+        try:
+            self.run(train.parallelize(config, layout, "cpu", optimizer=optimizer), [*x], [*y])
+        finally:
+            torch.distributed.destroy_process_group()
+            dist.process = kept
+
+    def link(self, group):
+        return SimpleNamespace(run=partial(self.collective, group))
+
+    def run(self, net, x, y):
+        modules = [net.module(stage) for stage in net.stages]
+        self.names = {id(part): name for module in modules for name, part in module.named_modules()}
+        self.between["pp"] = dict.fromkeys({*self.means, *["tp"] * net.layout.sp}, "V")
+        old = dict.fromkeys(self.grid, "E\n    since the optimizer's step")
+        params = [(name, p, net.optimizer.stepped[p], getattr(net.optimizer, "whole", {}).get(p, p))
+                  for module in modules for name, p in module.named_parameters()]
+        for name, p, stepped, memory in params:
+            self.set(stepped, self.wanted(stepped))
+            self.set(memory, self.wanted(p) if memory.untyped_storage().nbytes() else old)
+            p.register_hook(partial(self.arrived, name, self.wanted(p)))
+        for tokens in x + y:
+            self.set(tokens, dict.fromkeys(self.means, "V"))
+        net.pipeline.loss = partial(self.loss, net.pipeline.loss)
+        with self:
+            loss = net.forward_backward(x, y)
+            self.must_be("the loss", loss, dict.fromkeys(self.means - self.axes_of(net.groups.cp), "M"))
+            for name, p, stepped, memory in params:
+                for held in p, stepped:
+                    if held.grad is not None:
+                        self.must_be(f"at the optimizer the gradient of {name}", held.grad, self.wanted(held))
+                if stepped is not p:
+                    self.set(memory, old)
+            net.optimizer.step()
+            for name, p, stepped, memory in params:
+                if memory.untyped_storage().nbytes():
+                    self.must_be(f"after a step {name}", memory, self.wanted(p))
+            if net.config.experts:
+                balance(net, 0.02)
+            for router in net.routers.values():
+                self.must_be("a router's bias", router.bias, {})
+
+    def wanted(self, param):
+        """The letters of a parameter, and of its gradient at the optimizer, by its placement."""
+        place = placement_of(param)
+        return dict.fromkeys(self.axes_of(*place.sharded_over) - self.axes_of(*place.partial_over), "V")
+
+    def loss(self, real, output, target):
+        value = real(output, target)
+        self.set(value, self.of(value) | dict.fromkeys(self.means, "M"))
+        return value
+
+    def arrived(self, name, cut, grad):
+        """In backward: ranks that have the same parameter have terms of its gradient."""
+        letters = self.of(grad).copy()
+        for axis, letter in letters.items():
+            if axis not in cut and letter[0] in "VP":
+                letters[axis] = f"{'M' if axis in self.means else 'P'}\n    since {self.place()}"
+                self.sent[axis, f"gradient: {letter[0]} -> {letters[axis][0]}", name] += 1
+            elif letter == "R" and axis in cut:  # by a rank's number
+                letters[axis] = "V"
+        self.set(grad, letters)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        newest, node = torch.autograd._get_sequence_nr() - 1, torch._C._current_autograd_node()
+        if newest not in self.places:
+            self.places[newest] = self.place()
+        self.node = self.places.get(node and node._sequence_nr(), self.node)  # one that adds to .grad is not there
+        if func.namespace == "c10d":
+            self.message(func.overloadpacket.__name__, *args)
+            return func(*args, **kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def message(self, name, tensors, group, peer, tag):
+        """isend and irecv."""
+        group = ProcessGroup.unbox(group)
+        (axis,), ends = self.axes_of(group), (dist.get_rank(), get_process_group_ranks(group)[peer])
+        self.calls[ends if name == "send" else ends[::-1], "a message"] += 1
+        for t in tensors:
+            if name == "send":
+                letters = self.of(t)
+                self.must_be("what is sent", t, self.between.setdefault(axis, letters) | {axis: letters[axis]})
+            else:
+                self.set(t.fill_(1), self.between[axis] | {axis: "V"})
+
+    def place(self):
+        """Whose forward runs, and which line; in backward, also where forward made what backward goes through."""
+        name = line = before = ""
+        frame = sys._getframe(1)
+        while frame and not before and not (name and line):
+            code, room = frame.f_code, frame.f_globals["__name__"]
+            if room.split(".")[0] in ("model", "parallel", "train", "further") and room != Letters.__module__:
+                line = line or f"{room.replace('.', '/')}.py:{frame.f_lineno} {getattr(code, 'co_qualname', code.co_name)}"
+            if code.co_name == "_engine_run_backward":
+                before = f", backward of {self.node}"
+            name = name or self.names.get(id(frame.f_locals.get("self")), "")
+            frame = frame.f_back
+        return f"{name} {line}{before}".strip(" ,") or "the end of the step"
+
+
+def check(config, layout, ranks, x, y, optimizer=partial(torch.optim.SGD, lr=0.1)):
+    """({rank: its Step}, what is wrong first). x, y: a rank's micro-batches."""
+    steps = {}
+    try:
+        for rank in ranks:
+            steps[rank] = Step(config, layout, rank, x, y, optimizer)
+    except Wrong as problem:
+        return steps, f"rank {rank}   {problem}"
+    for group, what in set().union(*(step.calls for step in steps.values())):
+        times = [steps[rank].calls[group, what] for rank in group if rank in steps]
+        if min(times) < max(times):
+            return steps, f"{what} of ranks {group}: they call it {times} times"
+    return steps, ""
