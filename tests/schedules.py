@@ -354,6 +354,59 @@ def test_weight_gradients_wait_for_w(first, frozen):
     assert all(close(halves, whole, 1e-12) for whole, halves in zip(*(grads[1:] for grads in found), strict=True))
 
 
+class Shared(nn.Module):
+    """x W W."""
+
+    def __init__(self):
+        super().__init__()
+        self.W = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x):
+        return x @ self.W @ self.W
+
+
+class Both(torch.autograd.Function):
+    """x W, of which the second half is an output of its own."""
+
+    @staticmethod
+    def forward(ctx, x, W):
+        ctx.save_for_backward(x, W)
+        return torch.chunk(x @ W, 2, 1)
+
+    @staticmethod
+    def backward(ctx, *dy):
+        x, W = ctx.saved_tensors
+        return torch.cat(dy, 1) @ W.T, x.T @ torch.cat(dy, 1)
+
+
+class Outputs(Shared):
+    """What is made of two outputs of one operation, of one shape; last of all the second of two."""
+
+    def forward(self, x):
+        a, b = Both.apply(x, self.W)
+        return Both.apply(torch.cat([a * b, b], 1), self.W)[1]
+
+
+@on_cpus_both
+@parametrize("kind", [Shared, Outputs])
+@on_ranks(1)
+def test_i_and_w_of_shared_weights_and_of_several_outputs_are_b(kind):
+    """Weights are counted once, each output has its own gradient: pytorch #180952, #170277."""
+    torch.manual_seed(1)
+    net = kind()
+    x, grads = torch.rand(3, 4), []
+    for micro_batch, kinds in (parallel.MicroBatch(net, None), "B"), (halves_of(net), "IW"):
+        y = micro_batch.forward(x.clone())
+        if kinds == "B":
+            dx = micro_batch.backward(torch.ones_like(y))
+        else:
+            dx = micro_batch.backward_input(torch.ones_like(y))
+            micro_batch.backward_weights()
+        grads.append((dx, net.W.grad))
+        net.W.grad = None
+    assert all(map(close, *grads)) and grads[0][1].norm() > 1
+
+
 @on_ranks(1)
 def test_a_failed_i_puts_nothing_off():
     block = model.GPT(SMALL, pieces=range(1, 2)).double().to(torch.get_default_device())
