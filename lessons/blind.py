@@ -9,6 +9,7 @@ sees what is off by more than it tolerates.
 """
 
 import contextlib
+import importlib
 import inspect
 import math
 import multiprocessing
@@ -26,6 +27,7 @@ import torch
 
 import collectives as dist
 from collectives import ReduceOp
+from lessons import letters
 from lessons.pictures import box, check_picture, COLOURS, words, write_rows
 from lessons.puzzles import HERE, loaded_from, write
 from parallel import PRECISIONS
@@ -37,7 +39,8 @@ HABITS = {  # name: (it sees what is off by more than this, what it is blind to)
     "first norm": (1e-2, "one number of all parameters: a wrong one among many, or a wrong update, hardly moves it"),
     "bf16 gradients": (0.05, "nothing that comes after backward: norms, clipping, gathers, masters"),
     "bytes": (1e-9, "what is sent, not what is in it: only a call left out, or routing that went astray, shows"),
-    "float64": (1e-10, "what float64 does not have: roundings of 16 bits, overflow, races")}
+    "float64": (1e-10, "what float64 does not have: roundings of 16 bits, overflow, races"),
+    "letters": (0.5, "numbers: scales, norms, overflow, masters, the wrong tensor of the right letter")}  # 1: wrong
 STRATEGIES = {  # whose mutants train a model of one layer
     "DDP": "dp=2", "ZeRO 1": "dp=2 zero=1", "ZeRO 2": "dp=2 zero=2 micro_batches=2", "ZeRO 3": "dp=2 zero=3",
     "tensor": "tp=2", "sequence": "tp=2 sp=1 tokens=8", "pipeline": "pp=2 micro_batches=2",
@@ -109,19 +112,31 @@ def tokens_of(step, tokens, holes):
     return x, y
 
 
-def train_on(case, steps, optimizer, dtype):
-    """Steps on one rank. Returns (their losses and norms, (steps, 2); what it has of the first step's gradients, and of
-    the weights; bytes that it sends in a step)."""
+def laid_out(case, dtype):
+    """(config, layout) of a row."""
     import model
     import train
     from further import experts
     config = experts.resized(model.GPTConfig(37, 10, 2, 8, 32), **case)
-    layout = train.Layout(**{name: value for name, value in case.items() if hasattr(train.Layout, name)}
-                          | {"dtype": dtype})
+    layout = {name: value for name, value in case.items() if hasattr(train.Layout, name)}
+    return config, train.Layout(**layout | {"dtype": dtype})
+
+
+def tokens_on(case, step, replica):
+    """(inputs, targets) of a replica's micro-batches."""
+    return [t.chunk(case.get("dp", 1))[replica].chunk(case.get("micro_batches", 1))
+            for t in tokens_of(step, case.get("tokens", 10), "holes" in case)]
+
+
+def train_on(case, steps, optimizer, dtype):
+    """Steps on one rank. Returns (their losses and norms, (steps, 2); what it has of the first step's gradients, and of
+    the weights; bytes that it sends in a step)."""
+    import train
+    from further import experts
+    config, layout = laid_out(case, dtype)
     net, log = train.parallelize(config, layout, "cpu", optimizer=optimizer), []
     for step in range(steps):
-        x, y = (t.chunk(layout.dp)[train.dist.get_rank(net.groups.dp)].chunk(case.get("micro_batches", 1))
-                for t in tokens_of(step, case.get("tokens", 10), "holes" in case))
+        x, y = tokens_on(case, step, train.dist.get_rank(net.groups.dp))
         train.dist.reset_traffic()
         net.zero_grad()
         loss = net.forward_backward(x, y)
@@ -137,21 +152,24 @@ def train_on(case, steps, optimizer, dtype):
 
 def looked_at(case, steps):
     """{habit: the tensors that it looks at}, of two steps of SGD in float64, one in bf16, and `steps` of AdamW in
-    float32 or the row's own dtype."""
+    float32 or the row's own dtype; of letters 1, or 2 if they are wrong."""
     from further import together
+    ranks = math.prod(case.get(axis, 1) for axis in AXES)
 
     def all_ranks(*run):
         """As `train_on`, with losses and norms the mean over ranks, as they are logged."""
-        ranks = together.run(math.prod(case.get(axis, 1) for axis in AXES), partial(train_on, case, *run))
-        logs, gradients, weights, sent = zip(*ranks)
+        logs, gradients, weights, sent = zip(*together.run(ranks, partial(train_on, case, *run)))
         return torch.stack(logs).mean(0), sum(gradients, []), sum(weights, []), torch.tensor(sent)
 
+    # with_line has put other modules of the reference in place of those that it was imported with
+    _, wrong = importlib.reload(letters).check(*laid_out(case, torch.float32), range(ranks), *tokens_on(case, 0, 0))
     sgd, adamw = partial(torch.optim.SGD, lr=0.5), partial(torch.optim.AdamW, lr=3e-3, fused=True)
     log, gradients, weights, sent = all_ranks(2, sgd, torch.float64)
     _, rounded, *_ = all_ranks(1, sgd, torch.bfloat16)
     curve, *_ = all_ranks(steps, adamw, case.get("dtype", torch.float32))
     return {"loss curve": [curve[-10:, 0].mean()], "first loss": log[0, :1], "first norm": log[0, 1:],
-            "bf16 gradients": rounded, "bytes": sent, "float64": [*log.T, *gradients, *weights]}
+            "bf16 gradients": rounded, "bytes": sent, "float64": [*log.T, *gradients, *weights],
+            "letters": [torch.tensor(1.0 + bool(wrong))]}
 
 
 def off(ours, theirs):
@@ -224,17 +242,17 @@ def matrix(jobs):
 
 def draw(found, path):
     """A row a bug, a column a habit: filled where it sees the bug."""
-    x = range(430, 1000, 100)
+    x = range(415, 1000, 90)
     rows = defaultdict(list)
     for kind, name, habits in found:
         for middle, (n, is_seen) in zip(x, habits if kind == "bugs" else ()):
             colour = COLOURS[2] if is_seen else "#8882"
-            rows[name].append(box(middle - 45, 0, 90, 17, colour) + words(middle, 12, f"{n:.2g}", 10))
-    write_rows(path, 360, [words(middle, 16, habit, 12) for middle, habit in zip(x, HABITS)], rows)
+            rows[name].append(box(middle - 41, 0, 82, 17, colour) + words(middle, 12, f"{n:.2g}", 10))
+    write_rows(path, 365, [words(middle, 16, habit, 12) for middle, habit in zip(x, HABITS)], rows)
 
 
 def demo_blind(quick, out):
-    """Which of six habits would have seen each bug that shipped, and each mutant of a collective."""
+    """Which of seven habits would have seen each bug that shipped, and each mutant of a collective."""
     if out:
         check_picture(out, "--out")
     rows = defaultdict(list)

@@ -75,6 +75,7 @@ class Step(Letters):
                         self.must_be(f"at the optimizer the gradient of {name}", held.grad, self.wanted(held))
                 if stepped is not p:
                     self.set(memory, old)
+                    self.set(stepped, self.wanted(stepped))  # it may be a view
             net.optimizer.step()
             for name, p, stepped, memory in params:
                 if memory.untyped_storage().nbytes():
