@@ -2,20 +2,16 @@
 
     python -m lessons types --dp 2 --tp 2 --sp
 
-Over each axis of the mesh a tensor has a letter, in forward as in backward:
+Over each axis of the mesh a tensor has a letter, and so has its gradient:
 
     R   replicated        every rank has the same                what is made of R alone
     V   varying           each rank has its own                  columns, tokens, shards, and what is made of them
     P   term of a sum     all ranks' terms add up to the tensor  a product over a dimension that tp has cut
     M   term of a mean    likewise                               over dp and cp a loss, and a parameter's gradient
 
-Collectives change letters (COLLECTIVES). A term may go through what is linear. A term and an R may not be added, or the
-R would count once a rank. At the optimizer a gradient has its parameter's letters. What f and g do follows:
-
-    a tensor, its gradient    R, R    between g and the next f
-                              R, P    behind f: forward R -> R, backward P -> R. With --sp V -> R, P -> V
-                              V, V    X A, each rank's columns
-                              P, R    before g: forward P -> R, backward R -> R. With --sp P -> V, V -> R
+Collectives change letters. A term may go through what is linear. A term and an R may not be added, or the R would count
+once a rank. At the optimizer a gradient has its parameter's letters. What f and g do follows: behind f a tensor is R,
+its gradient P; from X A to B both are V; before g the tensor is P, its gradient R; everywhere else both are R.
 
 Letters show what is missing, doubled, or in the wrong place. They are blind to numbers: scales, orders, the norm, the
 wrong tensor of the right letter. That Python used a rank's number is invisible, too: x[rank] of an R is taken for an R.
@@ -36,7 +32,7 @@ import collectives as dist
 WORDS = {"0": "zero", "R": "the same on every rank", "V": "each rank's own", "P": "a term of a sum",
          "M": "a term of a mean", "E": "memory that nobody has written"}
 ORDER = "".join(WORDS)  # what has parts of several letters has the last of these
-LINEAR = """add add_ sub sub_ rsub neg sum clone copy_ _to_copy _unsafe_view constant_pad_nd select_backward
+LINEAR = """add add_ sub sub_ rsub neg sum stack clone copy_ _to_copy _unsafe_view constant_pad_nd select_backward
             slice_backward""".split()
 PRODUCTS = "mul mul_ div div_ mm bmm where masked_fill index index_select index_add scatter_add".split()
 COLLECTIVES = {  # which letters it takes, over the axes of its group, and what it makes of them
@@ -59,7 +55,7 @@ def made(name, letters, is_cut):
     last = last_of(given, "0" if name in LINEAR + PRODUCTS else "R")
     if is_cut and name == "mm" and given == ["V", "V"]:
         return "P"
-    if last[0] in "PME" and name not in ("cat", "stack"):
+    if last[0] in "PME" and name != "cat":
         given.remove(last)
         fits = "VPM" if name in LINEAR else "R" if name in PRODUCTS or name.endswith("_backward") else ""
         if last[0] == "E" or not fits or not {letter[0] for letter in given} <= {*fits}:
@@ -107,7 +103,7 @@ class Letters(TorchDispatchMode):
 
     def set(self, t, letters):
         """t was written. What it overlaps is known as part of the whole alone."""
-        letters = dict.fromkeys(self.grid, "R") | letters
+        letters = {axis: letters.get(axis, "R") for axis in self.grid}
         parts, (start, end) = self.parts.setdefault(t.untyped_storage(), {}), extent(t)
         whole = parts.get(WHOLE, letters) if t.nbytes < t.untyped_storage().nbytes() else letters
         for part in [part for part in parts if part[0] < end and start < part[1]]:
@@ -121,8 +117,8 @@ class Letters(TorchDispatchMode):
             read = tensors_in(args[name in ("copy_", "fill_"):])
             for t in tensors_in(args[0] if name.endswith("_") else out):
                 self.set(t, {axis: self.letter(axis, name, read) for axis in self.grid})
-            if name in ("cat", "stack"):
-                self.keep_parts(name, out, *args)
+            if name == "cat":
+                self.keep_parts(out, *args)
         return out
 
     def letter(self, axis, name, read):
@@ -134,9 +130,8 @@ class Letters(TorchDispatchMode):
             self.wrong(axis, problem)
         return f"{letter}\n    since {self.place()}" if letter in ("P", "E") else letter
 
-    def keep_parts(self, name, whole, tensors, dim=0):
-        parts = whole.split([t.shape[dim] for t in tensors], dim) if name == "cat" else whole.unbind(dim)
-        for part, t in zip(parts, tensors):
+    def keep_parts(self, whole, tensors, dim=0):
+        for part, t in zip(whole.split([t.shape[dim] for t in tensors], dim), tensors):
             if part.is_contiguous() and t.numel():
                 self.set(part, self.of(t))
 

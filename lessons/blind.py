@@ -122,6 +122,10 @@ def laid_out(case, dtype):
     return config, train.Layout(**layout | {"dtype": dtype})
 
 
+def ranks_of(case):
+    return math.prod(case.get(axis, 1) for axis in AXES)
+
+
 def tokens_on(case, step, replica):
     """(inputs, targets) of a replica's micro-batches."""
     return [t.chunk(case.get("dp", 1))[replica].chunk(case.get("micro_batches", 1))
@@ -154,22 +158,26 @@ def looked_at(case, steps):
     """{habit: the tensors that it looks at}, of two steps of SGD in float64, one in bf16, and `steps` of AdamW in
     float32 or the row's own dtype; of letters 1, or 2 if they are wrong."""
     from further import together
-    ranks = math.prod(case.get(axis, 1) for axis in AXES)
 
     def all_ranks(*run):
         """As `train_on`, with losses and norms the mean over ranks, as they are logged."""
-        logs, gradients, weights, sent = zip(*together.run(ranks, partial(train_on, case, *run)))
+        logs, gradients, weights, sent = zip(*together.run(ranks_of(case), partial(train_on, case, *run)))
         return torch.stack(logs).mean(0), sum(gradients, []), sum(weights, []), torch.tensor(sent)
 
-    # with_line has put other modules of the reference in place of those that it was imported with
-    _, wrong = importlib.reload(letters).check(*laid_out(case, torch.float32), range(ranks), *tokens_on(case, 0, 0))
     sgd, adamw = partial(torch.optim.SGD, lr=0.5), partial(torch.optim.AdamW, lr=3e-3, fused=True)
     log, gradients, weights, sent = all_ranks(2, sgd, torch.float64)
     _, rounded, *_ = all_ranks(1, sgd, torch.bfloat16)
     curve, *_ = all_ranks(steps, adamw, case.get("dtype", torch.float32))
     return {"loss curve": [curve[-10:, 0].mean()], "first loss": log[0, :1], "first norm": log[0, 1:],
             "bf16 gradients": rounded, "bytes": sent, "float64": [*log.T, *gradients, *weights],
-            "letters": [torch.tensor(1.0 + bool(wrong))]}
+            "letters": [torch.tensor(1.0 + bool(wrong_by_letters(case)))]}
+
+
+def wrong_by_letters(case):
+    """What letters say. (`with_line` has put other modules in the place of those that lessons/letters.py has imported.)
+    """
+    ranks = range(ranks_of(case))
+    return importlib.reload(letters).check(*laid_out(case, torch.float32), ranks, *tokens_on(case, 0, 0))[1]
 
 
 def off(ours, theirs):

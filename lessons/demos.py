@@ -392,7 +392,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "data": (demo_data, {"ranks": 2}),
     "fsdp": (demo_fsdp, {"ranks": 2}),
     "tensor": (demo_tensor, {"ranks": 2}),
-    "types": (demo_types, {"dp": 1, "tp": 1, "sp": False, "cp": 1, "cp_kind": "ring", "ep": 1, "pp": 1, "zero": 0,
+    "types": (demo_types, {"dp": 2, "tp": 2, "sp": False, "cp": 1, "cp_kind": "ring", "ep": 1, "pp": 1, "zero": 0,
                            "zero_within": None, "schedule": "1f1b", "virtual_stages": 1, "micro_batches": 1}),
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),

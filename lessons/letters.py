@@ -40,7 +40,8 @@ class Step(Letters):
         self.between = {}  # axis -> letters of what ranks send each other along it
         self.places = {}  # number of a node of autograd's graph -> where forward made it
         self.node = ""  # the one of these that backward is at
-        kept, dist.process = dist.process, dist.Process({"ours": self.link})
+        links = {"ours": lambda group: SimpleNamespace(run=partial(self.collective, group))}
+        kept, dist.process = dist.process, dist.Process(links)
         size = math.prod(n for n, _ in self.grid.values())
         torch.distributed.init_process_group("fake", rank=rank, world_size=size)
         try:
@@ -49,13 +50,11 @@ class Step(Letters):
             torch.distributed.destroy_process_group()
             dist.process = kept
 
-    def link(self, group):
-        return SimpleNamespace(run=partial(self.collective, group))
-
     def run(self, net, x, y):
         modules = [net.module(stage) for stage in net.stages]
         self.names = {id(part): name for module in modules for name, part in module.named_modules()}
-        self.between["pp"] = dict.fromkeys({*self.means, *["tp"] * net.layout.sp}, "V")
+        inputs = dict.fromkeys(self.means | {"pp"}, "V")
+        self.between["pp"] = inputs | {"tp": "V" if net.layout.sp else "R"}
         old = dict.fromkeys(self.grid, "E\n    since the optimizer's step")
         params = [(name, p, net.optimizer.stepped[p], getattr(net.optimizer, "whole", {}).get(p, p))
                   for module in modules for name, p in module.named_parameters()]
@@ -64,7 +63,7 @@ class Step(Letters):
             self.set(memory, self.wanted(p) if memory.untyped_storage().nbytes() else old)
             p.register_hook(partial(self.arrived, name, self.wanted(p)))
         for tokens in x + y:
-            self.set(tokens, dict.fromkeys(self.means, "V"))
+            self.set(tokens, inputs)
         net.pipeline.loss = partial(self.loss, net.pipeline.loss)
         with self:
             loss = net.forward_backward(x, y)
@@ -123,10 +122,9 @@ class Step(Letters):
         self.calls[ends if name == "send" else ends[::-1], "a message"] += 1
         for t in tensors:
             if name == "send":
-                letters = self.of(t)
-                self.must_be("what is sent", t, self.between.setdefault(axis, letters) | {axis: letters[axis]})
+                self.must_be("what is sent", t, self.between.setdefault(axis, self.of(t)))
             else:
-                self.set(t.fill_(1), self.between[axis] | {axis: "V"})
+                self.set(t.fill_(1), self.between[axis])
 
     def place(self):
         """Whose forward runs, and which line; in backward, also where forward made what backward goes through."""
@@ -135,7 +133,8 @@ class Step(Letters):
         while frame and not before and not (name and line):
             code, room = frame.f_code, frame.f_globals["__name__"]
             if room.split(".")[0] in ("model", "parallel", "train", "further") and room != Letters.__module__:
-                line = line or f"{room.replace('.', '/')}.py:{frame.f_lineno} {getattr(code, 'co_qualname', code.co_name)}"
+                function = getattr(code, "co_qualname", code.co_name)
+                line = line or f"{room.replace('.', '/')}.py:{frame.f_lineno} {function}"
             if code.co_name == "_engine_run_backward":
                 before = f", backward of {self.node}"
             name = name or self.names.get(id(frame.f_locals.get("self")), "")

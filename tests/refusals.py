@@ -285,6 +285,8 @@ REFUSED = {
         together --rank 1                   | --rank 1 is for --break: give --break all_reduce, too
         together --break isend --rank 4     | --rank 4: there are ranks 0 to 3: give --rank 0
         together --dp 3                     | give e.g. --dp 2 --tp 2 --pp 1
+        types --ep 3                        | --ep 3 does not divide --dp 2: give --ep 1 or --dp 3
+        types --dp 3 --cp 2 --zero 1 --zero-within 3 | --zero-within 3 cuts through the ranks of --cp or --ep
         together --pp 7                     | give e.g. --dp 2 --tp 2 --pp 1
         together --many-ranks 7             | give --many-ranks 8 or more
         together --out /no/such/step.svg    | --out /no/such/step.svg: No such file or directory; name a file in
