@@ -426,15 +426,18 @@ def placed(values, param):
 #     X ─ f                                g ─ Y    f: forward identity, backward all-reduce (all used X: dX adds up)
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward identity (dY reaches each term as is)
 #
-# Three things that ranks of a group may hold in place of a tensor explain f, g, and what must still be added up:
+# Three things that ranks of a group may hold in place of a tensor explain f, g, and what must still be added up. Each
+# has a letter:
 #
 #            a tensor in forward                         its gradient in backward
-#     X      replicated: the same on every rank          partial: each rank's columns of A have made a term of it
-#     X A    cut: each rank has its columns              cut: each rank has that of its columns
-#     Y_r    partial: each rank has a term of Y          replicated: dY is the gradient of each term
+#     X      R  replicated: the same on every rank       P  partial: each rank's columns of A have made a term of it
+#     X A    V  varying: each rank has its columns       V  varying: each rank has that of its columns
+#     Y_r    P  partial: each rank has a term of Y       R  replicated: dY is the gradient of each term
+#     Y      R                                           R
 #
-# f adds up X's gradient, g the Y_r. A replicated parameter may have a partial gradient: the weight of a norm that saw
-# some of the tokens. Its `placement.partial_over` says over which ranks that must be added up before the step.
+# f adds up X's gradient, g the Y_r: both make R of P. A replicated parameter may have a partial gradient: the weight of
+# a norm that saw some of the tokens. Its `placement.partial_over` says over which ranks that must be added up before
+# the step. `python -m lessons types` follows the letters through a step, in one process (further/letters.py).
 #
 # X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
 # columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. Until backward

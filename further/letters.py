@@ -59,7 +59,7 @@ def made(name, letters, is_cut):
         given.remove(last)
         fits = "VPM" if name in LINEAR else "R" if name in PRODUCTS or name.endswith("_backward") else ""
         if last[0] == "E" or not fits or not {letter[0] for letter in given} <= {*fits}:
-            raise Wrong(f"{name} of {' and '.join(WORDS[letter[0]] for letter in letters)}{last[1:]}")
+            raise Wrong(f"{name} of {' and '.join(dict.fromkeys(WORDS[letter[0]] for letter in letters))}{last[1:]}")
     return last
 
 
@@ -78,8 +78,7 @@ def tensors_in(values):
 
 
 class Letters(TorchDispatchMode):
-    """Inside, every tensor has letters, {axis: letter}. What is unknown, or left out, is R. Behind P, M and E stands
-    since when.
+    """Inside, every tensor has letters, {axis: letter}. What is left out is R. Behind P, M and E stands since when.
 
     grid: {axis: (its ranks, by how much a rank's number grows along it)}. calls: {(ranks, what they call together): how
     often}. sent: {(axis, what becomes of which letter, place): how often}. place(): where in the program one is.
@@ -117,8 +116,11 @@ class Letters(TorchDispatchMode):
             read = tensors_in(args[name in ("copy_", "fill_"):])
             for t in tensors_in(args[0] if name.endswith("_") else out):
                 self.set(t, {axis: self.letter(axis, name, read) for axis in self.grid})
-            if name == "cat":
-                self.keep_parts(out, *args)
+            if name == "cat":  # each part keeps its letters
+                tensors, dim, *_ = *args, 0
+                for part, t in zip(out.split([t.shape[dim] for t in tensors], dim), tensors):
+                    if part.is_contiguous() and t.numel():
+                        self.set(part, self.of(t))
         return out
 
     def letter(self, axis, name, read):
@@ -129,11 +131,6 @@ class Letters(TorchDispatchMode):
         except Wrong as problem:
             self.wrong(axis, problem)
         return f"{letter}\n    since {self.place()}" if letter in ("P", "E") else letter
-
-    def keep_parts(self, whole, tensors, dim=0):
-        for part, t in zip(whole.split([t.shape[dim] for t in tensors], dim), tensors):
-            if part.is_contiguous() and t.numel():
-                self.set(part, self.of(t))
 
     @torch.no_grad()
     def collective(self, group, name, async_op, algorithm, output, *others):

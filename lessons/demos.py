@@ -296,14 +296,15 @@ def demo_types(**flags):
                  batch_size=2 * flags["dp"] * m, **flags)
     config = config_of(s)
     x, y = (tokens.chunk(m) for tokens in torch.randint(64, (2, 2 * m, config.seq_len)))
-    steps, wrong = check_letters(config, layout_of(s), range(check_layout(s, config, 1, 1)), x, y)
+    ranks = check_layout(s, config, 1, 1)
+    steps, wrong = check_letters(config, layout_of(s), range(ranks), x, y)
     sent = Counter()
     for step in steps.values():
         for (axis, what, place), times in step.sent.items():
             sent[axis, what, re.sub(r"\.\d+\.", ".*.", place)] += times
     for (axis, what, place), times in sorted(sent.items()):
         print(f"{axis:5}{what:36}{times:5} x  {place}")
-    print(f"\n{len(steps)} ranks, {time.perf_counter() - start:.1f} s, no message sent. {wrong or 'Nothing is wrong.'}")
+    print(f"\n{ranks} ranks, {time.perf_counter() - start:.1f} s, no message sent. {wrong or 'Nothing is wrong.'}")
 
 
 def context_work(rank, other, n, kind):

@@ -38,12 +38,10 @@ class Step(Letters):
         super().__init__(grid_of(layout))
         self.means = {*self.grid} - {"tp", "pp"}  # the loss is the mean over these
         self.between = {}  # axis -> letters of what ranks send each other along it
-        self.places = {}  # number of a node of autograd's graph -> where forward made it
-        self.node = ""  # the one of these that backward is at
+        self.places, self.node = {}, ""  # number of a node of autograd -> where forward made it; where backward is
         links = {"ours": lambda group: SimpleNamespace(run=partial(self.collective, group))}
         kept, dist.process = dist.process, dist.Process(links)
-        size = math.prod(n for n, _ in self.grid.values())
-        torch.distributed.init_process_group("fake", rank=rank, world_size=size)
+        torch.distributed.init_process_group("fake", rank=rank, world_size=math.prod(n for n, _ in self.grid.values()))
         try:
             self.run(train.parallelize(config, layout, "cpu", optimizer=optimizer), [*x], [*y])
         finally:
@@ -96,7 +94,7 @@ class Step(Letters):
 
     def arrived(self, name, cut, grad):
         """In backward: ranks that have the same parameter have terms of its gradient."""
-        letters = self.of(grad).copy()
+        letters = self.of(grad)
         for axis, letter in letters.items():
             if axis not in cut and letter[0] in "VP":
                 letters[axis] = f"{'M' if axis in self.means else 'P'}\n    since {self.place()}"
