@@ -90,10 +90,10 @@ def test_which_bugs_that_shipped_letters_see():
 
 
 @parametrize("name, given, letter", [
-    ("mm", "VV", "P"), ("mm", "RV", "V"), ("addmm", "VVV", "P"), ("add", "PP", "P"), ("add", "0P", "P"), ("sum", "M", "M"),
-    ("mul", "PR", "P"), ("gelu", "V", "V"), ("gelu", "0", "R"), ("neg", "0", "0"), ("native_layer_norm_backward", "PR", "P"),
-    ("add", "PR", None), ("addmm", "RVV", None), ("mul", "PV", None), ("mul", "PP", None), ("gelu", "P", None),
-    ("add", "EV", None)])
+    ("mm", "VV", "P"), ("mm", "RV", "V"), ("addmm", "VVV", "P"), ("add", "PP", "P"), ("add", "0P", "P"),
+    ("sum", "M", "M"), ("mul", "PR", "P"), ("gelu", "V", "V"), ("gelu", "0", "R"), ("neg", "0", "0"),
+    ("native_layer_norm_backward", "PR", "P"), ("add", "PR", None), ("addmm", "RVV", None), ("mul", "PV", None),
+    ("mul", "PP", None), ("gelu", "P", None), ("add", "EV", None)])
 def test_what_operations_make_of_letters(name, given, letter):
     try:
         assert made(name, [*given], True) == letter
