@@ -411,7 +411,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "blind": (demo_blind, {"quick": False, "out": None}),
     "pages": (pages.pages, {"out": "runs/site"}),
     "explore": (explore, {"port": 0})}
-TYPES = {"port": int, "zero": int, "zero_within": positive, "break": function, "rank": int}  # else a text, or a number above 0
+TYPES = {"port": int, "zero": int, "zero_within": positive, "break": function, "rank": int}  # else a text, or positive
 HELP = {  # of the flags
     "model": "preset of the GPT", "machine": "whose rates count", "ranks": "how many", "dp": "replicas",
     "tp": "ranks each layer is cut over", "pp": "ranks the layers are spread over", "stages": "of the pipeline",
