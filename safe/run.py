@@ -361,8 +361,9 @@ class WatchedRun(Run):
         hint = "Ctrl-C   this step ends and is saved; a second Ctrl-C quits at once"
         with launch.second_interrupt_quits(partial(trainer.say, hint)) if self.s.out else contextlib.nullcontext():
             trainer.train(self.saved)
-        for end, handler in zip(ends, before):
-            signal.signal(end, handler)
+        for end, handler in zip(ends, before):  # after a stop all is saved: a scheduler's second signal is ignored
+            is_late = trainer.stopping and end != signal.SIGINT
+            signal.signal(end, signal.SIG_IGN if is_late else handler)
         self.interrupted = trainer.stopping == signal.SIGINT
         if trainer.terminated:
             launch.end_after_sigterm()

@@ -282,14 +282,18 @@ def test_killed_or_stalled_rank_is_named_by_the_others(start, tmp_path):
 
 
 def at_step_20(sig):
-    """Rank 1 gets this signal then."""
+    """Rank 1 gets this signal then, and all ranks get it when they have ended."""
     def step(trainer, number):
         if number == 20 and dist.get_rank() == 1:
             os.kill(os.getpid(), sig)
         return real(trainer, number)
 
-    real = WatchedTrainer.step
-    WatchedTrainer.step = step
+    def destroy():
+        os.kill(os.getpid(), sig)
+        real_destroy()
+
+    real, real_destroy = WatchedTrainer.step, dist.destroy_process_group
+    WatchedTrainer.step, dist.destroy_process_group = step, destroy
 
 
 @on_cpus
