@@ -15,7 +15,7 @@ import collectives as dist
 import kernels
 from further.bpe import Tokenizer
 from further.prefetch import FlatParameter
-from safe.data import about_left_out
+from safe.data import about_left_out, Numbers
 from safe.files import keep_others
 from safe.flags import gpus_here
 from safe.messages import Watched
@@ -194,8 +194,8 @@ def about_vocabulary(trainer):
         mean = f", {trainer.bytes_a_token:.2f} bytes a token" if trainer.bytes_a_token else ""
         unused = f" of the model's {size:,} numbers" * (size > len(vocabulary))
         return f"\ntokens   of {vocabulary.folder}: {len(vocabulary):,}{unused}{mean}"
-    if why := getattr(vocabulary, "why", ""):
-        return f"\ntokens   are shown as numbers, because their tokenizer is not read: {why}"
+    if isinstance(vocabulary, Numbers):
+        return f"\ntokens   are {trainer.train_data.dtype}, and shown as numbers; --tokenizer FOLDER shows text"
     if isinstance(vocabulary, Bytes) and size > len(vocabulary):
         return f"\ntokens   are bytes, {len(vocabulary)} of the vocabulary's {size:,} numbers; see --tokenizer"
     return ""

@@ -302,6 +302,7 @@ class WatchedRun(Run):
             if known:
                 self.identity["start"] = known["start"]
                 check_same_data(s, known, self.identity, checkpoint)
+        s.prompt = getattr(vocabulary, "begin", "") + s.prompt
         check_prompt(s, config, vocabulary)
         if self.on_rank_0:
             check_folder(s.trace, "--trace", "trace.json")
