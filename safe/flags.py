@@ -80,6 +80,7 @@ def check_numbers(s):
 
 
 SIZES = "n_layer", "n_head", "n_kv_head", "n_embd", "seq_len", "vocab_size", "experts", "top_k", "expert_every"
+LONGEST = 2048  # tokens of a sequence, if only a folder says how many: 16 of a Qwen's 32,768 have 320 GB of logits
 NEED_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model without experts
 
 
@@ -108,8 +109,9 @@ def model_config(s, checkpoint=None):
         instead = "; to go on in --out, leave --init-from out and add --resume" * bool(goes_on)
         raise BadInput(f"--init-from {s.init_from}: {error}{instead}") from None
     where = "--resume" if checkpoint else "--init-from"
-    if not checkpoint and s.seq_len is not None and s.seq_len < config.seq_len:
-        config, source = shortened(config, source, s.seq_len)
+    seq_len = LONGEST if s.seq_len is None and config.arch == "llama" else s.seq_len
+    if not checkpoint and seq_len is not None and seq_len < config.seq_len:
+        config, source = shortened(config, source, seq_len)
         check_sizes(config, dashed)
     for name in (*SIZES, "activation", "arch"):
         value = getattr(s, name)
