@@ -342,7 +342,7 @@ def check_tokens(s, tokens, vocab_size):
 # ------------------------------------------------------------------------------------------- text encoded, on all cores
 
 PART = 1 << 22  # letters that a process encodes at a time
-LINE_END = re.compile(r"(?<=[^\W_])\n")  # before it a piece ends, whatever follows. (A sign of Llama 3's takes it along.)
+LINE_END = re.compile(r"(?<=[^\W_])\n")  # before it a piece ends, whatever follows. (Llama 3's signs take it along.)
 WORKER = """
 import sys
 sys.path[:] = sys.argv[1:]  # the program's own, because this one would take a json.py in the user's folder for Python's

@@ -79,12 +79,13 @@ def check_numbers(s):
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
-SIZES = "n_layer", "n_head", "n_kv_head", "n_embd", "seq_len", "vocab_size", "experts", "top_k", "expert_every"
+SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "inner", "seq_len", "vocab_size", "experts", "top_k",
+         "expert_every")
 LONGEST = 2048  # tokens of a sequence, if only a folder says how many: 16 of a Qwen's 32,768 have 320 GB of logits
 NEED_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model without experts
 
 
-def model_config(s, checkpoint=None):
+def model_config(s, checkpoint=None, open_folder=open_hf):
     """(GPTConfig, source of initial weights or None) that the settings ask for. checkpoint: the one of --resume."""
     if not checkpoint and not s.init_from:
         try:
@@ -103,7 +104,7 @@ def model_config(s, checkpoint=None):
     reject(checkpoint and s.init_from, f"--init-from {s.init_from} beside --resume: leave --init-from out, or leave "
            "--resume out")
     try:
-        config, source = (checkpoint.config, checkpoint.source) if checkpoint else open_hf(s.init_from)
+        config, source = (checkpoint.config, checkpoint.source) if checkpoint else open_folder(s.init_from)
     except (ValueError, OSError) as error:
         goes_on = s.out and any(pathlib.Path(s.out).glob("step-*"))
         instead = "; to go on in --out, leave --init-from out and add --resume" * bool(goes_on)
@@ -115,7 +116,8 @@ def model_config(s, checkpoint=None):
         check_sizes(config, dashed)
     for name in (*SIZES, "activation", "arch"):
         value = getattr(s, name)
-        there = "no experts" if name in NEED_EXPERTS and not config.experts else getattr(config, name, "none")
+        there = config.hidden if name == "inner" else getattr(config, name, "none")
+        there = "no experts" if name in NEED_EXPERTS and not config.experts else there
         reject(value not in (None, there),
                f"{dashed(name)} {value}: the model in {where} has {there}; leave the flag out")
     return config, source

@@ -98,12 +98,7 @@ def shapes_there(config):
 
 def open_hf(folder):
     """(config, source) of a Hugging Face folder: source(name) is a parameter. BadInput names a faulty file."""
-    path = pathlib.Path(folder, "config.json")
-    try:
-        hf = json.loads(path.read_text("utf-8-sig"))
-        config = config_from(hf)
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: {error}") from None
+    config, hf = read_config(folder)
     tensors = {}
     where = {}
     for file in weight_files(folder):
@@ -129,6 +124,16 @@ def open_hf(folder):
         return joined(config, name, [tensors[part] for part in parts_of(config, name)])
 
     return config, source
+
+
+def read_config(folder):
+    """(config, contents) of a folder's config.json."""
+    path = pathlib.Path(folder, "config.json")
+    try:
+        hf = json.loads(path.read_text("utf-8-sig"))
+        return config_from(hf), hf
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: {error}") from None
 
 
 def whole_name(config, name):

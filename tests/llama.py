@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import model
 import safe.huggingface
+import train
 from further.llama import PRESETS, LlamaConfig
 from further.sampling import CachedGPT
 from safe.files import read_safetensors, write_safetensors
@@ -281,7 +282,10 @@ def test_rotary_positions_are_relative():
 
 
 def test_sizes_of_presets():
-    assert 1.1e9 < PRESETS["1b"].parameters() < 1.3e9
+    """Two are published."""
+    assert 1.1e9 < PRESETS["1b"].parameters() < 1.3e9 and {*train.LLAMAS} == PRESETS.keys() - {"tiny"}
+    assert PRESETS["llama3-8b"].parameters() == 8_030_261_248 and PRESETS["qwen3-0.6b"].parameters() == 596_049_920
+    assert train.config_of(train.Flags(model="cs336-8b", inner=64)) == replace(PRESETS["cs336-8b"], inner=64)
 
 
 if __name__ == "__main__":

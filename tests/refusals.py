@@ -103,6 +103,8 @@ REFUSED = {
         --arch llama --tp 4                 | does not divide the model's 2 heads of keys and values: give --tp 2
         --arch llama --n-kv-head 3          | --n-kv-head 3 does not divide --n-head 4: give --n-kv-head 1
         --arch llama --model gpt2           | --model gpt2 is no preset of --arch llama: give --model tiny
+        --arch gpt2 --model llama3-8b       | --model llama3-8b is no preset of --arch gpt2: give --model tiny
+        --init-from HF --inner 65           | --inner 65: the model in --init-from has 64; leave the flag out
         --n-kv-head 2                       | --n-kv-head 2 is for a Llama: give --arch llama, too
         --cp 3 --cp-kind ulysses --seq-len 12 | does not divide the 4 heads of a rank: give --cp 1 or
         --data /no/such/file                | /no/such/file
@@ -276,6 +278,8 @@ REFUSED = {
         pictures MACHINE                    | KeyError 'traceEvents'
         pictures --into MACHINE             | --into
         pictures --into MINE                | ring.svg: is there, and not what would be written: name a new file
+        plan --hf HF --model gpt2           | --model gpt2 beside --hf: leave one of them out
+        plan --hf FOLDER                    | config.json: [Errno 2] No such file
         plan --json WORDS                   | words.bin: is there, and not what would be written: name a new file
         pictures TRACE                      | trace.json""",
     lessons.demos.main: """
