@@ -94,7 +94,7 @@ class Layout:
 class Flags(Layout):
     """Flags of the command line, --with-dashes: a Layout's, and these."""
     data: str = flag("", "a text file; left out, the source of Python's standard library")
-    tokenizer: str = flag("", "folder with a GPT-2's vocab.json and merges.txt; left out, tokens are bytes")
+    tokenizer: str = flag("", "folder with tokenizer.json, or vocab.json and merges.txt; left out, tokens are bytes")
     arch: str = flag(None, "architecture (that of the preset)", choices=["gpt2", "llama"])
     model: str = flag("tiny", "preset", choices=[*PRESETS, *LLAMAS])
     n_layer: int = flag(None, "blocks, instead of the preset's")
@@ -234,7 +234,10 @@ def vocabulary_of(folder):
     """The vocabulary of --tokenizer."""
     if not folder:
         return Bytes()
-    from further.bpe import Tokenizer
+    if os.path.exists(os.path.join(folder, "tokenizer.json")):
+        from further.bpe_json import JsonTokenizer as Tokenizer
+    else:
+        from further.bpe import Tokenizer
     return Tokenizer(folder)
 
 

@@ -131,9 +131,10 @@ def test_a_tokenizer_json_has_the_tokens_of_the_two_files(tmp_path, merges):
     two, whole = open_tokenizer(tmp_path), tmp_path / "tokenizer.json"
     assert two.decode([two.numbers["end of turn"]]) == "end of turn" and len(two.encode("low")) == 1
     whole.write_text(json_of(tmp_path, merges))
-    one = open_tokenizer(tmp_path)
+    one, plain = open_tokenizer(tmp_path), train.vocabulary_of(tmp_path)
     for text, _ in SPELLED:
-        assert one.encode(text) == two.encode(text)
+        assert one.encode(text) == plain.encode(text) == two.encode(text)
+    assert plain.files == one.files
     assert one.encode("lo<pád>lo") == [one.numbers[token] for token in ("lo", "<pád>", "lo")]
     assert one.decode(one.encode("é<pád>")) == "é<pád>" and one.files == {whole.name: whole.read_text()}
     assert one.decode([len(one)]) == ""  # of embeddings larger than the tokenizer
