@@ -63,6 +63,14 @@ class Machine:
         return 1 / (fast + (slow - fast) * 1024 / max(1024, tokens))
 
 
+RATES = {  # field of Machine: in words, times what
+    "matmul": ("products {:,.0f} GFLOP/s", 1e-9), "attention": ("causal attention {:,.0f} GFLOP/s", 1e-9),
+    "long_attention": ("of long sequences {:,.0f} GFLOP/s", 1e-9), "hbm": ("copies {:,.0f} GB/s", 1e-9),
+    "elementwise": ("a block's other operations {:,.0f} GB/s", 1e-9), "loss": ("loss {:,.0f} logits/us", 1e-6),
+    "launch": ("{:.2f} ms to launch a block", 1e3), "link": ("links in a node {:.1f} GB/s", 1e-9),
+    "hop": ("{:.0f} us a collective there", 1e6), "network": ("network {:.1f} GB/s a GPU", 1e-9),
+    "network_hop": ("{:.0f} us a collective over it", 1e6)}
+
 # `peak` is the datasheet's, `memory` what CUDA reports. The H200's rates were measured on four of them, but for the
 # network's. --machine FILE takes rates that you have measured. All are of bf16.
 H200 = Machine(
@@ -70,8 +78,7 @@ H200 = Machine(
     loss=3.4e11, hbm=4.07e12, launch=1.7e-3, link=330e9, hop=2.7e-5, network=45e9)
 H100 = dataclasses.replace(
     H200, name="H100", memory=85e9, matmul=650e12, attention=210e12, long_attention=430e12, elementwise=4.2e12,
-    loss=2.5e11, hbm=2.8e12, estimated=("matmul", "attention", "hbm", "elementwise", "launch", "link", "hop",
-                                        "network", "network_hop"))
+    loss=2.5e11, hbm=2.8e12, estimated=tuple(RATES))
 MACHINES = {"h200": H200, "h100": H100}
 
 
@@ -367,23 +374,13 @@ def predict(config, s, machine):
 
 
 def describe_machine(machine):
-    """Its name and memory, and a line of the rates that were measured, and one of those that are estimates."""
-    rates = {
-        "matmul": f"products {machine.matmul / 1e9:,.0f} GFLOP/s",
-        "attention": f"causal attention {machine.attention / 1e9:,.0f} GFLOP/s",
-        "hbm": f"copies {machine.hbm / 1e9:,.0f} GB/s",
-        "elementwise": f"a block's other operations {machine.elementwise / 1e9:,.0f} GB/s",
-        "launch": f"{1e3 * machine.launch:.2f} ms to launch a block"}
-    if machine.link:
-        rates["link"] = f"links in a node {machine.link / 1e9:.1f} GB/s"
-        rates["hop"] = f"{1e6 * machine.hop:.0f} us a collective there"
-    if machine.network:
-        rates["network"] = f"network {machine.network / 1e9:.1f} GB/s a GPU"
-        rates["network_hop"] = f"{1e6 * machine.network_hop:.0f} us a collective over it"
+    """Its name and memory, a line of the rates that were measured, and one of those that are estimates."""
     text = f"{machine.name}, {machine.memory / 2**30:.0f} GiB"
-    for title, kind in ("measured", False), ("estimated", True):
-        of_kind = [said for name, said in rates.items() if (name in machine.estimated) == kind]
-        text += f"\n{title + ':':<11}{', '.join(of_kind)}" * bool(of_kind)
+    for title, estimated in ("measured", False), ("estimated", True):
+        known = [words.format(getattr(machine, name) * unit) for name, (words, unit) in RATES.items()
+                 if (name in machine.estimated) == estimated and getattr(machine, name)
+                 and (machine.network or name != "network_hop")]
+        text += f"\n{title + ':':<11}{', '.join(known)}" * bool(known)
     return text
 
 
