@@ -96,13 +96,13 @@ def read_whole(folder):
     table = LATER if value_at(whole, "pre_tokenizer.type") == "Sequence" else GPT2
     for path, fine in table.items():
         if value_at(whole, path) not in fine:
-            raise ValueError(f"{WHOLE}: {path} is {value_at(whole, path)!r:.50}, and not {fine[-1]!r:.50}")
+            raise ValueError(f"{WHOLE}: {path} is {value_at(whole, path)!r:.90}, which is not known here")
     model, added = whole["model"], whole["added_tokens"]
     composed = whole.get("normalizer") is not None
     for token in added:
         others = [key for key in ("lstrip", "rstrip", "single_word", *["normalized"] * composed) if token.get(key)]
         if others:
-            raise ValueError(f"{WHOLE}: {token['content']!r} has {others}, which is not read here")
+            raise ValueError(f"{WHOLE}: {token['content']!r} has {others}, which is not known here")
     numbers = model["vocab"] | {token["content"]: token["id"] for token in added}
     merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     end = end_of(folder, numbers)

@@ -96,7 +96,7 @@ class LibraryTokenizer(Tokenizer):
             import tokenizers
             self.library = tokenizers.Tokenizer.from_str(text)
         except ImportError:
-            raise ValueError(f"{why}: pip install tokenizers, which reads such, too") from None
+            raise ValueError(f"{why}: pip install tokenizers, which knows more kinds") from None
         except Exception as error:  # noqa: BLE001  the package's own have no class
             raise ValueError(f"{why}, and the package tokenizers says: {error}") from None
         self.folder = folder

@@ -231,8 +231,8 @@ REFUSED = {
         --tokenizer GAPS                    | from 0 to 264
         --tokenizer SPACES                  | merges.txt: 'l o ' is not two tokens with one space between them
         --tokenizer CUT                     | its merges do not make 200 of the 465 tokens: they may be cut short
-        --tokenizer WHOLE                   | tokenizer.json: pre_tokenizer.type is 'Metaspace', and not 'ByteLevel'
-        --tokenizer STRIPS                  | tokenizer.json: '<|endoftext|>' has ['lstrip'], which is not read here
+        --tokenizer WHOLE                   | tokenizer.json: pre_tokenizer.type is 'Metaspace', which is not known
+        --tokenizer STRIPS                  | tokenizer.json: '<|endoftext|>' has ['lstrip'], which is not known here
         --tokenizer HAND --vocab-size 264   | has 265 tokens, the model 264: give --vocab-size 265 or more
         --tokenizer HAND --data EMPTY       | it is empty; give text
         --tokenizer HAND --data EMPTY --out NEW | it is empty; give text
@@ -241,7 +241,7 @@ REFUSED = {
         --init-from LARGE                   | its 400 tokens are not bytes: give --tokenizer FOLDER
         --init-from LARGE --tokenizer HAND  | has 265 tokens, the model 400: give the tokenizer
         --init-from LARGE_HALF              | merges.txt: No such file
-        --init-from OTHER_WORDS             | tokenizer.json: pre_tokenizer.type is 'Metaspace', and""",
+        --init-from OTHER_WORDS             | tokenizer.json: pre_tokenizer.type is 'Metaspace', which""",
     further.bpe.main: """
         /no/such --vocab-size 300 --out NEW | No such file
         EMPTY --vocab-size 300 --out NEW    | no text
