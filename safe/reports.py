@@ -209,7 +209,8 @@ def about_vocabulary(trainer):
         unused = f" of the model's {size:,} numbers" * (size > len(vocabulary))
         return f"\ntokens   of {vocabulary.folder}: {len(vocabulary):,}{unused}{mean}"
     if isinstance(vocabulary, Numbers):
-        return f"\ntokens   are {trainer.train_data.dtype}, and shown as numbers; --tokenizer FOLDER shows text"
+        width = getattr(trainer.train_data, "dtype", "")  # nothing is read where nothing is trained
+        return f"\ntokens   are numbers{f' of {width}' * bool(width)}; --tokenizer FOLDER shows text"
     if isinstance(vocabulary, Bytes) and size > len(vocabulary):
         return f"\ntokens   are bytes, {len(vocabulary)} of the vocabulary's {size:,} numbers; see --tokenizer"
     return ""

@@ -398,9 +398,10 @@ SAID_OF_TOKENS = [  # flags of a run, and what it says
     ("--tokenizer VOCAB --vocab-size 640", "tokens   of .*: 600 of the model's 640 numbers"),
     ("--tokenizer VOCAB --eval-every 1", r"nats a token, [\d.]+ bits, [\d.]+ bits a byte"),
     ("--data OUT/x.bin --vocab-size 300 --sample 3", r"---\n0( \d+){3}\n---"),
-    ("--data OUT/x.bin --init-from OUT/bytes/step-00000001", "tokens   are uint16, and shown as numbers"),
-    ("--data OUT/wide.bin --tokens uint32 --vocab-size 90000", r"tokens   are uint32.*loss 11\."),
-    ("--data OUT/llm_c.bin --vocab-size 90000", r"4,500 tokens .*tokens   are uint32"),
+    ("--data OUT/x.bin --init-from OUT/bytes/step-00000001", "tokens   are numbers of uint16; "),
+    ("--data OUT/wide.bin --tokens uint32 --vocab-size 90000 --out OUT/wide", r"numbers of uint32; .*loss 11\."),
+    ("--data OUT/wide.bin --steps 0 --sample 3 --resume OUT/wide", r"are numbers; .*---\n0( \d+){3}\n---"),
+    ("--data OUT/llm_c.bin --vocab-size 90000", r"4,500 tokens .* are numbers of uint32"),
     ("--data OUT/x.bin --tokenizer VOCAB --sample 3 --prompt low", "---\nlow")]
 
 
