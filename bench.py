@@ -54,9 +54,11 @@ from model import PRESETS
 from safe import launch
 from safe.files import check_file, check_folder
 from safe.flags import check_layout, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES
+from safe.huggingface import read_config
 from safe.launch import is_forked
 from safe.sizes import BadInput, checked_use, reject
 from theory.speed import MACHINES, describe_machine
+from train import LLAMAS
 
 
 # ---------------------------------------------------------------------------------------- kernels, lessons, collectives
@@ -207,9 +209,11 @@ FLAGS = [
     option(MEASURED, "--quick", "tiny sizes, few repeats: shows only that it works", action="store_true"),
     option(MEASURED, "--only", "which kernels, lessons, collectives, optimizers or strategies; left out, all (but "
            "experts and dense twin only with --experts), in scaling ddp and zero3", nargs="+", metavar="NAME"),
-    option(SIZED, "--arch", "architecture", choices=["gpt2", "llama"], default="gpt2"),
+    option(SIZED, "--arch", "architecture; left out, that of the preset", choices=["gpt2", "llama"]),
     option(SIZED, "--model", "preset; left out, gpt2, on the CPU tiny, in plan gpt2-xl; of a llama 1b, on the CPU tiny",
-           choices=[*PRESETS, "1b"]),
+           choices=[*PRESETS, *LLAMAS]),
+    option("plan", "--hf", "plan for the model of this Hugging Face folder; its config.json is enough", default="",
+           metavar="FOLDER"),
     *(number(SIZED, dashed(name), "instead of the preset's") for name in SIZES),
     number(OF_A_MODEL, "--batch-size", "sequences a step of all GPUs, in scaling of each; left out, 8 for each GPU"),
     option(SIZED, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32",
@@ -242,7 +246,7 @@ def parse(words):
         for takers, name, more in FLAGS:
             if what in takers:
                 sub.add_argument(name, **more)
-    others = argparse.Namespace(gpus=1, json="", without=None, plain=False, batch_size=None)  # no flags there
+    others = argparse.Namespace(gpus=1, json="", without=None, plain=False, batch_size=None, hf="")  # no flags there
     return parser.parse_args(words, others)
 
 
@@ -290,8 +294,10 @@ def check_model(a, preset):
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
     reject(a.dtype == "fp8" and a.what not in ("strategies", "scaling"), "--dtype fp8 is for strategies and scaling: "
            "give --dtype bf16")
-    a.model = a.model or (preset if a.arch == "gpt2" or preset == "tiny" else "1b")
-    a.config = model_config(Settings(arch=a.arch, model=a.model, **{name: getattr(a, name) for name in SIZES}))[0]
+    reject(a.hf and a.model, f"--model {a.model} beside --hf: leave one of them out, e.g. --hf")
+    a.model = a.model or (preset if a.arch != "llama" or preset == "tiny" else "1b")
+    sizes = {name: getattr(a, name) for name in SIZES}
+    a.config = model_config(Settings(arch=a.arch, model=a.model, init_from=a.hf, **sizes), open_folder=read_config)[0]
     a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)
 
 

@@ -69,6 +69,9 @@ def schedule_of(name):
     return schedule_in(name)
 
 
+LLAMAS = "1b", "llama3-8b", "qwen3-0.6b", "cs336-8b"  # presets that only further/llama.py has
+
+
 @dataclass
 class Layout:
     """How a GPT is spread over ranks, and what it computes in."""
@@ -91,13 +94,14 @@ class Layout:
 class Flags(Layout):
     """Flags of the command line, --with-dashes: a Layout's, and these."""
     data: str = flag("", "a text file; left out, the source of Python's standard library")
-    tokenizer: str = flag("", "folder with a GPT-2's vocab.json and merges.txt; left out, tokens are bytes")
-    arch: str = flag(None, "architecture (gpt2)", choices=["gpt2", "llama"])
-    model: str = flag("tiny", "preset of the architecture", choices=[*PRESETS, "1b"])
+    tokenizer: str = flag("", "folder with tokenizer.json, or vocab.json and merges.txt; left out, tokens are bytes")
+    arch: str = flag(None, "architecture (that of the preset)", choices=["gpt2", "llama"])
+    model: str = flag("tiny", "preset", choices=[*PRESETS, *LLAMAS])
     n_layer: int = flag(None, "blocks, instead of the preset's")
     n_head: int = flag(None, "attention heads, instead of the preset's")
     n_kv_head: int = flag(None, "heads of keys and values, of a Llama, instead of the preset's")
     n_embd: int = flag(None, "width, instead of the preset's")
+    inner: int = flag(None, "width of the MLP's hidden layer, instead of the preset's")
     seq_len: int = flag(None, "tokens a sequence, instead of the preset's")
     vocab_size: int = flag(None, "vocabulary, instead of the preset's")
     activation: str = flag(None, "of the MLP, instead of the preset's", choices=list(ACTIVATIONS))
@@ -157,7 +161,7 @@ def parse(parser, flags, arguments):
 
 def presets_of(s):
     """{name of --model: GPTConfig} of --arch."""
-    if getattr(s, "arch", None) != "llama":
+    if s.arch == "gpt2" or s.arch is None and s.model not in LLAMAS:
         return PRESETS
     from further.llama import PRESETS as llamas
     return llamas
@@ -231,7 +235,10 @@ def vocabulary_of(folder):
     """The vocabulary of --tokenizer."""
     if not folder:
         return Bytes()
-    from further.bpe import Tokenizer
+    if os.path.exists(os.path.join(folder, "tokenizer.json")):
+        from further.bpe_json import JsonTokenizer as Tokenizer
+    else:
+        from further.bpe import Tokenizer
     return Tokenizer(folder)
 
 
@@ -811,7 +818,7 @@ def started():
     return int(world or 1)
 
 
-AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within micro_batches batch_size n_layer n_head n_embd seq_len
+AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within micro_batches batch_size n_layer n_head n_embd inner seq_len
     vocab_size top_k expert_every""".split()}
 
 

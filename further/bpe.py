@@ -31,17 +31,20 @@ FILES = "vocab.json", "merges.txt"
 # --------------------------------------------------------------------------------------------------- pieces and letters
 
 @functools.cache
-def piece_pattern():
-    r"""GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+def kinds_of_letters():
+    r"""What `re` calls \p{L}, \p{N}, Unicode's \s, and one or more of all others.
 
     Python's `re` has no \p{L}. Its \w is \p{L}, \p{N} and "_"; its \s is Unicode's White_Space and four more.
     """
     kinds = "".join(unicodedata.category(chr(i))[0] for i in range(0x110000))
     numbers = "".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in re.finditer("N+", kinds))
-    letter = rf"[^\W_{numbers}]"
-    number = f"[{numbers}]"
-    space = r"[^\S\x1c-\x1f]"
-    other = r"(?:[^\w\s]+|[_\x1c-\x1f]+)"
+    return rf"[^\W_{numbers}]", f"[{numbers}]", r"[^\S\x1c-\x1f]", r"(?:[^\w\s]+|[_\x1c-\x1f]+)"
+
+
+@functools.cache
+def piece_pattern():
+    r"""GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+    letter, number, space, other = kinds_of_letters()
     return re.compile(rf"'s|'t|'re|'ve|'m|'ll|'d| ?{letter}+| ?{number}+| ?{other}+"
                       rf"|{space}+(?![\S\x1c-\x1f])|{space}+")
 
@@ -80,11 +83,12 @@ class Tokenizer:
     """The tokenizer of a Hugging Face GPT-2 folder: encode(text) -> list of int, decode(numbers) -> str.
 
     contents: as `read` finds them in the folder, or from elsewhere. OSError if a file is missing."""
+    begin, end = "", END  # stand before and after each text
 
     def __init__(self, folder, contents=None):
         self.folder = folder
         self.contents = contents or read(folder)
-        self.files, self.numbers, merges, special = self.contents
+        self.files, self.numbers, merges, special, *_ = self.contents
         self.ranks = {(first, second): rank for rank, (first, second) in enumerate(merges)}
         byte_of = {letter: bytes([byte]) for byte, letter in LETTERS.items()}
         self.bytes = {number: b"".join(byte_of.get(letter, letter.encode()) for letter in token)
@@ -95,9 +99,19 @@ class Tokenizer:
     def __len__(self):
         return len(self.numbers)
 
+    def joined(self, texts):
+        """Texts, each its bytes, as one."""
+        return self.begin + (self.end + self.begin).join(map(text_of, texts))
+
     def tokens_of(self, texts):
-        """The tokens of texts, each its bytes, with END between them: uint16, which is enough for GPT-2's 50,257."""
-        return np.array(self.encode(END.join(map(text_of, texts))), np.uint16)
+        return self.array_of(self.joined(texts))
+
+    def array_of(self, text):
+        """Its tokens: uint16, which is enough for GPT-2's 50,257, or uint32 if the vocabulary needs that."""
+        return np.array(self.encode(text), np.uint16 if len(self) <= 1 << 16 else np.uint32)
+
+    def pieces(self, text):
+        return piece_pattern().findall(text)
 
     def encode(self, text):
         numbers = []
@@ -105,7 +119,7 @@ class Tokenizer:
             if i % 2:
                 numbers.append(self.numbers[part])
             else:
-                for piece in piece_pattern().findall(part):
+                for piece in self.pieces(part):
                     numbers += self.numbers_of(piece)
         return numbers
 

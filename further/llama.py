@@ -171,7 +171,11 @@ class LlamaExpertsConfig(ExpertsConfig, LlamaConfig):
 KINDS = LlamaConfig, LlamaExpertsConfig  # without and with experts
 PRESETS = {
     "tiny": LlamaConfig(n_kv_head=2),
-    "1b": LlamaConfig(32000, 4096, 16, 16, 2048, 8192, n_kv_head=8, rope_theta=500000.0)}
+    "1b": LlamaConfig(32000, 4096, 16, 16, 2048, 8192, n_kv_head=8, rope_theta=500000.0),
+    "llama3-8b": LlamaConfig(128256, 8192, 32, 32, 4096, 14336, n_kv_head=8, rope_theta=500000.0),
+    "qwen3-0.6b": LlamaConfig(151936, 4096, 28, 16, 1024, 3072, norm_eps=1e-6, tied=True, n_kv_head=8, head_size=128,
+                              rope_theta=1e6, qk_norm=True),  # which in the end was trained on 32,768 tokens at a time
+    "cs336-8b": LlamaConfig(151936, 32768, 34, 32, 4096, 11008)}  # the course's, to plan with
 
 
 # --------------------------------------------------------------------------------------------------- tensor parallelism

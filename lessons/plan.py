@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import math
+import shlex
 import signal
 
 import torch
@@ -13,7 +15,8 @@ from safe.reports import parameters_in_words
 from safe.sizes import BadInput
 from theory.clock import stage_to_rank_in
 from theory.memory import ROOM, needed_bytes
-from theory.speed import describe_machine, mfu, mfu_note, predict, ring_hides
+from theory.speed import Costs, describe_machine, mfu, mfu_note, predict, ring_hides
+from train import LLAMAS
 
 
 def divisors(n):
@@ -77,15 +80,37 @@ def describe_layout(s):
     return " ".join(f"{dashed(name)} {value}" for name, value in given.items()).replace(" True", "")
 
 
+def sizes_of(a):
+    """The flags that change a preset."""
+    return "".join(f" {dashed(name)} {getattr(a, name)}" for name in SIZES if getattr(a, name) is not None)
+
+
 def describe_model(a):
     """The preset, the flags that change it, and its parameters."""
-    flags = "".join(f" {dashed(name)} {getattr(a, name)}" for name in SIZES if getattr(a, name) is not None)
-    return f"{a.model}{flags}, {parameters_in_words(a.config)}"
+    return f"{a.hf or a.model}{sizes_of(a)}, {parameters_in_words(a.config)}"
+
+
+def command_of(a, layout):
+    """The command that trains in this layout; on several nodes, on each of them."""
+    each = math.gcd(a.gpus, a.machine.node)
+    nodes = a.gpus // each
+    over = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500 " * (nodes > 1)
+    arch = " --arch llama" * (a.config.arch == "llama" and a.model not in LLAMAS)
+    model = f"--init-from {shlex.quote(a.hf)}" if a.hf else f"--model {a.model}{arch}"
+    return (f"torchrun {over}--nproc_per_node {each} train.py {model}{sizes_of(a)} --dtype {a.dtype} "
+            f"--batch-size {a.batch_size} {layout}").rstrip()
 
 
 def rows_of(a):
-    """A row of `plan`'s table for each layout that fits, fastest first. A layout gets one row, for its fastest
-    micro-batches and recomputing. `limits`: what takes most of the step beside computing, and its share."""
+    """A row of `plan`'s table for each layout that fits, fastest first, of those that take as long the one that needs
+    least memory. A layout gets one row, for its fastest micro-batches and recomputing. `limits`: what takes most of the
+    step beside computing, and its share."""
+    for _, tied in itertools.groupby(by_time(a), lambda row: row["ms"]):
+        yield from sorted(tied, key=lambda row: row["gib"])
+
+
+def by_time(a):
+    """The rows, fastest first."""
     config, machine = a.config, a.machine
     candidates = []
     for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine):
@@ -101,25 +126,52 @@ def rows_of(a):
         step = sum(costs)
         shares = {axis: 100 * seconds / step for axis, seconds in costs._asdict().items()}
         limit = max(shares.keys() - {"compute"}, key=shares.get)
-        yield dict(layout=describe_layout(s), ms=1e3 * step, tokens=tokens / step, gib=max(needed) / 2**30,
+        yield dict(layout=describe_layout(s), ms=round(1e3 * step, 6), tokens=tokens / step, gib=max(needed) / 2**30,
                    ranks=" ".join(f"{n / 2**30:.1f}" for n in needed) if s.pp > 1 else "",
                    mfu=mfu(config, tokens / step, machine.peak), settings=dataclasses.asdict(s),
                    limits=f"{limit} {shares[limit]:.0f} %", **shares)
 
 
+def about_ties(rows):
+    """Lines that say why layouts take as long as the one before."""
+    for before, row in itertools.pairwise(rows):
+        if row["ms"] == before["ms"]:
+            same = all(math.isclose(row[cost], before[cost], abs_tol=1e-9) for cost in Costs._fields)
+            why = "they compute and send the same, and keep" if same else "what one saves the other spends; they keep"
+            yield (f"tie: {before['layout']} takes as long as {row['layout']}: {why} {before['gib']:.1f} and "
+                   f"{row['gib']:.1f} GiB")
+    near = sum(row["ms"] < 1.03 * rows[0]["ms"] for row in rows)
+    if near > 1:
+        yield (f"The first {near} are within 3 %, and predictions have been 2 to 15 % too short (docs/results.md): "
+               "measure them.")
+
+
+def heading(a, rows):
+    """The command of the fastest layout, the model, the machines."""
+    config, machine = a.config, a.machine
+    command = f"{command_of(a, rows[0]['layout'])}\n\n" if rows else ""
+    nodes = f"{machine.node} a node" if a.gpus > machine.node else "one node"
+    known = getattr(config, "max_positions", 0)
+    longer = f"; the model knows {known:,} positions, --seq-len takes more of them" * (known > config.seq_len)
+    return (f"{command}{describe_model(a)}, {a.dtype}, on {a.gpus} GPUs, {nodes}, {a.batch_size} sequences of "
+            f"{config.seq_len} a step{longer}\n{describe_machine(machine)}{mfu_note(config)}")
+
+
 def plan(a):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
-    config, machine = a.config, a.machine
-    say(f"{describe_model(a)}, {a.dtype}, on {a.gpus} GPUs, {a.batch_size} sequences of "
-        f"{config.seq_len} a step\n{describe_machine(machine)}{mfu_note(config)}")
+    rows = [*itertools.islice(rows_of(a), a.top)]
+    say(heading(a, rows))
+    of_some = {**{axis: f"{axis} %:>8.1f" for axis in ("bubble", "dp", "tp", "cp", "ep", "pp")},
+               "layout": "layout:<80", "ranks": "GiB of each pipeline rank:<1"}
     table = Table("layouts that fit, fastest first; GiB of the fullest rank; bubble, and traffic that nothing hides, "
                   "in % of the step", {
         "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "gib": "GiB:>6.1f",
-        **{axis: f"{axis} %:>8.1f" for axis in ("bubble", "dp", "tp", "cp", "ep", "pp")}, "layout": "layout:<80",
-        "ranks": "GiB of each pipeline rank:<1"})
-    for row in itertools.islice(rows_of(a), a.top):
+        **{key: column for key, column in of_some.items() if any(row[key] not in ("", 0) for row in rows)}})
+    for row in rows:
         table.row(**row)
-    if not table.rows:
-        say(f"\nnothing divides batch and heads and fits {ROOM:.0%} of {machine.memory / 2**30:.0f} GiB: give more "
+    if not rows:
+        say(f"\nnothing divides batch and heads and fits {ROOM:.0%} of {a.machine.memory / 2**30:.0f} GiB: give more "
             "--gpus, or another --batch-size")
+    for line in about_ties(rows):
+        say(f"\n{line}")
     write_json(a, torch.device("cpu"), table)

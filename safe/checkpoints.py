@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from further.bpe import END
 from further.resume import lacking
 from model import GPTConfig, shapes
 from parallel import master_dtype
@@ -34,7 +33,7 @@ from train import Bytes, config_of, MOMENTS
 #
 #     step-00000200/
 #         config.json, model.safetensors   a Hugging Face GPT-2 folder; float32 masters where layers compute in 16 bits
-#         vocab.json, merges.txt           of a tokenizer, if the run has one; or its tokenizer.json
+#         tokenizer.json, ...              what came with the weights, or with --tokenizer
 #         optimizer.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter, whole
 #         manifest.json                    step, settings, loss scale; size and CRC-32 of each file, and of itself
 #
@@ -110,12 +109,9 @@ def write_checkpoint(trainer, done, tensors):
     manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
-        end = getattr(trainer.vocabulary, "numbers", {}).get(END)
-        ids = {"bos_token_id": end, "eos_token_id": end, **trainer.run.token_ids}
-        files = manifest["files"] = write_hf(part, trainer.config, tensors, dtype, ids)
+        files = manifest["files"] = write_hf(part, trainer.config, tensors, dtype, trainer.run.came,
+                                             token_ids(trainer.vocabulary))
         files["optimizer.safetensors"] = write_safetensors(part / "optimizer.safetensors", dtype, moments, tensors)
-        for name, text in getattr(trainer.vocabulary, "files", {}).items():
-            files[name] = write_file(part / name, text)
         write_file(part / "manifest.json", json.dumps(manifest | {"crc32": crc_of(manifest)}))
         sync_folder(part)
         os.rename(part, final)
@@ -128,6 +124,13 @@ def write_checkpoint(trainer, done, tensors):
         gone = old.with_name(f".{old.name}.old")
         os.rename(old, gone)  # because a folder half removed must not look like a checkpoint
         shutil.rmtree(gone)
+
+
+def token_ids(vocabulary):
+    """The numbers of the tokens that begin and end a text."""
+    numbers = getattr(vocabulary, "numbers", {})
+    end = numbers.get(getattr(vocabulary, "end", None))
+    return {"bos_token_id": numbers.get(getattr(vocabulary, "begin", None), end), "eos_token_id": end}
 
 
 def has_no_others(path):

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import time
 
 import numpy as np
 
-from further.bpe import END, FILES, LETTERS, read, text_of, Tokenizer
+from further.bpe import END, FILES, LETTERS, read, Tokenizer
+from further.bpe_json import begin_of, end_of, JsonTokenizer, read_whole, value_at, WHOLE
 from further.fits import parts_of_sequence
 from safe.files import is_ours, writable, write_blocks
 from safe.launch import cores
@@ -25,11 +27,7 @@ from train import Bytes, split, standard_library
 
 
 class Numbers:
-    """The vocabulary of a .bin without a tokenizer: a token shows as its number. Samples go on after the number 0. why:
-    what is wrong with the tokenizer that is there, in words."""
-
-    def __init__(self, why=""):
-        self.why = why
+    """The vocabulary of a .bin without --tokenizer: a token shows as its number. Samples go on after the number 0."""
 
     def encode(self, text):
         return [0]
@@ -40,70 +38,82 @@ class Numbers:
 
 # ------------------------------------------------------------------------------------------------------- vocabularies
 
-WHOLE = "tokenizer.json"  # what transformers 5 writes, in place of the two files
-GPT2_KIND = {  # what a tokenizer.json must say, so that further/bpe.py makes its tokens
-    "normalizer": [None], "pre_tokenizer.type": ["ByteLevel"], "pre_tokenizer.add_prefix_space": [False],
-    "pre_tokenizer.use_regex": [None, True], "model.type": ["BPE"], "model.dropout": [None, 0],
-    "model.continuing_subword_prefix": [None, ""], "model.end_of_word_suffix": [None, ""],
-    "model.ignore_merges": [None, False]}
-
-
 def open_vocabulary(s, checkpoint):
-    """The vocabulary of --tokenizer, or that which lies beside the weights that the run starts from; else bytes."""
+    """The vocabulary of --tokenizer, or that which lies beside the weights that the run starts from; else bytes. What a
+    .bin holds are numbers, so it needs none."""
     flag = "--tokenizer"
     folder = s.tokenizer
     if not folder:
         flag, folder = ("--resume", str(checkpoint.path)) if checkpoint else ("--init-from", s.init_from)
-        if not any(os.path.exists(os.path.join(folder, name)) for name in (WHOLE, *FILES)):
+        if is_bin(s) or not any(os.path.exists(os.path.join(folder, name)) for name in (WHOLE, *FILES)):
             return Numbers() if is_bin(s) else Bytes()
     try:
-        found = open_tokenizer(folder)
-        reject(len(found) > 1 << 16, f"its {len(found):,} tokens are more than uint16 can number")
-        return found
+        return open_tokenizer(folder)
     except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         what = f"{os.path.basename(error.filename)}: {error.strerror}" if isinstance(error, OSError) else error
-    if is_bin(s) and not s.tokenizer:  # tokens need no tokenizer, and many weights have one of another kind beside them
-        return Numbers(f"{folder}: {what}")
-    raise BadInput(f"{flag} {folder}: {what}; give a folder with a GPT-2's own {WHOLE}, or {' and '.join(FILES)}"
-                   + ", or what needs none: --data TOKENS.bin" * (not s.tokenizer))
+    raise BadInput(f"{flag} {folder}: {what}; give a folder with a GPT-2's, Llama 3's or Qwen's own {WHOLE}, or a "
+                   f"GPT-2's {' and '.join(FILES)}" + ", or what needs none: --data TOKENS.bin" * (not s.tokenizer))
 
 
 def open_tokenizer(folder):
     """The Tokenizer of a folder: of tokenizer.json, as in transformers, else of vocab.json and merges.txt. An error of
     many kinds if they are damaged."""
-    contents = _, numbers, merges, special = read_whole(folder) if os.path.exists(f"{folder}/{WHOLE}") else read(folder)
+    if not os.path.exists(f"{folder}/{WHOLE}"):
+        contents = read(folder)
+        check_contents(*contents[1:], END)
+        return Tokenizer(folder, contents)
+    try:
+        *_, how = contents = read_whole(folder)
+    except ValueError as why:
+        return LibraryTokenizer(folder, why)
+    check_contents(*contents[1:4], how["end"])
+    return JsonTokenizer(folder, contents)
+
+
+def check_contents(numbers, merges, special, end):
     for pair in merges:
         reject(len(pair) != 2, f"merges.txt: {' '.join(pair)!r} is not two tokens with one space between them")
     made = {*map("".join, merges)}
-    for token in (*LETTERS.values(), END, *made):
+    for token in (*LETTERS.values(), end, *made):
         reject(token not in numbers, f"the vocabulary has no {token!r}, which its merges make or any text may need")
     reject(sorted(numbers.values()) != [*range(len(numbers))],
            f"the tokens are not numbered from 0 to {len(numbers) - 1}")
     unmade = len(numbers.keys() - made - {*LETTERS.values(), *special})
     reject(10 * unmade > len(numbers), f"its merges do not make {unmade:,} of the {len(numbers):,} tokens: they may be "
            "cut short")
-    found = Tokenizer(folder, contents)
-    found.bytes |= {numbers[token]: token.encode() for token in special}
-    return found
 
 
-def read_whole(folder):
-    """As further.bpe.read, of tokenizer.json."""
-    text = pathlib.Path(folder, WHOLE).read_text("utf-8-sig")
-    whole = json.loads(text)
-    for path, fine in GPT2_KIND.items():
-        value = whole
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        reject(value not in fine, f"{WHOLE}: {path} is {value!r}, a GPT-2's is {fine[-1]!r}")
-    model = whole["model"]
-    added = whole["added_tokens"]
-    for token in added:
-        spaces = [key for key in ("lstrip", "rstrip", "single_word") if token.get(key)]
-        reject(spaces, f"{WHOLE}: {token['content']!r} has {spaces}, which no token of a GPT-2's has")
-    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-    numbers = model["vocab"] | {token["content"]: token["id"] for token in added}
-    return {WHOLE: text}, numbers, merges, sorted({END, *(token["content"] for token in added)}, key=len, reverse=True)
+class LibraryTokenizer(Tokenizer):
+    """The Tokenizer of any other tokenizer.json, by the package tokenizers, where it is installed. why: what is not
+    read without it."""
+
+    def __init__(self, folder, why):
+        text = pathlib.Path(folder, WHOLE).read_text("utf-8-sig")
+        whole = json.loads(text)
+        kind = value_at(whole, "pre_tokenizer.type") or value_at(whole, "normalizer.type")
+        reject(kind in (None, "ByteLevel", "NFC") or value_at(whole, "model.dropout"), why)
+        try:
+            import tokenizers
+            self.library = tokenizers.Tokenizer.from_str(text)
+        except ImportError:
+            raise ValueError(f"{why}: pip install tokenizers, which knows more kinds") from None
+        except Exception as error:  # noqa: BLE001  the package's own have no class
+            raise ValueError(f"{why}, and the package tokenizers says: {error}") from None
+        self.folder = folder
+        self.files = {WHOLE: text}
+        self.numbers = self.library.get_vocab()
+        self.begin = begin_of(whole)
+        self.end = end_of(folder, self.numbers)
+
+    def __len__(self):
+        return self.library.get_vocab_size()
+
+    def encode(self, text):
+        text = text.encode("utf-8", "surrogateescape").decode(errors="replace")  # it takes no surrogates
+        return self.library.encode(text, add_special_tokens=False).ids
+
+    def decode(self, numbers):
+        return self.library.decode(numbers, skip_special_tokens=False)
 
 
 def check_vocabulary(s, config, vocabulary):
@@ -140,8 +150,11 @@ def bytes_a_token(tokens, vocabulary):
     without it."""
     if not isinstance(vocabulary, Tokenizer) or not len(tokens):
         return 0
+    if isinstance(vocabulary, LibraryTokenizer):
+        some = tokens[:1 << 16].tolist()
+        return len(vocabulary.decode(some).encode()) / len(some)
     sizes = np.array([len(vocabulary.bytes[number]) for number in range(len(vocabulary))])
-    sizes[vocabulary.numbers[END]] = 1
+    sizes[vocabulary.numbers[vocabulary.end]] = 1
     return sizes[tokens[:1 << 24]].mean()
 
 
@@ -163,14 +176,15 @@ def check_pipe(s, processes):
 
 
 def load_data(s, vocabulary, left_out=None):
-    """(training tokens, held-out tokens, vocabulary): arrays, uint8 of bytes, else uint16, mapped from a .bin.
+    """(training tokens, held-out tokens, vocabulary): arrays, uint8 of bytes, else uint16, uint32, mapped from a .bin.
 
     left_out: a list, which gets the names of files that are no text."""
     where = f"--data {s.data}" if s.data else "the standard library"
     left_out = [] if left_out is None else left_out
+    reject(s.tokens and not is_bin(s), f"--tokens {s.tokens} is for a .bin, and {where} is text: leave --tokens out")
     try:
         if is_bin(s):
-            tokens = read_bin(s.data)
+            tokens = read_bin(s.data, s.tokens)
         else:
             texts = read_texts(files_of(s), left_out)
             tokens = vocabulary.tokens_of(texts) if isinstance(vocabulary, Bytes) else encoded(s, texts, vocabulary)
@@ -244,35 +258,51 @@ def about_left_out(names):
 
 BEGINNINGS = {b"\x93NUMPY": "an array of NumPy", b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write it",
               b"\x1f\x8b": "a gzip archive"}  # of a .bin that holds no tokens
-LLM_C = {20240520: "uint16", 20240801: "uint32"}  # first number of a header of llm.c's: what follows its 1,024 bytes
+LLM_C = {20240520: "uint16", 20240801: "uint32"}  # first number of llm.c's header: what follows its 256 of int32
+HEADER = 1024  # bytes
 
 
-def read_bin(path):
-    """The tokens of a .bin of uint16, mapped. Others are told by llm.c's header, or because the upper half of wider
-    numbers is 0, or almost."""
+def read_bin(path, asked):
+    """The tokens of a .bin, mapped: of the width in llm.c's header, or that was `asked` for with --tokens, or uint16.
+    Wider ones without a header are told because the upper half of each number is 0, or almost."""
     size = os.path.getsize(path)
-    instead = "give tokens, or a text under another name than .bin"
-    reject(size % 2 or not size, f"--data {path}: {size} bytes are no uint16 tokens; {instead}")
-    raw = np.memmap(path, np.uint16, "r")
-    kind = "uint16"
+    kind = asked or "uint16"
     start = 0
-    what = kind_of(raw[:1 << 18].tobytes())
-    reject(what, f"--data {path} holds {what}, and no uint16 tokens; {instead}")
-    magic = int.from_bytes(raw[:2].tobytes(), "little")
-    if magic in LLM_C:
+    instead = "give tokens, or a text under another name than .bin"
+    with open(path, "rb") as file:
+        beginning = file.read(1 << 19)
+    what = kind_of(beginning)
+    reject(size and what, f"--data {path} holds {what}, and no {kind} tokens; {instead}")
+    magic, _, count = np.frombuffer(beginning.ljust(12, b"\0"), np.int32, 3).tolist()
+    if magic in LLM_C and size > HEADER:
+        reject(asked not in (None, LLM_C[magic]), f"--tokens {asked}: the header of llm.c's in --data {path} says "
+               f"{LLM_C[magic]}: leave --tokens out")
         kind = LLM_C[magic]
-        start = 1024
-    a, b, c, d = raw[:min(len(raw) // 4 * 4, 1 << 20)].reshape(-1, 4).max(0, initial=0).tolist()
+        start = HEADER
+    width = np.dtype(kind).itemsize
+    reject((size - start) % width or not size, f"--data {path}: {size} bytes are no {kind} tokens; {instead}")
+    tokens = np.memmap(path, kind, "r", start)
+    reject(start and len(tokens) != count, f"--data {path}: by its header of llm.c's it has {count:,} tokens, and "
+           f"there are {len(tokens):,}: give a whole file")
+    if not start:
+        reject_other_width(path, kind, tokens[:1 << 20])
+    return tokens
+
+
+def reject_other_width(path, kind, some):
+    """Reject tokens that look as if they were of another width than this kind."""
+    raw = some.view(np.uint16)
+    a, b, c, d = raw[:len(raw) // 4 * 4].reshape(-1, 4).max(0, initial=0).tolist()
     low = max(a, c)
     high = max(b, d)
-    if kind == "uint16" and (high == 0 < low or high < 16 and low >= 4096):
-        kind = "uint32" if c or d else "int64"
-    found = f"--data {path} holds {kind}{', and a header of llm.c' * (start > 0)}"
-    reject(kind != "uint16" and (start or high),
-           f"{found}, for tokens above 65,535: give those of a smaller vocabulary")
-    code = f"import numpy; numpy.fromfile({path!r}, {kind!r}, offset={start}).astype('uint16').tofile('tokens.bin')"
-    reject((kind, start) != ("uint16", 0), f'{found}: give the tokens.bin that this makes: python -c "{code}"')
-    return raw
+    wide = high == 0 < low or high < 16 and low >= 4096
+    if wide and not c and not d:
+        to = "uint16" if high == 0 else "uint32"
+        code = f"import numpy; numpy.fromfile({path!r}, 'int64').astype({to!r}).tofile('tokens.bin')"
+        raise BadInput(f"--data {path} holds int64: give the tokens.bin of {to} that this makes: python -c \"{code}\"")
+    reject(kind == "uint16" and wide, f"--data {path} holds uint32: give --tokens uint32, too")
+    reject(kind == "uint32" and high >= 16, f"--data {path} holds no uint32: it would have token "
+           f"{some.max():,}: leave --tokens out")
 
 
 def kind_of(beginning):
@@ -312,23 +342,24 @@ def check_tokens(s, tokens, vocab_size):
 # ------------------------------------------------------------------------------------------- text encoded, on all cores
 
 PART = 1 << 22  # letters that a process encodes at a time
-LINE_END = re.compile(r"(?<=\S)\n")  # before it a piece ends, whatever follows
+LINE_END = re.compile(r"(?<=[^\W_])\n")  # before it a piece ends, whatever follows. (Llama 3's signs take it along.)
 WORKER = """
 import sys
 sys.path[:] = sys.argv[1:]  # the program's own, because this one would take a json.py in the user's folder for Python's
-import json
-from further.bpe import Tokenizer
-words = Tokenizer("", json.loads(sys.stdin.buffer.readline()))
-sys.stdout.buffer.write(words.tokens_of([sys.stdin.buffer.read()]).tobytes())
+import pickle
+from further.bpe import text_of
+kind, contents = pickle.load(sys.stdin.buffer)
+sys.stdout.buffer.write(kind("", contents).array_of(text_of(sys.stdin.buffer.read())).tobytes())
 """
 _encoded = {}  # key of text and vocabulary: tokens; a rank that was forked from its launcher finds them here
 
 
 def encoded(s, texts, vocabulary):
-    """The tokens of texts, uint16. Of a node's processes one encodes. With --out it leaves them there in a .bin, for
-    the others and for later runs with the same text and vocabulary."""
+    """The tokens of texts, uint16 or uint32. Of a node's processes one encodes. With --out it leaves them there in a
+    .bin, for the others and for later runs with the same text and vocabulary. That of uint32 has llm.c's header."""
     key = hashlib.sha256()
-    for part in (*map(str.encode, vocabulary.files.values()), *texts):
+    ends = [vocabulary.begin, vocabulary.end] if vocabulary.begin or vocabulary.end != END else []  # not in all files
+    for part in (*map(str.encode, [*vocabulary.files.values(), *ends]), *texts):
         key.update(part)
         key.update(b"\0")  # no text has a zero byte
     key = key.hexdigest()[:16]
@@ -338,22 +369,31 @@ def encoded(s, texts, vocabulary):
             file = stack.enter_context(open(f"{tempfile.gettempdir()}/ringgpt-{os.getuid()}-{key}.lock", "w"))
             fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies
         if s.out and path.exists():
-            return np.memmap(path, np.uint16, "r")
+            dtype = vocabulary.array_of("").dtype
+            return np.memmap(path, dtype, "r", HEADER * (dtype == np.uint32))
         if key not in _encoded:
             _encoded[key] = np.concatenate([*encode_parts(texts, vocabulary)])
         tokens = _encoded[key]
         if s.out and len(tokens):  # the file has its name when it is whole, though other nodes may write it, too
             with writable(s.out, "--out"), tempfile.TemporaryDirectory(dir=s.out, prefix=".text-") as own:
-                write_blocks(f"{own}/text.bin", [tokens.data])
+                write_blocks(f"{own}/text.bin", [header_of(tokens), tokens.data])
                 os.replace(f"{own}/text.bin", path)
     return tokens
 
 
+def header_of(tokens):
+    """llm.c's header of uint32; nothing of uint16, so that other programs read those, too."""
+    if tokens.dtype == np.uint16:
+        return b""
+    return np.array([20240801, 7, len(tokens)], np.int32).tobytes().ljust(HEADER, b"\0")
+
+
 def encode_parts(texts, vocabulary):
-    """The tokens of each part of the texts. Processes of their own encode parts; one part is not worth one."""
-    text = END.join(map(text_of, texts))
+    """The tokens of each part of the texts. Processes of their own encode parts; one part is not worth one. (Where the
+    package tokenizers would cut no piece in two is not known.)"""
+    text = vocabulary.joined(texts)
     parts = [*parts_of(text)]
-    if len(parts) < 2:
+    if len(parts) < 2 or isinstance(vocabulary, LibraryTokenizer):
         yield vocabulary.tokens_of(texts)
         return
     workers = cores()
@@ -378,7 +418,7 @@ def parts_of(text, size=PART):
 
 
 def encode_part(part, vocabulary):
-    contents = json.dumps(vocabulary.contents).encode() + b"\n"
+    contents = pickle.dumps((type(vocabulary), vocabulary.contents))
     tokens = subprocess.check_output([sys.executable, "-c", WORKER, *sys.path],
                                      input=contents + part.encode("utf-8", "surrogateescape"))
-    return np.frombuffer(tokens, np.uint16)
+    return np.frombuffer(tokens, vocabulary.array_of("").dtype)

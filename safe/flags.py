@@ -26,9 +26,11 @@ from train import AT_LEAST_1, config_of, dashed, device_for, edition_of, flag, F
 @dataclass
 class Settings(Flags):
     """Every flag of the command line: those of train.py, and those that only the whole program has."""
-    data: str = flag("", "a text file, a folder of text, or a .bin of uint16 tokens, nanoGPT's; left out, the "
+    data: str = flag("", "a text file, a folder of text, or a .bin of tokens, nanoGPT's or llm.c's; left out, the "
                          "source of Python's standard library. The last 10 %% are held out")
-    tokenizer: str = flag("", "folder with a GPT-2's tokenizer.json, or vocab.json and merges.txt; left out, those "
+    tokens: str = flag(None, "width of the numbers of a .bin that has no header of llm.c's (uint16)",
+                       choices=["uint16", "uint32"])
+    tokenizer: str = flag("", "folder with tokenizer.json, or a GPT-2's vocab.json and merges.txt; left out, those "
                               "beside the weights of --init-from or --resume, or else tokens are bytes")
     out: str = flag("", "folder for log.jsonl, index.html with its curves, and checkpoints; the same command again "
                         "goes on from the newest one")
@@ -77,11 +79,13 @@ def check_numbers(s):
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
-SIZES = "n_layer", "n_head", "n_kv_head", "n_embd", "seq_len", "vocab_size", "experts", "top_k", "expert_every"
+SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "inner", "seq_len", "vocab_size", "experts", "top_k",
+         "expert_every")
+LONGEST = 2048  # tokens of a sequence, if only a folder says how many: 16 of a Qwen's 32,768 have 320 GB of logits
 NEED_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model without experts
 
 
-def model_config(s, checkpoint=None):
+def model_config(s, checkpoint=None, open_folder=open_hf):
     """(GPTConfig, source of initial weights or None) that the settings ask for. checkpoint: the one of --resume."""
     if not checkpoint and not s.init_from:
         try:
@@ -100,18 +104,20 @@ def model_config(s, checkpoint=None):
     reject(checkpoint and s.init_from, f"--init-from {s.init_from} beside --resume: leave --init-from out, or leave "
            "--resume out")
     try:
-        config, source = (checkpoint.config, checkpoint.source) if checkpoint else open_hf(s.init_from)
+        config, source = (checkpoint.config, checkpoint.source) if checkpoint else open_folder(s.init_from)
     except (ValueError, OSError) as error:
         goes_on = s.out and any(pathlib.Path(s.out).glob("step-*"))
         instead = "; to go on in --out, leave --init-from out and add --resume" * bool(goes_on)
         raise BadInput(f"--init-from {s.init_from}: {error}{instead}") from None
     where = "--resume" if checkpoint else "--init-from"
-    if not checkpoint and s.seq_len is not None and s.seq_len < config.seq_len:
-        config, source = shortened(config, source, s.seq_len)
+    seq_len = LONGEST if s.seq_len is None and config.arch == "llama" else s.seq_len
+    if not checkpoint and seq_len is not None and seq_len < config.seq_len:
+        config, source = shortened(config, source, seq_len)
         check_sizes(config, dashed)
     for name in (*SIZES, "activation", "arch"):
         value = getattr(s, name)
-        there = "no experts" if name in NEED_EXPERTS and not config.experts else getattr(config, name, "none")
+        there = config.hidden if name == "inner" else getattr(config, name, "none")
+        there = "no experts" if name in NEED_EXPERTS and not config.experts else there
         reject(value not in (None, there),
                f"{dashed(name)} {value}: the model in {where} has {there}; leave the flag out")
     return config, source

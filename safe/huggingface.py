@@ -2,15 +2,18 @@
 
 import contextlib
 import json
+import os
 import pathlib
+import re
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from further.experts import resized
 from model import GPT, buffers, GPTConfig, materialize, shapes
 from safe import llamas
-from safe.files import read_safetensors, write_file, write_safetensors
+from safe.files import read_safetensors, write_blocks, write_file, write_safetensors
 from safe.sizes import BadInput, check_sizes, reject
 
 KEYS = {  # field of GPTConfig: (key in config.json, value if the key is missing)
@@ -28,7 +31,11 @@ HF_FIXED = {  # our model has these values; a config.json with others is refused
 ALSO_WRITTEN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 WITH_EXPERTS = "ringgpt_moe"  # model_type of a folder with experts. transformers knows no such model:
 # AutoModelForCausalLM refuses the folder. GPT2LMHeadModel warns, leaves experts out and draws new MLPs.
-TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
+# Names of files. What does not stay where it is goes along with the weights.
+STAYS = r"\..*|(config|manifest)\.json|.*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx|index\.json)"
+OF_TOKENIZERS = r"(special_)?token.*|added_tokens\.json|vocab\.\w+|merges\.txt|chat_template.*"
+NO_IDS = {"bos_token_id": None, "eos_token_id": None}  # else transformers takes those of its GPT-2, or its Llama
+MOST_KEPT = 1 << 26  # bytes of a file that goes along
 HF_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "elu": "elu"}
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
@@ -43,16 +50,16 @@ def load(folder):
     config, source = open_hf(folder)
     model = GPT(config, seed=None)
     materialize(model, source)
-    model.token_ids = token_ids(folder)
+    model.came = came_with(folder)
     return model
 
 
 def save(model, folder):
-    """Write the model as a Hugging Face folder, which transformers' from_pretrained can read. Of a model from `load`
-    it says which tokens begin and end a text."""
+    """Write the model as a Hugging Face folder, which transformers' from_pretrained can read. With a model from `load`
+    go the other files of its folder and all keys of its config.json."""
     tensors = model.state_dict()
     names = {**shapes(model.config), **buffers(model.config)}
-    write_hf(folder, model.config, ((name, tensors[name]) for name in names), ids=getattr(model, "token_ids", None))
+    write_hf(folder, model.config, ((name, tensors[name]) for name in names), came=getattr(model, "came", NOTHING))
 
 
 def parts_of(config, name):
@@ -91,12 +98,7 @@ def shapes_there(config):
 
 def open_hf(folder):
     """(config, source) of a Hugging Face folder: source(name) is a parameter. BadInput names a faulty file."""
-    path = pathlib.Path(folder, "config.json")
-    try:
-        hf = json.loads(path.read_text("utf-8-sig"))
-        config = config_from(hf)
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: {error}") from None
+    config, hf = read_config(folder)
     tensors = {}
     where = {}
     for file in weight_files(folder):
@@ -124,6 +126,16 @@ def open_hf(folder):
     return config, source
 
 
+def read_config(folder):
+    """(config, contents) of a folder's config.json."""
+    path = pathlib.Path(folder, "config.json")
+    try:
+        hf = json.loads(path.read_text("utf-8-sig"))
+        return config_from(hf), hf
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: {error}") from None
+
+
 def whole_name(config, name):
     """What a tensor of a file is called here. A body alone, as GPT2Model and LlamaModel are saved, has shorter names
     than a model with a head has."""
@@ -143,13 +155,31 @@ def with_the_head_there(config, tensors):
     return replace(config, tied=bool(tied))
 
 
-def token_ids(folder):
-    """What a folder's config.json says of the tokens that begin, end and fill a text. {} without one that can be read,
-    as beside a file of --plain's."""
-    with contextlib.suppress(OSError, ValueError):
-        hf = json.loads(pathlib.Path(folder, "config.json").read_text("utf-8-sig"))
-        return {key: hf[key] for key in TOKEN_IDS if hf.get(key) is not None}
-    return {}
+class Came(NamedTuple):
+    """What came with weights, and goes out with them again."""
+    config: dict    # the contents of config.json
+    files: dict     # {name: bytes} of the other files
+    left_out: list  # names of files that do not go along, because they are too large
+
+
+NOTHING = Came({}, {}, [])
+
+
+def came_with(folder, tokenizer=""):
+    """The Came of a folder of weights ("": none). tokenizer: the folder whose tokenizer stands in for its own."""
+    found = Came({}, {}, [])
+    if folder:
+        with contextlib.suppress(OSError, ValueError):  # a file of --plain's has none
+            found.config.update(json.loads(pathlib.Path(folder, "config.json").read_text("utf-8-sig")))
+    for where, of_tokenizers in (folder, False), (tokenizer or folder, True):
+        for file in sorted(pathlib.Path(where).iterdir()) if os.path.isdir(where) else ():
+            wanted = bool(re.fullmatch(OF_TOKENIZERS, file.name)) == of_tokenizers
+            if wanted and file.is_file() and not re.fullmatch(STAYS, file.name):
+                if file.stat().st_size <= MOST_KEPT:
+                    found.files[file.name] = file.read_bytes()
+                else:
+                    found.left_out.append(file.name)
+    return found
 
 
 def weight_files(folder):
@@ -224,28 +254,53 @@ def config_from(hf):
 
 # -------------------------------------------------------------------------------------------------------------- written
 
-def write_hf(folder, config, tensors, dtype=torch.float32, ids=None):
-    """Write config.json and model.safetensors. tensors: an iterator of (name, tensor), each parameter, then buffers.
+def write_hf(folder, config, tensors, dtype=torch.float32, came=NOTHING, ids=None):
+    """Write config.json and model.safetensors, and the files that came. tensors: an iterator of (name, tensor), each
+    parameter, then buffers.
 
-    dtype: of the tensors in the file; float64 keeps float64 weights exactly. ids: as of `token_ids`; at eos_token_id
-    transformers' generate() stops. Returns {file: {"bytes", "crc32"}}.
+    dtype: of the tensors in the file; float64 keeps float64 weights exactly. ids: numbers of the tokens that begin and
+    end a text, if what came does not say; at eos_token_id transformers' generate() stops. Returns
+    {file: {"bytes", "crc32"}}.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     there = {long_name(config, part): shape for part, shape in shapes_there(config).items()}
     parts = ((long_name(config, part), tensor) for name, whole in tensors
              for part, tensor in zip(parts_of(config, name), taken_apart(config, name, whole)))
+    ids = {key: value for key, value in (ids or NO_IDS).items() if value is not None or not came.config}
+    said = {**ids, **came.config, **changes(config, dtype, came.config)}
     return {"model.safetensors": write_safetensors(folder / "model.safetensors", dtype, there, parts),
-            "config.json": write_file(folder / "config.json", json.dumps(hf_config(config, dtype, ids), indent=2))}
+            "config.json": write_file(folder / "config.json", json.dumps(said, indent=2)),
+            **{name: write_blocks(folder / name, [raw]) for name, raw in came.files.items()}}
+
+
+def changes(config, dtype, came):
+    """{key: value} of what a config.json must say of these weights and what `came` does not say. All else stays as it
+    came, because `config` was read from it."""
+    ours = hf_config(config, dtype)
+    if not came:
+        return ours
+    before = config_from(came)
+    if config.arch == "llama":  # seq_len is how long the sequences were, and no size of the model
+        config, before = (replace(some, seq_len=some.max_positions or some.seq_len) for some in (config, before))
+        keys = {field: (key, key) for field, key in llamas.KEYS.items()}
+    else:
+        keys = {field: (key, key_of(came, field)) for field, (key, _) in KEYS.items()
+                if config.experts or field not in OF_EXPERTS}
+    found = {theirs: ours[key] for field, (key, theirs) in keys.items()
+             if getattr(config, field) != getattr(before, field)}
+    found |= {"architectures": ours["architectures"]}
+    found["torch_dtype" if "torch_dtype" in came else "dtype"] = ours["dtype"]
+    return {key: value for key, value in found.items() if key not in came or came[key] != value}
 
 
 def long_name(config, name):
     return name if name == "lm_head.weight" or config.arch == "llama" else f"transformer.{name}"
 
 
-def hf_config(config, dtype, ids):
-    """The contents of config.json."""
-    every = {"dtype": str(dtype).removeprefix("torch."), "bos_token_id": None, "eos_token_id": None, **(ids or {})}
+def hf_config(config, dtype):
+    """The contents of a config.json, of a model that came from none."""
+    every = {"dtype": str(dtype).removeprefix("torch.")}
     if config.arch == "llama":
         return every | llamas.hf_config(config)
     kind, name = (WITH_EXPERTS, "RingGPTMixtureOfExperts") if config.experts else ("gpt2", "GPT2LMHeadModel")

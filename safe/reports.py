@@ -15,9 +15,11 @@ import collectives as dist
 import kernels
 from further.bpe import Tokenizer
 from further.prefetch import FlatParameter
-from safe.data import about_left_out
+from parallel import master_dtype
+from safe.data import about_left_out, Numbers
 from safe.files import keep_others
 from safe.flags import gpus_here
+from safe.huggingface import changes
 from safe.messages import Watched
 from safe.sizes import BadInput
 from theory import speed
@@ -166,17 +168,29 @@ def describe_training(trainer):
     c = trainer.config
     run = trainer.run
     left_out = "; " * bool(run.left_out) + about_left_out(run.left_out)
+    known = getattr(c, "max_positions", 0)
+    longer = f"; the model knows {known:,} positions, --seq-len takes more of them" * (known > c.seq_len)
     trainer.say(
         f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s to train on, "
         f"{len(trainer.held_out):,} held out{left_out}{about_vocabulary(trainer)}\n"
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
-        f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}")
+        f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}{longer}")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
     if s.out:
         trainer.say(f"page     {s.out}/index.html: its curves, while the run goes on")
+    if s.out and any(run.came):
+        changed = changes(c, master_dtype(trainer.net.layout.dtype), run.came.config)
+        trainer.say(f"export   {about_export(run.came, changed)}")
     if speed.half_counted(c) and speed.peak_flops(trainer.device):
         trainer.say(f"speed    {speed.HALF_COUNTED}")
+
+
+def about_export(came, changed):
+    """What goes out with each checkpoint again, and which keys of config.json do not stay as they came, in words."""
+    keys = ", ".join(f"{key} {value!r} ({came.config.get(key)!r})" for key, value in changed.items())
+    said = ["config.json as it came" + f", but {keys}" * bool(keys)] * bool(came.config) + [*came.files]
+    return ", ".join(said) + f"; left out, as too large: {', '.join(came.left_out)}" * bool(came.left_out)
 
 
 def parameters_in_words(config):
@@ -194,8 +208,9 @@ def about_vocabulary(trainer):
         mean = f", {trainer.bytes_a_token:.2f} bytes a token" if trainer.bytes_a_token else ""
         unused = f" of the model's {size:,} numbers" * (size > len(vocabulary))
         return f"\ntokens   of {vocabulary.folder}: {len(vocabulary):,}{unused}{mean}"
-    if why := getattr(vocabulary, "why", ""):
-        return f"\ntokens   are shown as numbers, because their tokenizer is not read: {why}"
+    if isinstance(vocabulary, Numbers):
+        width = getattr(trainer.train_data, "dtype", "")  # nothing is read where nothing is trained
+        return f"\ntokens   are numbers{f' of {width}' * bool(width)}; --tokenizer FOLDER shows text"
     if isinstance(vocabulary, Bytes) and size > len(vocabulary):
         return f"\ntokens   are bytes, {len(vocabulary)} of the vocabulary's {size:,} numbers; see --tokenizer"
     return ""

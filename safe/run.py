@@ -20,7 +20,7 @@ from safe.data import (
     bytes_a_token, check_data, check_pipe, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
 from safe.files import check_folder, Log, sync, tell, writable
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
-from safe.huggingface import token_ids
+from safe.huggingface import came_with
 from safe.messages import progress
 from safe.page import Page
 from safe.reports import describe, describe_first_steps, measured, profiled, traced
@@ -245,8 +245,8 @@ class WatchedRun(Run):
     """The Run that checks its input before processes connect, starts them itself, locks --out, and explains errors.
 
     It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `world` (how many
-    processes were started), `processes` (how many the layout needs), `on_rank_0`, `token_ids` (of the folder of its
-    weights), and, if checkpoints go to --out, there `lock` (the file that is locked) and `log`; else None.
+    processes were started), `processes` (how many the layout needs), `on_rank_0`, `came` (the Came of its weights),
+    and, if checkpoints go to --out, there `lock` (the file that is locked) and `log`; else None.
     """
     mode = "safe; --plain runs what you read"
     flags = Settings
@@ -302,6 +302,7 @@ class WatchedRun(Run):
             if known:
                 self.identity["start"] = known["start"]
                 check_same_data(s, known, self.identity, checkpoint)
+        s.prompt = getattr(vocabulary, "begin", "") + s.prompt
         check_prompt(s, config, vocabulary)
         if self.on_rank_0:
             check_folder(s.trace, "--trace", "trace.json")
@@ -314,7 +315,7 @@ class WatchedRun(Run):
             source = checkpoint.source
             self.saved = checkpoint.manifest
         weights = checkpoint.path if checkpoint else s.init_from
-        self.token_ids = token_ids(weights) if weights else {}
+        self.came = came_with(weights, s.tokenizer)
         self.s = s
         self.config = config
         self.source = source

@@ -5,19 +5,24 @@
 
 import json
 import math
+import os
 import zlib
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import model
+import safe.huggingface
+import train
 from further.llama import PRESETS, LlamaConfig
 from further.sampling import CachedGPT
 from safe.files import read_safetensors, write_safetensors
-from safe.huggingface import load, open_hf, save
+from safe.huggingface import came_with, changes, load, open_hf, save, shortened
 from tests.pool import close, parametrize
-from tests.runs import log_of, trained
+from tests.runs import ran
 
 
 SIZES = dict(vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -177,24 +182,52 @@ def test_a_head_beside_a_tied_config_is_what_transformers_makes_of_it(tmp_path, 
     assert alone(X).equal(tied) and body(X).equal(tied) and body.config.tied
 
 
-def test_a_llama_trained_on_shorter_sequences_keeps_what_its_folder_says(trained, tmp_path):
-    """Its context, which rotary positions do not cut, and the tokens that begin and end a text; when the run goes on,
-    too, and where a program loads and saves it."""
-    llama = "--arch llama --n-kv-head 1 --eval-every 1"
-    trained(1, f"{llama} --steps 1 --out OUT/long")
-    path, out = tmp_path / "long" / "step-00000001" / "config.json", tmp_path / "short"
-    long = json.loads(path.read_text())
-    assert (long["max_position_embeddings"], long["eos_token_id"]) == (16, None)
-    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 4}
-    path.write_text(json.dumps(long | ids))
-    for flags in f"--init-from {path.parent} --steps 1", f"--init-from {path.parent} --steps 1", "--steps 2 --resume":
-        trained(1, f"{llama} --seq-len 8 --out OUT/short {flags}")
-    config, _ = open_hf(out / "step-00000002")
-    assert config.seq_len == 16 and len(log_of(out)) == 2
-    save(load(out / "step-00000002"), tmp_path / "saved")
-    for folder in out / "step-00000001", out / "step-00000002", tmp_path / "saved":
-        said = json.loads((folder / "config.json").read_text())
-        assert said["max_position_embeddings"] == 16 and said.items() >= ids.items()
+def test_what_came_with_weights_goes_out_with_them(tmp_path):
+    """Files, and keys that nobody here knows, whatever --seq-len was: when the run goes on, too, and where a program
+    loads and saves it. What changes is said. Not all of a long context is taken unasked."""
+    theirs, out = tmp_path / "theirs", tmp_path / "out"
+    write_folder(theirs, "qwen3", max_position_embeddings=3000)
+    path = theirs / "config.json"
+    came = json.loads(path.read_text()) | {"bos_token_id": None, "eos_token_id": [2, 3], "pad_token_id": 4,
+                                           "torch_dtype": "bfloat16", "of_somebody": {"a": [1]}}
+    path.write_text(json.dumps(came))
+    files = {"LICENSE": b"free", "generation_config.json": b'{"eos_token_id": [2, 3]}\r\n', "tokenizer.json": b"[]"}
+    (np.arange(4000) % 37).astype(np.uint16).tofile(tmp_path / "x.bin")
+    for name in (*files, "pytorch_model.bin", ".hidden"):
+        (theirs / name).write_bytes(files.get(name, b"stays"))
+    flags = f"--device cpu --eval-every 0 --sample 0 --data {tmp_path}/x.bin --batch-size 1"
+    new = f"--init-from {theirs} --steps 1"
+    assert "sequences of 2048 a step" in (said := ran(f"{flags} {new}".split(), 1, tmp_path / "log"))
+    assert "the model knows 3,000 positions, --seq-len takes more" in said and "export" not in said
+    for more in f"--seq-len 8 {new}", f"--seq-len 8 {new}", "--steps 2 --resume":
+        said = ran(f"{flags} --out {out} {more}".split(), 1, tmp_path / "log")
+    assert f"export   config.json as it came, {', '.join(files)}\n" in said and "sequences of 8 a step" in said
+    save(load(out / "step-00000002"), out / "saved")
+    for folder in out / "step-00000001", out / "step-00000002", out / "saved":
+        assert json.loads((folder / "config.json").read_text()) == came | {
+            "torch_dtype": "float32", "architectures": ["Qwen3ForCausalLM"]}
+        assert {name: (folder / name).read_bytes() for name in files} == files
+        assert not {"pytorch_model.bin", ".hidden"} & {*os.listdir(folder)}
+
+
+def test_what_a_run_changes_in_config_json_is_named(tmp_path, monkeypatch):
+    """A GPT-2's positions are cut, and its keys keep their names; those of a Llama say what they said."""
+    save(model.GPT(model.GPTConfig(37, 10, 1, 2, 32)), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"n_positions"', '"max_position_embeddings"'))
+    came = came_with(tmp_path).config
+    monkeypatch.setattr(safe.huggingface, "MOST_KEPT", path.stat().st_size)
+    (tmp_path / "large.txt").write_bytes(bytes(path.stat().st_size + 1))
+    assert came_with(tmp_path).left_out == ["large.txt"] and not came_with(tmp_path).files
+    config, _ = shortened(*open_hf(tmp_path), 4)
+    assert changes(config, torch.float64, came) == {"max_position_embeddings": 4, "dtype": "float64"}
+    for kind in KINDS:
+        write_folder(tmp_path, kind, tie_word_embeddings=True)
+        config, _ = shortened(*open_hf(tmp_path), 4)
+        came = came_with(tmp_path).config | {"architectures": ["X"]}
+        untied = replace(config, tied=False)
+        assert changes(untied, torch.float32, came) == {
+            "tie_word_embeddings": False, "dtype": "float32", "architectures": [kind.capitalize() + "ForCausalLM"]}
 
 
 @parametrize("kind", KINDS)
@@ -249,7 +282,10 @@ def test_rotary_positions_are_relative():
 
 
 def test_sizes_of_presets():
-    assert 1.1e9 < PRESETS["1b"].parameters() < 1.3e9
+    """Two are published."""
+    assert 1.1e9 < PRESETS["1b"].parameters() < 1.3e9 and {*train.LLAMAS} == PRESETS.keys() - {"tiny"}
+    assert PRESETS["llama3-8b"].parameters() == 8_030_261_248 and PRESETS["qwen3-0.6b"].parameters() == 596_049_920
+    assert train.config_of(train.Flags(model="cs336-8b", inner=64)) == replace(PRESETS["cs336-8b"], inner=64)
 
 
 if __name__ == "__main__":

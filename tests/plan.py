@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 from unittest.mock import patch
 
 import pytest
@@ -14,12 +15,13 @@ import model
 import parallel
 import theory.clock
 from tests.benchmark import H200, asked
+from tests.llama import write_folder
 from tests.pool import close, parametrize, table
-from tests.runs import parse
+from tests.runs import output_of, parse
 from lessons.plan import SPLIT, all_layouts, describe_layout
 from further.experts import ExpertsConfig
 from further.schedules import SCHEDULES, zero_bubble_h1
-from safe.flags import check_layout, replayable, Settings
+from safe.flags import check_layout, model_config, replayable, Settings
 from theory.clock import simulate
 from theory.memory import needed_bytes
 from theory.speed import (
@@ -210,6 +212,36 @@ def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
         assert row["gib"] == max(ranks) < 0.9 * a.machine.memory / 2**30 and len(ranks) == s.pp
         assert row["ranks"].split() == [f"{gib:.1f}" for gib in ranks] * (s.pp > 1)
         assert holds(s) and 0 < row["mfu"] < 70 and (row["cp"] > 0) == (s.cp > 1) and (row["ep"] > 0) == (s.ep > 1)
+
+
+PLANNED = [  # flags, what stands at the head, columns that have no number but 0, ties
+    ("--model llama3-8b --gpus 16 --batch-size 16", "16 GPUs, 8 a node, 16 sequences of 8192", "bubble cp ep pp", 1),
+    ("--model qwen3-0.6b --gpus 8 --inner 4096 --machine h100", "--inner 4096, 684,130,304 parameters",
+     "bubble tp cp ep pp", 1),
+    ("--hf FOLDER --gpus 8", "2048 a step; the model knows 3,000 positions", "bubble cp ep pp", 1)]
+
+
+@parametrize("flags, head, zeros, ties", PLANNED)
+def test_plan_begins_with_its_fastest_layout_s_command(tmp_path, flags, head, zeros, ties):
+    """Which train.py takes; says of each rate who knows it, and of equal layouts how they differ."""
+    write_folder(tmp_path, "qwen3", max_position_embeddings=3000)
+    flags = flags.replace("FOLDER", str(tmp_path))
+    with patch("signal.signal"):
+        printed = output_of(bench.main, *f"plan {flags} --top 3 --json {tmp_path}/plan.json".split())
+    rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    torchrun, _, words = printed.partition("\n")[0].partition(" train.py ")
+    s, a = parse(words.split()), asked(f"plan {flags}")
+    each, nodes = (int((re.findall(rf"--{name} (\d+)", torchrun) or [1])[0]) for name in ("nproc_per_node", "nnodes"))
+    config, _ = model_config(s)
+    s.device = "cpu"
+    assert config == a.config and check_layout(s, config, a.gpus, 8) == a.gpus == each * nodes and each <= 8
+    assert describe_layout(s) == rows[0]["layout"] and s.batch_size == a.batch_size and s.dtype == "bf16"
+    assert head in printed and printed.count("tie: ") == ties
+    assert not any(row[axis] for row in rows for axis in zeros.split())
+    assert not re.search(rf" ({zeros.replace(' ', '|')}) %  ", printed) and " dp %  " in printed
+    said = dict(re.findall(r"(measured|estimated): +(.*)", printed))
+    assert ("products" in said["estimated"]) == ("h100" in flags) and "network 45.0 GB/s a GPU" in said["estimated"]
+    assert "links in a node 330.0 GB/s" in said["estimated" if "h100" in flags else "measured"]
 
 
 @parametrize("kind,batches", [("weak", (8, 16, 32)), ("strong", (32, 32, 32))])

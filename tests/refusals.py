@@ -103,6 +103,8 @@ REFUSED = {
         --arch llama --tp 4                 | does not divide the model's 2 heads of keys and values: give --tp 2
         --arch llama --n-kv-head 3          | --n-kv-head 3 does not divide --n-head 4: give --n-kv-head 1
         --arch llama --model gpt2           | --model gpt2 is no preset of --arch llama: give --model tiny
+        --arch gpt2 --model llama3-8b       | --model llama3-8b is no preset of --arch gpt2: give --model tiny
+        --init-from HF --inner 65           | --inner 65: the model in --init-from has 64; leave the flag out
         --n-kv-head 2                       | --n-kv-head 2 is for a Llama: give --arch llama, too
         --cp 3 --cp-kind ulysses --seq-len 12 | does not divide the 4 heads of a rank: give --cp 1 or
         --data /no/such/file                | /no/such/file
@@ -115,12 +117,16 @@ REFUSED = {
         --data ZERO                         | left out, as no text: zero; give text
         --data FIFO --dp 2                  | can be read by one process alone, and this layout has 2: write it into a
         --data /dev/zero                    | /dev/zero is no file, folder or pipe
-        --data LLM_C                        | llm_c.bin holds uint16, and a header of llm.c: give the tokens.bin that
-        --data U32                          | u32.bin holds uint32: give the tokens.bin
-        --data LLAMA                        | llama.bin holds uint32, for tokens above 65,535: give those of a smaller
+        --data LLM_C --tokens uint32        | the header of llm.c's in --data
+        --data LLM_C_CUT                    | by its header of llm.c's it has 500 tokens, and there are 499: give a who
+        --data U32                          | u32.bin holds uint32: give --tokens uint32, too
+        --data LLAMA                        | llama.bin holds uint32: give --tokens uint32, too
+        --data TOKENS --tokens uint32       | tokens.bin holds no uint32: it would have token 16,711,934: leave --tokens
+        --data ASCII --tokens uint16        | is for a .bin, and --data
         --data WORDS                        | words.bin holds text, and no uint16 tokens; give tokens, or a text under
         --data ZIP                          | zip.bin holds a zip archive, as torch.save and numpy.savez write it
-        --data I64                          | i64.bin', 'int64', offset=0).astype('uint16').tofile('tokens.bin')"$
+        --data I64                          | i64.bin', 'int64').astype('uint16').tofile('tokens.bin')"$
+        --data I64_LARGE                    | holds int64: give the tokens.bin of uint32 that this makes: python
         --data BIG_BIN --init-from HF       | holds token 60000: give data for the model's 256
         --data BIG_BIN --tokenizer HAND     | holds token 60000, and the tokenizer has 265: give the one that made
         --data EMPTY_BIN --vocab-size 9     | 0 bytes are no uint16 tokens; give tokens, or a text under
@@ -225,8 +231,8 @@ REFUSED = {
         --tokenizer GAPS                    | from 0 to 264
         --tokenizer SPACES                  | merges.txt: 'l o ' is not two tokens with one space between them
         --tokenizer CUT                     | its merges do not make 200 of the 465 tokens: they may be cut short
-        --tokenizer WHOLE                   | tokenizer.json: pre_tokenizer.type is 'Metaspace', a GPT-2's is 'ByteLeve
-        --tokenizer STRIPS                  | tokenizer.json: '<|endoftext|>' has ['lstrip'], which no token of a GPT
+        --tokenizer WHOLE                   | tokenizer.json: pre_tokenizer.type is 'Metaspace', which is not known
+        --tokenizer STRIPS                  | tokenizer.json: '<|endoftext|>' has ['lstrip'], which is not known here
         --tokenizer HAND --vocab-size 264   | has 265 tokens, the model 264: give --vocab-size 265 or more
         --tokenizer HAND --data EMPTY       | it is empty; give text
         --tokenizer HAND --data EMPTY --out NEW | it is empty; give text
@@ -235,7 +241,7 @@ REFUSED = {
         --init-from LARGE                   | its 400 tokens are not bytes: give --tokenizer FOLDER
         --init-from LARGE --tokenizer HAND  | has 265 tokens, the model 400: give the tokenizer
         --init-from LARGE_HALF              | merges.txt: No such file
-        --init-from OTHER_WORDS             | a GPT-2's is 'ByteLevel'; give a folder with a GPT-2's own""",
+        --init-from OTHER_WORDS             | tokenizer.json: pre_tokenizer.type is 'Metaspace', which""",
     further.bpe.main: """
         /no/such --vocab-size 300 --out NEW | No such file
         EMPTY --vocab-size 300 --out NEW    | no text
@@ -272,6 +278,8 @@ REFUSED = {
         pictures MACHINE                    | KeyError 'traceEvents'
         pictures --into MACHINE             | --into
         pictures --into MINE                | ring.svg: is there, and not what would be written: name a new file
+        plan --hf HF --model gpt2           | --model gpt2 beside --hf: leave one of them out
+        plan --hf FOLDER                    | config.json: [Errno 2] No such file
         plan --json WORDS                   | words.bin: is there, and not what would be written: name a new file
         pictures TRACE                      | trace.json""",
     lessons.demos.main: """
@@ -417,7 +425,8 @@ def files(text, tmp_path_factory):
             "whole/tokenizer.json": whole.replace('"ByteLevel"', '"Metaspace"').encode(),
             "other_words/tokenizer.json": whole.replace('"ByteLevel"', '"Metaspace"').encode(),
             "strips/tokenizer.json": whole.replace('"lstrip": false', '"lstrip": true').encode(),
-            "llm_c.bin": np.array([20240520, 1, 500], np.int32).tobytes() + bytes(1012) + short,
+            "llm_c.bin": (llm_c := np.array([20240520, 1, 500], np.int32).tobytes() + bytes(1012) + short),
+            "llm_c_cut.bin": llm_c[:-2], "i64_large.bin": (np.arange(500) * 200).tobytes(),
             "llama.bin": np.arange(100_000, dtype=np.uint32).tobytes(),
             "words.bin": "wörds\n".encode() * 1000, "zip.bin": b"PK\3\4" + bytes(500),
             "tokens.bin": (np.arange(5000, dtype=np.uint16) % 256).tobytes(),
@@ -505,13 +514,14 @@ def heed(refusal, words, said, hops=3):
         heed(refusal, heeded(words, remedy), now, hops - 1)
 
 
-@parametrize("name", ["LLM_C", "U32", "I64"])
-def test_the_command_that_a_refusal_advises_makes_tokens(name, files, refusal, tmp_path, monkeypatch):
+@parametrize("name, dtype, step", [("I64", "uint16", 1), ("I64_LARGE", "uint32", 200)])
+def test_the_command_that_a_refusal_advises_makes_tokens(name, dtype, step, files, refusal, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = re.search('python -c "(.*)"$', refusal(train.main, ["--data", str(files[name])]))
     exec(command[1])
-    assert np.fromfile("tokens.bin", np.uint16).tolist() == [*range(500)]
-    assert not refusal(train.main, "--data tokens.bin --vocab-size 500 --seq-len 8 --sample 0".split())
+    assert np.fromfile("tokens.bin", dtype).tolist() == [*range(0, 500 * step, step)]
+    flags = f"--data tokens.bin --tokens {dtype} --vocab-size 99801 --seq-len 8 --sample 0"
+    assert not refusal(train.main, flags.split())
 
 
 @parametrize("nth", [1, 2])

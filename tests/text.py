@@ -25,6 +25,7 @@ import safe.data
 import model
 import train
 from further.bpe import END, LETTERS, learn, piece_pattern, Tokenizer
+from further.bpe_json import DIGITS, JsonTokenizer, later_pattern
 from further.llama import LlamaConfig
 from further.sampling import CachedGPT
 from safe.checkpoints import checkpoints, open_checkpoint
@@ -69,6 +70,20 @@ PIECES = [  # of texts, by GPT-2's pattern
 @parametrize("pieces", PIECES)
 def test_a_text_is_cut_as_by_gpt2_s_pattern(pieces):
     assert piece_pattern().findall(pieces.replace("|", "")) == pieces.split("|")
+
+
+LATER_PIECES = [  # by Llama 3's pattern in the package tokenizers; Qwen's cuts each number once more
+    "I|'LL| say|(it|'s| |202|4| |5|x|²³|!?\n\n\n\n| y", "\tif|:\r\n|   \n|  | =| ==\r\n|a",
+    "DON|'T|'ſ|'re|’t|_a|__|a|_b| _|1| _", "x|\u0301ae|\u0301| |Ⅻ|\xa0c|\x1c\x1c|1|\u3000|!", "   | a| \n \n\n|  ",
+    "你好|，世界|!!|世|123|456|7|世| \U0001F600\n"]
+
+
+@parametrize("pieces", LATER_PIECES)
+def test_a_text_is_cut_as_by_llama_3_s_and_qwen_s_pattern(pieces):
+    text, pieces = pieces.replace("|", ""), pieces.split("|")
+    assert later_pattern(3).findall(text) == pieces
+    digits = [[*piece] if kind_of(piece[0]) == "N" else [piece] for piece in pieces]
+    assert later_pattern(1).findall(text) == sum(digits, [])
 
 
 # -------------------------------------------------------------------------------------------------------- vocabularies
@@ -116,13 +131,78 @@ def test_a_tokenizer_json_has_the_tokens_of_the_two_files(tmp_path, merges):
     two, whole = open_tokenizer(tmp_path), tmp_path / "tokenizer.json"
     assert two.decode([two.numbers["end of turn"]]) == "end of turn" and len(two.encode("low")) == 1
     whole.write_text(json_of(tmp_path, merges))
-    one = open_tokenizer(tmp_path)
+    one, plain = open_tokenizer(tmp_path), train.vocabulary_of(tmp_path)
     for text, _ in SPELLED:
-        assert one.encode(text) == two.encode(text)
+        assert one.encode(text) == plain.encode(text) == two.encode(text)
+    assert plain.files == one.files
     assert one.encode("lo<pád>lo") == [one.numbers[token] for token in ("lo", "<pád>", "lo")]
     assert one.decode(one.encode("é<pád>")) == "é<pád>" and one.files == {whole.name: whole.read_text()}
     assert one.decode([len(one)]) == ""  # of embeddings larger than the tokenizer
     assert Tokenizer("", json.loads(json.dumps(one.contents))).encode("low<pád>") == one.encode("low<pád>")
+
+
+def later_json(folder, digits=3, normalizer=None, **model):
+    """As json_of, of Llama 3's or Qwen's kind, whose texts begin with "<pád>"."""
+    whole = json.loads(json_of(folder))
+    pattern, = [pattern for pattern, n in DIGITS.items() if n == digits]
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    bytes_of_letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    number = whole["added_tokens"][1]["id"]
+    for token in whole["added_tokens"]:
+        token |= {"rstrip": False, "single_word": False, "normalized": False, "special": True}
+    begin = {"id": "<pád>", "ids": [number], "tokens": ["<pád>"]}
+    return json.dumps(whole | {
+        "version": "1.0", "normalizer": normalizer, "decoder": bytes_of_letters,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes_of_letters]},
+        "post_processor": {"type": "TemplateProcessing", "pair": [], "special_tokens": {"<pád>": begin}, "single": [
+            {"SpecialToken": {"id": "<pád>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]},
+        "model": whole["model"] | model})
+
+
+NFC = {"type": "NFC"}
+MADE_LATER = [  # digits, normalizer, ignore_merges, a text, its tokens
+    (3, None, False, "\tlowlow12345", "ĉ low low 1 2 3 4 5"), (3, None, True, "low-low é", "low -low Ġ Ã©"),
+    (1, NFC, False, "e\u0301 lower", "Ã© Ġlower"), (1, None, False, "e\u0301", "e Ì ģ"),
+    (1, NFC, False, "lo<pád>lo", "lo <pád> lo")]
+
+
+@parametrize("digits, normalizer, whole, text, spelled", MADE_LATER)
+def test_later_tokens_are_those_made_by_hand(tmp_path, digits, normalizer, whole, text, spelled):
+    """A piece that is a token stays one, where the file says so, although no merge makes "-low"."""
+    write_vocabulary(tmp_path, BY_HAND, [*LETTERS.values(), *map("".join, BY_HAND), END, "-low"])
+    (tmp_path / "tokenizer.json").write_text(later_json(tmp_path, digits, normalizer, ignore_merges=whole))
+    words = open_tokenizer(tmp_path)
+    numbers = [words.numbers[token] for token in spelled.split()]
+    back = unicodedata.normalize("NFC", text) if normalizer else text
+    assert words.encode(text) == numbers and words.decode(numbers) == back
+    begin, end = words.numbers["<pád>"], words.numbers[END]
+    assert [*words.tokens_of([text.encode()] * 2)] == [begin, *numbers, end, begin, *numbers]
+
+
+def test_tokenizers_makes_the_same_later_tokens(vocab, tmp_path):
+    """The text's end has another name, which tokenizer_config.json says. One of another pattern is read by the package,
+    where it is installed, and else is refused with its name."""
+    file, draw = tmp_path / "tokenizer.json", random.Random(3)
+    some = later_json(vocab).replace(END, "<end>")
+    file.write_text(some)
+    with pytest.raises(ValueError, match='token ends a text, as "eos_token"'):
+        open_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
+    assert open_tokenizer(tmp_path).end == "<end>"
+    other = some.replace("{1,3}", "{1,2}")
+    file.write_text(other)
+    with patch.dict(sys.modules, {"tokenizers": None}), pytest.raises(ValueError, match="pip install tokenizers"):
+        open_tokenizer(tmp_path)
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    texts = ["".join(LATER_PIECES).replace("|", ""), *(random_text(draw, 100) for _ in range(100))]
+    for whole in other, some, later_json(vocab, 1, NFC), later_json(vocab, 3, None, ignore_merges=True):
+        file.write_text(whole)
+        ours, theirs = open_tokenizer(tmp_path), tokenizers.Tokenizer.from_str(whole)
+        assert isinstance(ours, JsonTokenizer) == (whole is not other)
+        for text in texts:
+            if not any(unicodedata.category(letter) == "Cn" for letter in text):  # Unicode's versions differ there
+                assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
+                assert [*ours.tokens_of([text.encode()])] == theirs.encode(text).ids
 
 
 @pytest.fixture(scope="session")
@@ -188,13 +268,18 @@ def test_the_most_frequent_pair_is_learned_each_time():
 
 # --------------------------------------------------------------------------------------------------- text on all cores
 
-def test_parts_of_a_text_have_the_tokens_of_the_whole(vocab):
+@parametrize("digits", [None, 1, 3])
+def test_parts_of_a_text_have_the_tokens_of_the_whole(vocab, tmp_path, digits):
     words, draw = Tokenizer(vocab), random.Random(2)
+    if digits:
+        (tmp_path / "tokenizer.json").write_text(later_json(vocab, digits))
+        words = JsonTokenizer(tmp_path)
     for _ in range(100):
-        text = "".join(draw.choice(["a", "b1", " ", "\n", "\n\n", "  \n", END, "\x1c\n", "é\n"]) for _ in range(200))
+        text = "".join(draw.choice(["a", "b1", " ", "\n", "\n\n", ";\n", END, "\x1c\n", "é\n"]) for _ in range(200))
         parts = [*parts_of(text, 10)]
         assert "".join(parts) == text and len(parts) > 2
-        assert sum(map(words.encode, parts), []) == words.encode(text)
+        for made in words.encode, words.pieces:
+            assert sum(map(made, parts), []) == made(text)
 
 
 def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
@@ -224,6 +309,20 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
     load_data(s, words)
     load_data(s, Tokenizer(write_vocabulary(tmp_path / "other", BY_HAND)))
     assert len(os.listdir(out)) == 3
+
+
+def test_tokens_of_a_large_vocabulary_have_four_bytes(tmp_path, monkeypatch):
+    """From processes of their own, in a .bin that says so, which a run takes as its data."""
+    monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
+    tokens = [*LETTERS.values(), END, *map(str, range(10, 70_000)), *map("".join, BY_HAND)]
+    (tmp_path / "text").write_text("low\n" * 1000)
+    s, words = Settings(data=str(tmp_path / "text"), out=str(tmp_path)), write_vocabulary(tmp_path, BY_HAND, tokens)
+    words = Tokenizer(words)
+    first, again = (np.concatenate(load_data(s, words)[:2]) for _ in range(2))
+    file, = tmp_path.glob("*.bin")
+    as_data = np.concatenate(load_data(Settings(data=str(file)), None)[:2])
+    assert first.dtype == again.dtype == as_data.dtype == np.uint32 and [*first[:2]] == [words.numbers["low"], 10 + 188]
+    assert first.tolist() == again.tolist() == as_data.tolist() and first.max() > 1 << 16
 
 
 def test_what_runs_have_written_is_no_text(trained, vocab, tmp_path):
@@ -295,20 +394,25 @@ def test_runs_on_words_log_the_same_losses_and_show_text(start, trained, vocab, 
 SAID_OF_TOKENS = [  # flags of a run, and what it says
     ("--vocab-size 300 --out OUT/bytes", "tokens   are bytes, 256 of the vocabulary's 300 numbers"),
     ("--init-from OUT/bytes/step-00000001 --seq-len 8 --data OUT",  # only ours says so
-     "no text: x.bin\ntokens   are bytes, 256.*sequences of 8 a step"),
+     "no text: llm_c.bin, wide.bin, x.bin\ntokens   are bytes, 256.*sequences of 8 a step"),
     ("--tokenizer VOCAB --vocab-size 640", "tokens   of .*: 600 of the model's 640 numbers"),
     ("--tokenizer VOCAB --eval-every 1", r"nats a token, [\d.]+ bits, [\d.]+ bits a byte"),
     ("--data OUT/x.bin --vocab-size 300 --sample 3", r"---\n0( \d+){3}\n---"),
-    ("--data OUT/x.bin --init-from OUT/bytes/step-00000001",
-     "as numbers, because .* pre_tokenizer.type is 'Metaspace'"),
+    ("--data OUT/x.bin --init-from OUT/bytes/step-00000001", "tokens   are numbers of uint16; "),
+    ("--data OUT/wide.bin --tokens uint32 --vocab-size 90000 --out OUT/wide", r"numbers of uint32; .*loss 11\."),
+    ("--data OUT/wide.bin --steps 0 --sample 3 --resume OUT/wide", r"are numbers; .*---\n0( \d+){3}\n---"),
+    ("--data OUT/llm_c.bin --vocab-size 90000", r"4,500 tokens .* are numbers of uint32"),
     ("--data OUT/x.bin --tokenizer VOCAB --sample 3 --prompt low", "---\nlow")]
 
 
 def test_a_run_says_what_its_tokens_are(start, vocab, tmp_path):
     (np.arange(5000) % 300).astype(np.uint16).tofile(tmp_path / "x.bin")
+    wide = (np.arange(5000, dtype=np.uint32) % 300 * 300).tobytes()
+    (tmp_path / "wide.bin").write_bytes(wide)
+    (tmp_path / "llm_c.bin").write_bytes(np.array([20240801, 7, 5000], np.int32).tobytes() + bytes(1012) + wide)
     (tmp_path / "a.txt").write_text("a line of text\n" * 200)
     for flags, says in SAID_OF_TOKENS:
-        if "as numbers" in says:
+        if "uint16" in says:  # whatever lies there, a .bin does not ask
             (tmp_path / "bytes/step-00000001/tokenizer.json").write_text(
                 json_of(vocab).replace('"ByteLevel"', '"Metaspace"'))
         assert re.search(says, start("--steps 1 " + flags.replace("VOCAB", str(vocab))).said(), re.DOTALL), says

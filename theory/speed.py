@@ -54,6 +54,7 @@ class Machine:
     network_hop: float = 8e-6  # s of latency of a collective between nodes
     node: int = 8              # GPUs of a node
     long_attention: float = None  # what attention reaches in ever longer rows; None: `attention` has the model's length
+    estimated: tuple = ("network", "network_hop")  # names of the rates that nobody has measured
 
     def attention_with(self, tokens):
         """FLOP/s of attention over so many tokens. Long rows are faster, because each query has a fixed cost, too."""
@@ -62,14 +63,22 @@ class Machine:
         return 1 / (fast + (slow - fast) * 1024 / max(1024, tokens))
 
 
-# `peak` is the datasheet's, `memory` what CUDA reports. The H200's rates were measured on four of them. Rates of the
-# other GPUs and of all networks are estimates; --machine FILE takes rates that you have measured. All are of bf16.
+RATES = {  # field of Machine: in words, times what
+    "matmul": ("products {:,.0f} GFLOP/s", 1e-9), "attention": ("causal attention {:,.0f} GFLOP/s", 1e-9),
+    "long_attention": ("of long sequences {:,.0f} GFLOP/s", 1e-9), "hbm": ("copies {:,.0f} GB/s", 1e-9),
+    "elementwise": ("a block's other operations {:,.0f} GB/s", 1e-9), "loss": ("loss {:,.0f} logits/us", 1e-6),
+    "launch": ("{:.2f} ms to launch a block", 1e3), "link": ("links in a node {:.1f} GB/s", 1e-9),
+    "hop": ("{:.0f} us a collective there", 1e6), "network": ("network {:.1f} GB/s a GPU", 1e-9),
+    "network_hop": ("{:.0f} us a collective over it", 1e6)}
+
+# `peak` is the datasheet's, `memory` what CUDA reports. The H200's rates were measured on four of them, but for the
+# network's. --machine FILE takes rates that you have measured. All are of bf16.
 H200 = Machine(
     "H200", peak=989e12, memory=150e9, matmul=710e12, attention=220e12, long_attention=450e12, elementwise=5.9e12,
     loss=3.4e11, hbm=4.07e12, launch=1.7e-3, link=330e9, hop=2.7e-5, network=45e9)
 H100 = dataclasses.replace(
     H200, name="H100", memory=85e9, matmul=650e12, attention=210e12, long_attention=430e12, elementwise=4.2e12,
-    loss=2.5e11, hbm=2.8e12)
+    loss=2.5e11, hbm=2.8e12, estimated=tuple(RATES))
 MACHINES = {"h200": H200, "h100": H100}
 
 
@@ -365,11 +374,14 @@ def predict(config, s, machine):
 
 
 def describe_machine(machine):
-    text = (f"{machine.name}, {machine.memory / 2**30:.0f} GiB; GFLOP/s: products {machine.matmul / 1e9:,.0f}, causal "
-            f"attention {machine.attention / 1e9:,.0f}; GB/s: copies {machine.hbm / 1e9:,.0f}, a block's other "
-            f"operations {machine.elementwise / 1e9:,.0f}; {1e3 * machine.launch:.2f} ms to launch a block")
-    return text + (f"; link {machine.link / 1e9:.1f} GB/s, {1e6 * machine.hop:.0f} us a collective"
-                   if machine.link else "")
+    """Its name and memory, a line of the rates that were measured, and one of those that are estimates."""
+    text = f"{machine.name}, {machine.memory / 2**30:.0f} GiB"
+    for title, estimated in ("measured", False), ("estimated", True):
+        known = [words.format(getattr(machine, name) * unit) for name, (words, unit) in RATES.items()
+                 if (name in machine.estimated) == estimated and getattr(machine, name)
+                 and (machine.network or name != "network_hop")]
+        text += f"\n{title + ':':<11}{', '.join(known)}" * bool(known)
+    return text
 
 
 def half_counted(config):

@@ -74,7 +74,7 @@ def configs_of(config):
 
 
 def make_trainer(config, s, device, edition=None):
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len).astype(np.uint16)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len)
     kind, form = (WatchedTrainer, parallel.Lecture) if s.form == "lecture" else (run.FastTrainer, Fast)
     return kind(s, config, peers.random_source(config, device), (tokens, tokens, None), device, edition or form)
 
