@@ -118,6 +118,10 @@ def test_a_list_that_cannot_run_shows_where_in_check_s_words():
         assert (found["why"], found["at"], found["text"]) == (why, at, text)
 
 
+def test_a_row_may_leave_its_rank_s_number_out():
+    assert moving.parse("F0 F1 B0 B1\n rank 1 F0 B0 F1 B1") == one_f_one_b(2, 2)
+
+
 def test_rows_that_are_no_lists_say_what_is_wrong():
     for text, why in (("rank 0", "ranks have [0] stages"), ("rank 0  F0 B0\nrank 1", "ranks have [0, 1] stages"),
                       ("rank 0  F0 F0/1 B0/1 B0/0\nrank 1  F0/2 B0/2", "ranks have [1, 2] stages"), ("", "no schedule"),
@@ -170,6 +174,7 @@ def test_the_server_gives_what_its_tables_have(server):
     status, text = asked(server, "/TOKEN/layout.json?model=gpt2&gpus=4")
     rows = [dict(zip(moving.COLUMNS, row)) for row in json.loads(text)["rows"]]
     assert status == 200 and len(rows) > 20 and rows[0]["ms"] == min(row["ms"] for row in rows)
+    assert json.loads(text)["asked"].startswith("gpt2, 124,439,808 parameters, bf16, on 4 H200s: 16 sequences of 1,024")
     status, text = asked(server, "/TOKEN/layout.html")
     assert status == 200 and "const FIXED = null" in text
 
@@ -348,8 +353,14 @@ def show_all(browser, site, address):
     one."""
     for name in pages.STEPPED:
         browser.open(f"{site}/{name}.html", "document.querySelector('#steps svg')")
-        for button in "next", "last", "back", "first":
+        for button in "next", "last", "back", "first", "play":
             changes(browser, f"$('{button}').click()", "$('now').textContent")
+    browser.open(f"{site}/reading.html#answers", "document.querySelector(':target')")
+    browser.wait("document.querySelector(':target').getBoundingClientRect().top > "
+                 "document.querySelector('nav').getBoundingClientRect().bottom")
+    browser.open(f"{site}/pipeline.html", CELLS)
+    assert "It holds 4 at most" in browser.run("$('said').textContent")  # as 1F1B does, which is what it shows
+    assert browser.run("$('controls').elements.schedule.value") == "1f1b"
     for place in site, address:
         browser.open(f"{place}/pipeline.html", CELLS)
         changes(browser, given("schedule", "zb-h1"))
@@ -363,7 +374,10 @@ def show_all(browser, site, address):
     browser.open(f"{address}/layout.html#model=gpt2&gpus=4", "$('table').innerText.includes('--dp 4')")
     for name, value in {"gpus": 2, "machine": "h100", "batch": 8, "model": "tiny"}.items():
         changes(browser, given(name, value), "$('table').innerHTML")
+    changes(browser, given("gpus", 4), "$('table').innerHTML")
+    assert browser.run("$('controls').elements.batch.value") == "16"  # each GPU has as many as before
     browser.open(f"{site}/layout.html", "document.querySelector('td')")
+    assert "gpt2-xl" in browser.run("$('said').textContent") and "8 H200s" in browser.run("$('said').textContent")
     for button in 0, 3, 3:
         changes(browser, f"document.querySelectorAll('th button')[{button}].click()", "$('table').innerHTML")
     for width in 390, 1440:
