@@ -9,9 +9,10 @@ from collections import defaultdict
 
 import parallel
 from further import together
+from further.lists import parse, ScheduleError
 from further.schedules import SCHEDULES
 from lessons.bench.timing import say
-from lessons.moving import ring_states, ring_steps
+from lessons.moving import ring_states, ring_steps, stopped, text_of
 from model import PRESETS
 from safe.files import check_file
 from safe.flags import Settings
@@ -119,6 +120,28 @@ def draw_schedules():
     return 24 + 112 * len(runs), out
 
 
+def draw_explore():
+    """An edit in `python -m lessons explore`, step by step: from 1F1B to ZB-H1, for 3 ranks and 4 micro-batches."""
+    split = re.sub(r"B(\d)", r"I\1 W\1", text_of(parallel.one_f_one_b(3, 4)))
+    steps = {"1F1B": text_of(parallel.one_f_one_b(3, 4)),
+             "every B becomes I and W: the stage before waits for I alone": split,
+             "W0 of rank 2 is dragged before I0": split.replace("rank 2  F0 I0 W0", "rank 2  F0 W0 I0"),
+             "each W waits until its rank has nothing else to do, which is ZB-H1": text_of(SCHEDULES["zb-h1"](3, 4, 1))}
+    out = [*legend(6, 230, KINDS)]
+    for i, (what, text) in enumerate(steps.items()):
+        y = 30 + 100 * i
+        try:
+            run = simulate(parse(text))
+            spans, said, stops = run.spans, f"{run.length:g} long, {max(run.idle):g} of it idle", {}
+        except ScheduleError as error:
+            lists, stops = [[a for a in actions if a.kind in "FBIW"] for actions in error.lists], stopped(error)["at"]
+            spans, said = [[(a, j, j + 1) for j, a in enumerate(actions)] for actions in lists], "a deadlock"
+        out += [words(20, y + 12, f"{i + 1}. {what}: {said}", 14, "start"), *lanes(spans, 48, y + 22)]
+        out += [f'<rect x="{80 + 48 * at}" y="{y + 22 + 20 * rank}" width="47" height="18" fill="none" stroke="#e03b2b" '
+                'stroke-width="4"/>' for rank, at in stops.items()]
+    return 30 + 100 * len(steps), out
+
+
 def spans_of(trace, unit=1.0):
     """As a Timeline's spans, from the first action's start: the pipeline as it ran, from train.py's --trace. unit: that
     of the times, in microseconds."""
@@ -166,7 +189,7 @@ def write_rows(path, left, head, rows):
     pathlib.Path(path).write_text(svg_of(36 + 20 * len(rows), parts))
 
 
-DRAWN = {"ring": draw_ring, "zero-stages": draw_zero_stages, "schedules": draw_schedules}
+DRAWN = {"ring": draw_ring, "zero-stages": draw_zero_stages, "schedules": draw_schedules, "explore": draw_explore}
 
 
 def pictures(a):

@@ -12,7 +12,7 @@ from tests.runs import ran
 TRACE = [{"ph": "X", "name": f"{kind} stage 0 micro-batch 3", "tid": 0, "ts": 5e6 + i, "dur": 1,
           "args": {"stage": 0, "micro_batch": 3}} for i, kind in enumerate(("F", "SF", "RB", "I", "W"))]
 TRACE.append({"ph": "M", "name": "thread_name", "tid": 0})
-OF_NO_FILE = "ring", "zero-stages", "schedules"
+OF_NO_FILE = "ring", "zero-stages", "schedules", "explore"
 SHOWN = [  # of five actions, equally long, the first, fourth and fifth: F, I, W. Sends are left out.
     '"M80 37h179" stroke="#4c8dd6"', '"M620 37h179" stroke="#e0883a"', '"M800 37h179" stroke="#4ba36b"']
 
