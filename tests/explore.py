@@ -21,7 +21,7 @@ import lessons.demos
 from further.schedules import interleaved, zero_bubble_h1
 from lessons import explore, moving, pages
 from parallel import one_f_one_b
-from safe.page import MOST, Page, points_of
+from safe.page import MOST, Page, points_of, ticks
 from tests.browser import Browser
 from tests.pages import site_folder
 from tests.pool import close, parametrize, table
@@ -34,7 +34,7 @@ NOTES = b'{"note": "by hand"}\n[1]\n"step"\n\xff\xfe\n{"step": null, "loss": 1}\
 
 
 def logged(folder, *entries):
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "log.jsonl").write_bytes(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries) + NOTES)
     return folder
 
@@ -53,12 +53,34 @@ def test_several_runs_are_one_picture(tmp_path):
     two = logged(tmp_path / "<two>", {"step": 1, "loss": 3.0, "val_loss": 9.0}, {"step": 2, "not_finite": "loss"})
     output_of(lessons.demos.main, "runs", one, two, tmp_path / "none", "--out", tmp_path / "all" / "runs.html")
     page = (tmp_path / "all" / "runs.html").read_text()
+    assert page.count("step 3: ") == 1 and '<tspan class="c1">3</tspan>' in page  # what the mouse finds
     assert curves_of(page) == {"loss, nats a token": [["70.0,20.0", "610.0,170.0"], ["70.0,95.0"]],
                                "validation loss, nats a token": [["70.0,170.0"]], "learning rate": [["70.0,170.0"]]}
     assert {*re.findall(r'<span class="(c\d)">\S*(one|two)', page)} == {("c0", "one"), ("c1", "two")}
     assert "&lt;two&gt;" in page and "<two>" not in page and "<script" not in page and "http-equiv" not in page
     with pytest.raises(SystemExit, match="2"):
         output_of(lessons.demos.main, "runs", tmp_path / "none")
+
+
+def test_runs_of_two_vocabularies_are_in_bits_a_byte_and_resumes_are_marked(tmp_path):
+    launch = {"after_step": 0, "unit": "byte", "bytes_a_token": 1.0}
+    logged(tmp_path / "bytes", {"step": 1, "loss": 2.0} | launch, {"step": 9, "loss": 1.0, "after_step": 5})
+    words = logged(tmp_path / "words", {"step": 1, "loss": 6.0} | launch | {"unit": "token", "bytes_a_token": 4.0})
+    output_of(lessons.demos.main, "runs", tmp_path / "bytes", words, "--out", tmp_path / "all.html")
+    page = (tmp_path / "all.html").read_text()
+    assert curves_of(page) == {"loss, bits a byte": [["70.0,20.0", "610.0,170.0"], ["70.0,95.0"]]}
+    assert 'd="M340.0 15V175"><title>resumed after step 5</title>' in page
+    assert {"2.8854", "2.164"} <= {*re.findall(r">([\d.]+)</tspan>", page)}  # nats / ln 2, and of words / 4 bytes
+    output_of(lessons.demos.main, "runs", tmp_path / "bytes", logged(tmp_path / "old", {"step": 1, "loss": 4.0}), "--out",
+              tmp_path / "all.html")
+    assert "nats a byte" in (tmp_path / "all.html").read_text()
+
+
+def test_ticks_are_round_and_inside():
+    for low, high in (0, 1), (1.93, 5.21), (1, 450), (-3, 1e-3), (1e-5, 3e-4), (2, 2):
+        found = ticks(low, high)
+        assert low == high or 2 <= len(found) <= 6 and low <= found[0] and found[-1] <= high + 1e-9, (low, high, found)
+    assert ticks(1.93, 5.21) == [2, 3, 4, 5]
 
 
 def test_a_long_run_s_curve_has_few_points_and_the_last():
@@ -85,6 +107,14 @@ def test_a_run_s_page_is_whole_at_every_moment_and_seldom_written(tmp_path, monk
     (tmp_path / "run" / "log.jsonl").unlink()
     page.write(over=True)  # costs the page, not the run
     assert index.read_text() == text
+    monkeypatch.setattr(os, "replace", replace)
+    logged(tmp_path / "run", entry)
+    page = Page(tmp_path / "run")  # of the next launch
+    page.said += ["resume   after step 1"]
+    page.write(over=True)
+    text = index.read_text()
+    assert re.findall("<summary>(.*)</summary>", text) == ["launch 1", "launch 2"]
+    assert text.index("layout   dp 2\n&lt;b&gt;</pre>") < text.index("resume   after step 1</pre>")
 
 
 # ------------------------------------------------------------------------------------------------- what pictures show
