@@ -32,7 +32,7 @@ def outline(x, y, width, height):
 # ----------------------------------------------------------------------------------------------------------------- ring
 
 def ring_picture(state, before):
-    """Rows are ranks, columns chunks. state, before: [rank][chunk], with a bit for each rank whose numbers are in it."""
+    """Rows are ranks, columns chunks. state, before: [rank][chunk], a bit for each rank whose numbers are in it."""
     n, bottom = len(state), 262
     for r, c in itertools.product(range(n), range(n)):
         x, y, held = 52 + 78 * c, 36 + 58 * r, state[r][c]
@@ -68,7 +68,7 @@ def ring_frames():
 
 # --------------------------------------------------------------------------------------------------------------- ZeRO-3
 
-def zero_picture(weights, grads, now, moving):
+def zero_picture(weights, grads, now="", moving=""):
     """Rows are layers, columns ranks. weights, grads: how many quarters of each layer a rank has. now: the layer that
     works. moving: "weights" or "gradients" of it, if they are on their way."""
     n = 4
@@ -93,6 +93,10 @@ def zero_picture(weights, grads, now, moving):
         yield words(0, 37 + 50 * i, layer.removeprefix("h.0."), 12, "start")
 
 
+THEN = {"forward": "Then each has the whole layer, and runs it forward on its own samples.",
+        "backward": "Then each runs the layer backward, and has the whole gradient of its own samples."}
+
+
 def zero_frames():
     """A step of the lecture's ZeRO-3: of each layer, as rank 0 told it, what comes and goes. All four do the same."""
     def events():
@@ -105,15 +109,15 @@ def zero_frames():
     weights, grads = dict.fromkeys(layers, 1), dict.fromkeys(layers, 0)
     frames = []
 
-    def frame(text, now="", moving=""):
-        frames.append((24 + 50 * len(layers), [*zero_picture(weights, grads, now, moving)], text))
+    def frame(text, *now):
+        frames.append((24 + 50 * len(layers), [*zero_picture(weights, grads, *now)], text))
 
     frame("Four ranks train one model, each on its own part of the batch. Of each layer's weights (upper row) rank r "
           "keeps quarter r. There are no gradients yet (lower row).")
-    at, way = "", "forward"
+    way = "forward"
     for what, layer in told[len(layers):]:  # the first events free what initialisation has made
         if what.endswith(" of"):
-            at, way = layer, what.removesuffix(" of")
+            way = what.removesuffix(" of")
             if way == "backward":
                 grads[layer] = 4
                 if layer in layers[:2]:
@@ -121,18 +125,15 @@ def zero_frames():
                           "Each rank has the whole gradient of its own part of the batch.", layer)
         elif what == "gather":
             weights[layer] = 4
-            frame(f"All ranks send their quarters of {layer} round the ring, an all-gather. "
-                  + ("Then each has the whole layer, and runs it forward on its own samples." if way == "forward" else
-                     "Then each runs the layer backward, and has the whole gradient of its own samples."),
-                  layer, "weights")
+            frame(f"All ranks send their quarters of {layer} round the ring, an all-gather. {THEN[way]}", layer, "weights")
         elif what == "scatter":
             grads[layer], weights[layer] = 1, 1
             frame(f"A reduce-scatter sums the gradients of {layer}: rank r keeps quarter r of the sum. "
                   "Weights and gradients of the other quarters are freed.", layer, "gradients")
         else:
             weights[layer] = 1
-    frame("Backward is over. Each rank has a quarter of each layer, and the same quarter of its gradient, averaged over "
-          "all. The optimizer steps these quarters; its state exists for them alone, and nothing more is sent.")
+    frame("Backward is over. Each rank has a quarter of each layer, and the same quarter of its gradient, averaged over"
+          " all. The optimizer steps these quarters; its state exists for them alone, and nothing more is sent.")
     return frames
 
 
@@ -188,14 +189,14 @@ TENSOR_STEPS = {  # the newest matrix: what happens
     "Z": "GeLU works on each number alone, so each rank applies it to its own columns. Nothing is sent.",
     "B": "The second matrix, B, is cut by rows: rank 0 has the upper half, rank 1 the lower. Z has as many columns on "
          "each rank as B has rows there.",
-    "term of Y": "Each rank multiplies its part of Z with its part of B. Both products have the shape of Y, but each is "
-                 "only one term of it.",
+    "term of Y": "Each rank multiplies its part of Z with its part of B. Both products have the shape of Y, but each "
+                 "is only one term of it.",
     "Y": "g adds the two terms: the ranks send them to each other, an all-reduce. Now both have the same Y.",
     "dY": "Backward. Both ranks have the same dY, because g does nothing backward: it is the gradient of either term.",
     "dZ": "Each rank multiplies dY with its rows of B, transposed. That gives the gradient of its columns of Z.",
     "d(X A)": "Back through GeLU, number by number. Each rank stays in its own columns.",
-    "term of dX": "Each rank multiplies with its columns of A, transposed. It learns what its half makes of dX: one term.",
-    "dX": "f adds the two terms, the second all-reduce. Now both ranks have the same dX, and go on with the layer before."}
+    "term of dX": "Each rank multiplies with its columns of A, transposed. It gets what its half makes of dX: one term.",
+    "dX": "f adds the two terms, the second all-reduce. Now both ranks have the same dX, for the layer before."}
 
 
 def tensor_frames():

@@ -12,7 +12,7 @@ from further import together
 from further.lists import parse, ScheduleError
 from further.schedules import SCHEDULES
 from lessons.bench.timing import say
-from lessons.moving import ring_states, ring_steps, stopped, text_of
+from lessons.moving import ring_states, stopped, text_of
 from model import PRESETS
 from safe.files import check_file
 from safe.flags import Settings
@@ -137,8 +137,8 @@ def draw_explore():
             lists, stops = [[a for a in actions if a.kind in "FBIW"] for actions in error.lists], stopped(error)["at"]
             spans, said = [[(a, j, j + 1) for j, a in enumerate(actions)] for actions in lists], "a deadlock"
         out += [words(20, y + 12, f"{i + 1}. {what}: {said}", 14, "start"), *lanes(spans, 48, y + 22)]
-        out += [f'<rect x="{80 + 48 * at}" y="{y + 22 + 20 * rank}" width="47" height="18" fill="none" stroke="#e03b2b" '
-                'stroke-width="4"/>' for rank, at in stops.items()]
+        out += [f'<rect x="{80 + 48 * at}" y="{y + 22 + 20 * rank}" width="47" height="18" fill="none" '
+                'stroke="#e03b2b" stroke-width="4"/>' for rank, at in stops.items()]
     return 30 + 100 * len(steps), out
 
 
