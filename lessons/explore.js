@@ -144,7 +144,8 @@ function describe(data) {
   const formulas = Object.entries(data.formulas).filter(([, time]) => time !== null);
   const costs = ["f", "i", "w"].map(name => `${name.toUpperCase()} ${query.get(name) ?? 1}`).join(", ");
   const {p, m} = $("controls").elements;
-  return `${p.value} ranks, ${m.value} micro-batches, ${costs}: ${rounded(data.length)} long. A rank idles ${rounded(data.idle)}, ` +
+  return `${p.value} ranks, ${m.value} micro-batches, ${costs}: ${rounded(data.length)} long. ` +
+    `A rank idles ${rounded(data.idle)}, ` +
     `${Math.round(100 * data.idle / data.length)} %. It holds ${rounded(data.peak)} at most.` +
     (formulas.length ? " Idle by the formulas: " + formulas.map(([name, time]) => `${name} ${rounded(time)}`).join(", ")
       + "." : "");
@@ -269,18 +270,23 @@ function byKeyboard(event) {
 async function run() {
   isRunning = true;
   allow(isDrawn);
-  $("running").textContent = "1F1B runs, then these lists: half a minute to two";
+  $("running").textContent = "these lists and 1F1B train in turns: a quarter of a minute to two";
   try {
     const body = new URLSearchParams({text: picture.text});
-    const {yours, "1f1b": plain, predicted, measured} = await ask("run", {method: "POST", body});
+    const {yours, "1f1b": plain, predicted, measured, clock, ...ran} = await ask("run", {method: "POST", body});
     $("ran").hidden = false;
     const equal = yours.losses.every((loss, step) => Math.abs(loss - plain.losses[step]) < 1e-5);
     $("losses").className = equal ? "" : "bad";
     const shown = ({losses}) => losses.slice(-3).map(loss => loss.toFixed(6)).join(" ");
-    $("losses").textContent = `Both train ${yours.layers} layers for ${yours.losses.length} steps. A step takes ${
-      rounded(yours.ms)} ms with these lists, ${rounded(plain.ms)} ms with 1F1B (the median, without the first). ` +
-      `Losses of the last steps: these lists ${shown(yours)}, 1F1B ${shown(plain)}: ${equal ? "equal" : "not equal"}.` +
-      ` The pipeline of one step: ${rounded(predicted.length)} ms predicted, ${rounded(measured.length)} ms measured.`;
+    const takes = ({ms, low, high}) => `${Math.round(ms)} ms (${Math.round(low)} to ${Math.round(high)})`;
+    const overlap = yours.low <= plain.high && plain.low <= yours.high;
+    $("losses").textContent = `In turns, ${yours.steps} steps each of the same ${ran.layers} layers. A step takes ${
+      takes(yours)} with these lists, ${takes(plain)} with 1F1B: the median, and between which the middle half lies. ` +
+      (overlap ? "These overlap, so here nothing says which is faster. " : "") +
+      `By the clock, with F, I and W as measured, the pipeline takes ${Math.round(predicted.length)} ms, 1F1B's ${
+      Math.round(clock)}. ` + (ran.cores < ran.ranks ? `${ran.ranks} ranks share ${ran.cores} cores here: while one ` +
+      "idles, another has its core, so the clock's differences hardly show. " : "") +
+      `Losses of the last steps: these lists ${shown(yours)}, 1F1B ${shown(plain)}: ${equal ? "equal" : "not equal"}.`;
     const unit = pixels($("predicted"), [predicted, measured]);
     drawGrid($("predicted"), predicted, unit);
     drawGrid($("measured"), measured, unit);

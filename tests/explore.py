@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import pathlib
 import re
 import shutil
 import signal
@@ -19,8 +18,8 @@ import pytest
 
 import lessons.demos
 from further.schedules import interleaved, zero_bubble_h1
-from lessons import explore, moving, pages
-from parallel import one_f_one_b
+from lessons import explore, moving, pages, turns
+from parallel import Action, one_f_one_b
 from safe.page import MOST, Page, points_of, ticks
 from tests.browser import Browser
 from tests.pages import site_folder
@@ -71,8 +70,8 @@ def test_runs_of_two_vocabularies_are_in_bits_a_byte_and_resumes_are_marked(tmp_
     assert curves_of(page) == {"loss, bits a byte": [["70.0,20.0", "610.0,170.0"], ["70.0,95.0"]]}
     assert 'd="M340.0 15V175"><title>resumed after step 5</title>' in page
     assert {"2.8854", "2.164"} <= {*re.findall(r">([\d.]+)</tspan>", page)}  # nats / ln 2, and of words / 4 bytes
-    output_of(lessons.demos.main, "runs", tmp_path / "bytes", logged(tmp_path / "old", {"step": 1, "loss": 4.0}), "--out",
-              tmp_path / "all.html")
+    old = logged(tmp_path / "old", {"step": 1, "loss": 4.0})  # by a version that logged no unit
+    output_of(lessons.demos.main, "runs", tmp_path / "bytes", old, "--out", tmp_path / "all.html")
     assert "nats a byte" in (tmp_path / "all.html").read_text()
 
 
@@ -281,32 +280,36 @@ def test_a_body_that_does_not_come_is_not_waited_for(server):
     connection.close()
 
 
-def events_of(timeline):
-    """As train.py's --trace writes them, a unit of time a millisecond."""
-    return [{"name": f"{action.kind} stage {action.stage} micro-batch {action.micro_batch}", "tid": rank,
-             "ts": 5e6 + 1e3 * start, "dur": 1e3 * (end - start),
-             "args": {"stage": action.stage, "micro_batch": action.micro_batch}}
-            for rank, row in enumerate(timeline.spans) for action, start, end in row]
+def ran_by(timeline, seconds):
+    """A step as `turns.measure` gives it, a unit of time a millisecond."""
+    return seconds, 4.5, [[(Action("SF", 0, 0), 1, 2), *((action, 5 + start / 1e3, 5 + end / 1e3)
+                                                         for action, start, end in row)] for row in timeline.spans]
 
 
-def never_trained(folder, lists, *flags, has_left=None):
-    """Takes the place of `explore.train`: F, I and W take 2, 4 and 1 ms."""
-    if flags:
-        assert moving.parse(pathlib.Path(flags[1]).read_text()) == lists
-        events = [*events_of(simulate(lists, 2, 4, 1)), {"name": "SF stage 0"}]
-        pathlib.Path(flags[3], "trace.json").write_text(json.dumps({"traceEvents": events}))
-    return {"layers": 6, "losses": [4.5, 4.25], "ms": 12.5 if flags else 25.0}
-
-
-def test_lists_that_ran_are_shown_beside_what_was_predicted(server, monkeypatch):
-    monkeypatch.setattr(explore, "train", never_trained)
+def test_steps_in_turns_are_medians_and_the_clock_has_what_was_measured():
     for lists in zero_bubble_h1(3, 4), one_f_one_b(2, 4):
-        body = urlencode({"text": moving.text_of(lists)})
-        status, text = asked(server, "/TOKEN/run", body)
-        found = json.loads(text)
-        assert status == 200 and found["yours"] == {"layers": 6, "losses": [4.5, 4.25], "ms": 12.5}
-        assert close(found["measured"]["length"], simulate(lists, 2, 4, 1).length)
-        assert close(found["predicted"]["length"], found["measured"]["length"])
+        timeline, slow = simulate(lists, 2, 4, 1), simulate(lists, 9, 9, 9)
+        took = 9.0, 9.0, 0.014, 0.010, 0.012, 0.011, 0.5  # two warm up, one was disturbed
+        steps = [ran_by(slow if seconds > 0.1 else timeline, seconds) for seconds in took]
+        found = turns.summary(lists, {"yours": steps, "1f1b": steps})
+        assert close([found["yours"][key] for key in ("low", "ms", "high")], [11, 12, 14])
+        assert found["1f1b"]["steps"] == 5 and found["layers"] == 2 * len(lists)
+        assert close([found["measured"]["length"], found["predicted"]["length"]], 2 * [timeline.length])
+        assert close(found["clock"], simulate(one_f_one_b(len(lists), 4), 2, 4, 1).length)
+
+
+def never_trained(file, has_left):
+    """Takes the place of `explore.turns`."""
+    lists = moving.parse(file.read_text())
+    step = ran_by(simulate(lists, 2, 4, 1), 0.0125)
+    return turns.summary(lists, {"yours": 5 * [step], "1f1b": 5 * [step]})
+
+
+def test_lists_that_ran_are_shown(server, monkeypatch):
+    monkeypatch.setattr(explore, "turns", never_trained)
+    body = urlencode({"text": moving.text_of(zero_bubble_h1(3, 4))})
+    status, text = asked(server, "/TOKEN/run", body)
+    assert status == 200 and json.loads(text)["yours"]["ms"] == 12.5
     with explore.running:
         assert asked(server, "/TOKEN/run", body) == (400, "another run is under way: wait for its end")
 
@@ -321,7 +324,8 @@ time.sleep(600)
 @parametrize("leaves", [True, False])
 def test_a_run_ends_with_its_browser_and_with_the_server(leaves, tmp_path, monkeypatch, capfd):
     """Its processes and its folder, too."""
-    (tmp_path / "train.py").write_text(FOREVER)
+    (tmp_path / "lessons").mkdir()
+    (tmp_path / "lessons" / "__main__.py").write_text(FOREVER)
     monkeypatch.setattr(explore, "HERE", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     server = explore.server_at(0)
@@ -346,7 +350,7 @@ def test_a_run_ends_with_its_browser_and_with_the_server(leaves, tmp_path, monke
     explore.stopping.clear()
     explore.running.release()
     signal.signal(signal.SIGTERM, before)
-    assert [path.name for path in tmp_path.iterdir()] in (["pid", "train.py"], ["train.py", "pid"])
+    assert [path.name for path in tmp_path.iterdir()] in (["pid", "lessons"], ["lessons", "pid"])
     with pytest.raises(ProcessLookupError):
         for _ in range(1000):  # those that were killed may not be gone yet
             os.killpg(int((tmp_path / "pid").read_text()), 0)
@@ -474,11 +478,12 @@ def edit_and_run(browser, address):
 
 def test_pages_in_a_browser(address, site_folder, browser, monkeypatch):
     """An edited schedule is refused or runs."""
-    monkeypatch.setattr(explore, "train", never_trained)
+    monkeypatch.setattr(explore, "turns", never_trained)
     see_that_only_what_is_drawn_is_run_and_has_figures(browser, address)
     browser.errors.clear()  # the console shows what is refused
     show_all(browser, f"file://{site_folder}", address)
-    assert "4.500000 4.250000: equal" in edit_and_run(browser, address)
+    said = edit_and_run(browser, address)
+    assert "4.500000: equal" in said and "13 ms (13 to 13)" in said and "These overlap" in said
 
 
 @slow
