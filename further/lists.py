@@ -154,8 +154,8 @@ class ScheduleError(ValueError):
 # -------------------------------------------------------------------------------------------------- a schedule as text
 
 def parse(text):
-    """The lists of a schedule, as `python -m lessons pipeline` prints them: a row a rank. F0/2 is F0 of stage 2. An
-    action of rank r without such a number is of stage r. Dots and dashes are left out.
+    """The lists of a schedule, as `python -m lessons pipeline` prints them: a row a rank, whose number may be left
+    out. F0/2 is F0 of stage 2. An action of rank r without such a number is of stage r. Dots and dashes are left out.
 
         rank 0   F0 F1 .. .. B0 -- B1 --
         rank 1   .. F0 B0 -- F1 B1 -- ..
@@ -165,11 +165,11 @@ def parse(text):
     lists = []
     for line in filter(None, map(str.strip, text.splitlines())):
         rank = len(lists)
-        row = re.fullmatch(rf"rank {rank}\b(.*)", line)
-        if not row:
+        row = re.fullmatch(rf"(?:rank {rank}\b)?(.*)", line)[1]
+        if row.lstrip().startswith("rank"):
             raise ValueError(f"{line[:40]!r} is not the row of rank {rank}: it begins with rank {rank}")
         actions = []
-        for word in row[1].split():
+        for word in row.split():
             action = re.fullmatch(r"([FBIW])(\d{1,9})(?:/(\d{1,9}))?", word)
             if action:
                 actions.append(Action(action[1], int(action[3] or rank), int(action[2])))

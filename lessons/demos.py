@@ -19,7 +19,7 @@ from further.experts import count_of_each, ExpertsConfig
 from further.buckets import BucketDDP
 from further.lists import check, lower
 from further.schedules import SCHEDULES
-from lessons import kernels, pages, puzzles, runs
+from lessons import kernels, pages, puzzles, runs, turns
 from lessons.allocator import demo_allocator
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
@@ -446,7 +446,7 @@ def main():
             choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"],
                        "zero": range(4), "cp_kind": ["ring", "ulysses"], "schedule": [*SCHEDULES]}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
-    for many in (puzzles, runs):
+    for many in (puzzles, runs, turns):
         many.add_to(lessons)
     try:
         launch.started()

@@ -54,7 +54,7 @@ async function refresh(draw) {
   const later = setTimeout(() => { $("said").textContent = "computing ..."; }, 500);
   allow(false);
   try {
-    const data = FIXED ? FIXED[query.get("schedule")] || Object.values(FIXED)[0]
+    const data = FIXED ? FIXED[query.get("schedule") ?? "fixed"]
       : await ask(`${NAME}.json`, {method: "POST", body: query});
     if (number !== asked) return;
     refuse("");
@@ -142,7 +142,10 @@ const cellAt = (rank, index) => $("grid").querySelector(`[data-rank="${rank}"][d
 function describe(data) {
   if (data.why) return "";
   const formulas = Object.entries(data.formulas).filter(([, time]) => time !== null);
-  return `${rounded(data.length)} long. A rank idles ${rounded(data.idle)}, ` +
+  const costs = ["f", "i", "w"].map(name => `${name.toUpperCase()} ${query.get(name) ?? 1}`).join(", ");
+  const {p, m} = $("controls").elements;
+  return `${p.value} ranks, ${m.value} micro-batches, ${costs}: ${rounded(data.length)} long. ` +
+    `A rank idles ${rounded(data.idle)}, ` +
     `${Math.round(100 * data.idle / data.length)} %. It holds ${rounded(data.peak)} at most.` +
     (formulas.length ? " Idle by the formulas: " + formulas.map(([name, time]) => `${name} ${rounded(time)}`).join(", ")
       + "." : "");
@@ -152,13 +155,13 @@ function drawPipeline(data) {
   const focused = $("grid").contains(document.activeElement);
   picture = data = data.why ? inARow(data) : data;
   drawGrid($("grid"), data, pixels($("grid"), [data]));
-  $("said").textContent = describe(data);
   if (document.activeElement !== $("text")) $("text").value = data.text;
   const {p, m, v, schedule} = $("controls").elements;
   p.value = data.ranks.length;
   m.value = 1 + Math.max(...data.ranks.flat().map(([name]) => Number(name.match(/\d+/)[0])));
   const stages = new Set(data.ranks.flat().map(([, , stage]) => stage)).size;
   v.value = data.why ? "" : stages / data.ranks.length;
+  $("said").textContent = describe(data);
   $("pale").hidden = stages <= data.ranks.length;
   p.disabled = m.disabled = query.has("text"); // which says them
   v.disabled = schedule.value !== "interleaved";
@@ -267,18 +270,23 @@ function byKeyboard(event) {
 async function run() {
   isRunning = true;
   allow(isDrawn);
-  $("running").textContent = "1F1B runs, then these lists: half a minute to two";
+  $("running").textContent = "these lists and 1F1B train in turns: a quarter of a minute to two";
   try {
     const body = new URLSearchParams({text: picture.text});
-    const {yours, "1f1b": plain, predicted, measured} = await ask("run", {method: "POST", body});
+    const {yours, "1f1b": plain, predicted, measured, clock, ...ran} = await ask("run", {method: "POST", body});
     $("ran").hidden = false;
     const equal = yours.losses.every((loss, step) => Math.abs(loss - plain.losses[step]) < 1e-5);
     $("losses").className = equal ? "" : "bad";
     const shown = ({losses}) => losses.slice(-3).map(loss => loss.toFixed(6)).join(" ");
-    $("losses").textContent = `Both train ${yours.layers} layers for ${yours.losses.length} steps. A step takes ${
-      rounded(yours.ms)} ms with these lists, ${rounded(plain.ms)} ms with 1F1B (the median, without the first). ` +
-      `Losses of the last steps: these lists ${shown(yours)}, 1F1B ${shown(plain)}: ${equal ? "equal" : "not equal"}.` +
-      ` The pipeline of one step: ${rounded(predicted.length)} ms predicted, ${rounded(measured.length)} ms measured.`;
+    const takes = ({ms, low, high}) => `${Math.round(ms)} ms (${Math.round(low)} to ${Math.round(high)})`;
+    const overlap = yours.low <= plain.high && plain.low <= yours.high;
+    $("losses").textContent = `In turns, ${yours.steps} steps each of the same ${ran.layers} layers. A step takes ${
+      takes(yours)} with these lists, ${takes(plain)} with 1F1B: the median, and between which the middle half lies. ` +
+      (overlap ? "These overlap, so here nothing says which is faster. " : "") +
+      `By the clock, with F, I and W as measured, the pipeline takes ${Math.round(predicted.length)} ms, 1F1B's ${
+      Math.round(clock)}. ` + (ran.cores < ran.ranks ? `${ran.ranks} ranks share ${ran.cores} cores here: while one ` +
+      "idles, another has its core, so the clock's differences hardly show. " : "") +
+      `Losses of the last steps: these lists ${shown(yours)}, 1F1B ${shown(plain)}: ${equal ? "equal" : "not equal"}.`;
     const unit = pixels($("predicted"), [predicted, measured]);
     drawGrid($("predicted"), predicted, unit);
     drawGrid($("measured"), measured, unit);
@@ -298,6 +306,8 @@ function showSettings() {
 }
 
 function pipelinePage() {
+  if (FIXED) query.delete("text");
+  if (FIXED && !FIXED[query.get("schedule")]) query.set("schedule", "1f1b");
   $("controls").elements.schedule.append(Object.assign(new Option("edited", ""), {id: "edited", hidden: true}));
   offer("schedule", FIXED ? Object.keys(FIXED) : SCHEDULES);
   $("controls").elements.schedule.value = "1f1b";
@@ -344,7 +354,7 @@ function pipelinePage() {
 // -------------------------------------------------------------------------------------------------------------- layout
 
 // Rows by the column of ?sort=2, or of ?sort=-2 the other way round; at first by time.
-function drawLayout({columns, rows}) {
+function drawLayout({asked, columns, rows}) {
   const sort = query.get("sort") || "1", column = Math.abs(sort), sign = sort.startsWith("-") ? -1 : 1;
   const sorted = [...rows].sort(({[column]: a}, {[column]: b}) =>
     sign * (typeof a === "number" ? a - b : String(a).localeCompare(b, "en", {numeric: true})));
@@ -356,7 +366,7 @@ function drawLayout({columns, rows}) {
     button.addEventListener("click", () => {
       query.set("sort", (index === column && sign > 0 ? "-" : "") + index);
       remember();
-      drawLayout({columns, rows});
+      drawLayout({asked, columns, rows});
       thead.querySelectorAll("button")[index].focus();
     });
     cell.append(button);
@@ -371,8 +381,8 @@ function drawLayout({columns, rows}) {
       [Object.assign(document.createElement("span"), {textContent: flag}), " "])); // a line breaks between flags
     return line;
   }));
-  $("said").textContent = rows.length ? `${rows.length} layouts, each with its fastest micro-batches.`
-    : "Nothing divides batch and heads and fits: give more GPUs, or another number of sequences.";
+  $("said").textContent = asked + (rows.length ? ` ${rows.length} layouts, each with its fastest micro-batches.`
+    : " Nothing divides batch and heads and fits: give more GPUs, or another number of sequences.");
 }
 
 function layoutPage() {
@@ -380,12 +390,19 @@ function layoutPage() {
   if (!FIXED) offer("machine", MACHINES);
   if (!FIXED) $("controls").elements.model.value = "gpt2-xl";
   if (!FIXED) $("controls").elements.machine.value = "h200";
-  $("controls").addEventListener("change", () => {
+  let gpus = 8;
+  $("controls").addEventListener("change", ({target}) => {
+    const {batch} = $("controls").elements;
+    if (target.name === "gpus") { // each keeps as many sequences as it had
+      batch.value = Math.max(1, Math.round(batch.value * target.value / gpus)) || 1;
+      gpus = target.value;
+    }
     for (const field of $("controls").elements) query.set(field.name, field.value);
     remember();
     refresh(drawLayout);
   });
   fillControls();
+  gpus = $("controls").elements.gpus.value;
   return drawLayout;
 }
 
@@ -393,23 +410,30 @@ function layoutPage() {
 
 // FIXED: [a picture as SVG, what happens] of each step.
 function stepsPage() {
-  const show = () => {
-    const step = Math.max(0, Math.min(Number(query.get("step")) || 0, FIXED.length - 1));
+  let playing = 0;
+  const end = FIXED.length - 1, now = () => Math.max(0, Math.min(Number(query.get("step")) || 0, end));
+  const show = step => {
     query.set("step", step);
-    [$("steps").innerHTML, $("said").textContent] = FIXED[step];
-    $("now").textContent = `${step + 1} of ${FIXED.length}`;
-    $("first").disabled = $("back").disabled = step === 0;
-    $("last").disabled = $("next").disabled = step === FIXED.length - 1;
+    [$("steps").innerHTML, $("said").textContent] = FIXED[now()];
+    $("now").textContent = `${now() + 1} of ${FIXED.length}`;
+    $("first").disabled = $("back").disabled = now() === 0;
+    $("last").disabled = $("next").disabled = now() === end;
+    remember();
   };
-  const steps = {first: () => 0, back: step => step - 1, next: step => step + 1, last: () => FIXED.length - 1};
+  const play = on => {
+    clearInterval(playing);
+    $("play").textContent = on ? "pause" : "play";
+    playing = on ? setInterval(() => now() < end ? show(now() + 1) : play(false), 2500) : 0;
+  };
+  const steps = {first: () => 0, back: () => now() - 1, next: () => now() + 1, last: () => end};
   for (const [id, other] of Object.entries(steps)) {
-    $(id).addEventListener("click", () => {
-      query.set("step", other(Number(query.get("step"))));
-      show();
-      remember();
-    });
+    $(id).addEventListener("click", () => { play(false); show(other()); });
   }
-  show();
+  $("play").addEventListener("click", () => {
+    if (!playing) show(now() < end ? now() + 1 : 0);
+    play(!playing);
+  });
+  show(now());
 }
 
 if (FIXED) document.body.classList.add("fixed");

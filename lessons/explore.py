@@ -2,7 +2,8 @@
 
     python -m lessons explore        prints an address, for a browser on this machine
 
-The browser draws. What it draws is computed here, by theory/, by `check`, and by train.py, which runs what was edited.
+The browser draws. What it draws is computed here, by theory/, by `check`, and by lessons/turns.py, which trains with
+what was edited.
 The server listens at 127.0.0.1 alone. It answers requests that name it as Host and know the token in its address, and
 only with what stands in `TABLES`: no path leads to a file.
 """
@@ -16,7 +17,6 @@ import secrets
 import select
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,16 +27,12 @@ from urllib.parse import parse_qsl
 
 from further.lists import parse
 from lessons import moving, pages
-from lessons.pictures import costs_of, spans_of
 from lessons.puzzles import HERE
 from parallel import ranks_of_stages
 from safe.sizes import BadInput, reject
-from theory.clock import simulate
 
 LIMIT = 1 << 18  # bytes of a request's body; 16 ranks with 64 micro-batches and 4 stages each are 110,000
 SECONDS = 300    # that a run may take
-STEPS = 6        # of a run: the third one is traced
-TOKENS = 64      # of a sequence
 
 
 # ------------------------------------------------------------------------------------------------------ lists that run
@@ -44,18 +40,13 @@ TOKENS = 64      # of a sequence
 running, drawing, stopping = threading.Lock(), threading.Lock(), threading.Event()
 
 
-def train(folder, lists, *flags, has_left=lambda: False):
-    """Run train.py on lists of this size, until it ends, or has_left(), or the server stops. Returns its layers, its
-    losses, and the median of what a step took after the first, in ms."""
-    m = 1 + max(action.micro_batch for action in lists[0])
-    sizes = {"pp": len(lists), "micro-batches": m, "batch-size": 2 * m, "n-layer": 2 * len(ranks_of_stages(lists)),
-             "n-embd": 256, "seq-len": TOKENS, "steps": STEPS, "sample": 0, "eval-every": 0, "log-every": 1,
-             "device": "cpu", "data": "collectives.py", "out": f"{folder}/out"}
-    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    said, end = pathlib.Path(folder, "said"), time.monotonic() + SECONDS
-    with open(said, "w") as file:
-        process = subprocess.Popen([sys.executable, "train.py", *words, *flags], cwd=HERE, start_new_session=True,
-                                   stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+def turns(file, has_left=lambda: False):
+    """What `python -m lessons turns` finds of the lists in this file. BadInput if has_left() or the server stops."""
+    folder = pathlib.Path(file).parent
+    said, found, end = folder / "said", folder / "found.json", time.monotonic() + SECONDS
+    with open(said, "w") as output:
+        process = subprocess.Popen([sys.executable, "-m", "lessons", "turns", file, "--out", found], cwd=HERE,
+                                   start_new_session=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                                    env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)})
     try:
         while process.poll() is None:
@@ -66,15 +57,12 @@ def train(folder, lists, *flags, has_left=lambda: False):
             os.killpg(process.pid, signal.SIGKILL)  # with its ranks
             process.wait()
     code = process.returncode
-    reject(code, f"train.py ended with exit code {code}: {said.read_text(errors='replace')[-500:]}")
-    steps = [json.loads(line) for line in open(f"{folder}/out/log.jsonl")]
-    times = [1e3 * 2 * m * TOKENS / step["tokens_per_s"] for step in steps[1:]]
-    return {"layers": sizes["n-layer"], "losses": [step["loss"] for step in steps], "ms": statistics.median(times)}
+    reject(code, f"the run ended with exit code {code}: {said.read_text(errors='replace')[-500:]}")
+    return json.loads(found.read_text())
 
 
 def run(query, has_left=lambda: False):
-    """Train with 1F1B and with the lists in query["text"]: what `train` returns of both; and of the lists a step as it
-    was measured, and by the clock with the F, I and W that were measured."""
+    """Train with the lists in query["text"] and with 1F1B, in turns: what `turns` returns."""
     lists = parse(query.get("text", ""))
     v = len(ranks_of_stages(lists)) // len(lists)
     sizes = {"ranks": (len(lists), 8), "stages a rank": (v, 4), "actions": (sum(map(len, lists)), 1024)}
@@ -83,16 +71,11 @@ def run(query, has_left=lambda: False):
     reject(not running.acquire(blocking=False), "another run is under way: wait for its end")
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            one, two, text = (pathlib.Path(folder, name) for name in ("one", "two", "lists.txt"))
-            one.mkdir(), two.mkdir()
+            text = pathlib.Path(folder, "lists.txt")
             text.write_text(query["text"])
-            ran = {"1f1b": train(one, lists, has_left=has_left),
-                   "yours": train(two, lists, "--schedule-file", text, "--trace", two, has_left=has_left)}
-            spans = spans_of(json.loads(pathlib.Path(two, "trace.json").read_text()), 1e-3)
+            return turns(text, has_left)
     finally:
         running.release()
-    predicted = simulate(lists, *(v * cost for cost in costs_of(spans))).spans
-    return {**ran, "predicted": moving.picture(predicted), "measured": moving.picture(spans)}
 
 
 # --------------------------------------------------------------------------------------------------------------- server

@@ -22,6 +22,7 @@ from lessons.bench.timing import patched
 from lessons.plan import rows_of
 from model import GPT, GPTConfig, PRESETS
 from parallel import ranks_of_stages
+from safe.reports import parameters_in_words
 from safe.sizes import reject
 from theory.clock import bubble, critical_path, simulate
 from theory.speed import MACHINES
@@ -108,9 +109,12 @@ def planned(model, gpus, batch_size, machine):
 
 def layout(query):
     """The planner's table, in bf16. query: {"model", "gpus", "batch", "machine"}."""
-    asked = (choice(query, "model", "gpt2-xl", PRESETS), number(query, "gpus", 8, 1024),
-             number(query, "batch", 16, 1 << 16), choice(query, "machine", "h200", MACHINES))
-    return {"columns": [*COLUMNS.values()], "rows": planned(*asked)}
+    model, gpus = choice(query, "model", "gpt2-xl", PRESETS), number(query, "gpus", 8, 1024)
+    batch, machine = number(query, "batch", 4 * gpus, 1 << 16), choice(query, "machine", "h200", MACHINES)
+    config, name = PRESETS[model], MACHINES[machine].name
+    asked = (f"{model}, {parameters_in_words(config)}, bf16, on {gpus} {name}{'s' * (gpus > 1)}: {batch} sequences of "
+             f"{config.seq_len:,} tokens a step, {batch / gpus:.4g} a GPU.")
+    return {"asked": asked, "columns": [*COLUMNS.values()], "rows": planned(model, gpus, batch, machine)}
 
 
 # ---------------------------------------------------------------------------------------------- steps of the strategies
@@ -166,6 +170,7 @@ def zero3_step(tell):
         if name in name_of.values():
             layer.register_forward_pre_hook(lambda layer, *_, name=name: tell("forward of", name), prepend=True)
             layer.register_full_backward_pre_hook(lambda layer, *_, name=name: tell("backward of", name), prepend=True)
+    warnings.filterwarnings("ignore", "Full backward hook is firing")  # tokens have no gradient, the hook needs none
     net(torch.arange(32).view(2, 16)).sum().backward()
     optimizer.finish_grad_sync()
 
@@ -208,7 +213,10 @@ def tensor_matrices():
     ranks = dist.get_world_size()
     config = GPTConfig(vocab_size=8, n_layer=1, n_head=ranks, n_embd=2 * ranks, inner=4 * ranks)
     mlp = parallel.tensor_parallel(GPT(config, seed=0).double(), None).h["0"].mlp
-    x, dy = torch.randn(2, 3, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for layer in mlp.c_fc, mlp.c_proj:  # small whole numbers, which a reader can multiply
+        own = torch.Generator().manual_seed(3 + dist.get_rank())
+        layer.weight.detach().copy_(torch.randint(-1, 2, layer.weight.shape, generator=own))
+    x, dy = torch.randint(-2, 3, (2, 3, config.n_embd), generator=torch.Generator().manual_seed(0)).double()
     inner = []
     mlp.c_fc.register_forward_hook(lambda layer, inputs, output: inner.append(output))
     mlp.c_proj.register_forward_pre_hook(lambda layer, inputs: inner.append(inputs[0]))

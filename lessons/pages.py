@@ -3,8 +3,9 @@
     python -m lessons pages --out site    then open site/index.html in a browser; left out, it is runs/site
 
 A page a file. Docstrings and comments stand on the left, the code that follows them on the right, with its line
-numbers. Names lead to their definitions, in any file. The index is the README's reading path. Besides, there are
-pictures that one steps through by buttons. Nothing is loaded from elsewhere, and scripts run in these pictures alone.
+numbers. Names lead to their definitions, in any file. The index is the README's reading path, whose stops are a page
+each. Besides, there are pictures that one steps through by buttons. Nothing is loaded from elsewhere, and scripts run
+in these pictures alone.
 pages.css, beside this file, is the look; explore.js and explore.css are the pictures'.
 """
 
@@ -22,7 +23,8 @@ import textwrap
 
 from further.schedules import SCHEDULES
 from lessons import moving, puzzles
-from lessons.pictures import ring_frames, svg_of, tensor_frames, zero_frames
+from lessons.frames import ring_frames, tensor_frames, WIDTH, zero_frames
+from lessons.pictures import svg_of
 from lessons.puzzles import HERE
 from model import PRESETS
 from safe.files import check_file, check_folder
@@ -163,9 +165,17 @@ def rows_of(file):
 
 # ---------------------------------------------------------------------------------------------------------------- prose
 
-def inline(text, module=""):
+def link_of(target, home):
+    """Where a Markdown link of the page `home` leads among the pages; "" if it leads elsewhere."""
+    found = re.fullmatch(r"(?:docs/)?(?:(reading|words|lecture)\.md)?(#.*)?", target)
+    page, place = (found[1] or home, found[2] or "") if found else ("", "")
+    stop = re.match(r"#(\d+)-", place) if page == "reading" else None
+    return f"stop-{stop[1]}.html" if stop else page and f"{page}.html{place}"
+
+
+def inline(text, module="", home="index"):
     """Html of a paragraph. `code` leads to its definition in the file named before it, at first this module. **Bold**
-    is Markdown's. Links to docs/reading.md lead to its page; of others the text stays."""
+    is Markdown's. Links between pages are kept; of others the text stays."""
     def linked(match):
         nonlocal module
         name = match[1] or match[2]
@@ -177,9 +187,12 @@ def inline(text, module=""):
         link = targets().get(address)
         return f'<a href="{link}">{code}</a>' if link else code
 
+    def led(match):
+        link = link_of(match[2], home)
+        return f'<a href="{link}">{match[1]}</a>' if link else match[1]
+
     text = html.escape(text, quote=False).replace("&lt;br&gt;", "<br>").replace("\\_", "_")
-    text = re.sub(r"\[([^]]*)\]\((?:docs/)?reading\.md(#[^)]*)\)", r'<a href="reading.html\2">\1</a>', text)
-    text = re.sub(r"\[([^]()]*)\]\([^)]*\)", r"\1", text)  # but not a kernel[(7,)](...)
+    text = re.sub(r"\[([^]()]*)\]\(([^)]*)\)", led, text)  # but not a kernel[(7,)](...)
     text = re.sub(r"`([^`]+)`|\b((?:further/)?\w+\.py)\b", linked, text)
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
 
@@ -202,7 +215,8 @@ def prose(text, module):
 
 
 def anchor(title):
-    return re.sub(r"\W+", "-", title.lower())
+    """As GitHub makes a heading's."""
+    return re.sub(r"[^\w -]", "", re.sub(r"\]\(.*?\)", "", title).lower()).replace(" ", "-")
 
 
 def beside(row, code, module):
@@ -227,49 +241,92 @@ def file_page(file):
 
 # ---------------------------------------------------------------------------------------------------------------- index
 
-def markdown(text):
-    """Html of the README's headings, paragraphs, tables, pictures and commands."""
+def table(lines, home):
+    """Html of a Markdown table."""
+    head, _, *rows = [re.split(r"\s*(?<!\\)\|\s*", re.sub(r"^\| ?| ?\|$", "", line)) for line in lines]
+    out = "<table>" + "".join(f"<th>{inline(name, home=home)}</th>" for name in head)
+    for row in rows:
+        cells = [f'<td title="{name.replace("`", "")}">{inline(cell, home=home)}</td>' for name, cell in zip(head, row)]
+        out += f"<tr>{''.join(cells)}</tr>\n"
+    return out + "</table>\n"
+
+
+def markdown(text, home):
+    """Html of a page's headings, paragraphs, tables, pictures, lists and commands."""
+    for name, target in re.findall(r"^\[(.+)\]: (.+)$", text, re.M):  # what [name] stands for
+        text = re.sub(rf"(?<![\w`])\[{re.escape(name)}\](?![(:])", f"[{name}]({target})", text)
+    text = re.sub(r"^\[.+\]: .+$", "", text, flags=re.M)
+    parts = re.split(r"^ *```\w*\n(.*?)^ *```$", text, flags=re.M | re.S)  # every second one is code
+    return "".join(f"<pre>{html.escape(textwrap.dedent(part).strip())}</pre>\n" if i % 2 else told(part, home)
+                   for i, part in enumerate(parts))
+
+
+def told(text, home):
+    """Html of what stands between blocks of code."""
     out = ""
     for block in filter(None, map(str.strip, text.split("\n\n"))):
         if block.startswith("#"):
             marks, _, title = block.partition(" ")
-            out += f'<h{len(marks)} id="{anchor(title)}">{inline(title)}</h{len(marks)}>\n'
+            out += f'<h{len(marks)} id="{anchor(title)}">{inline(title, home=home)}</h{len(marks)}>\n'
         elif block.startswith("|"):
-            head, _, *rows = [re.split(r"\s*(?<!\\)\|\s*", line.strip("| ")) for line in block.splitlines()]
-            out += "<table>" + "".join(f"<th>{name}</th>" for name in head)
-            for row in rows:
-                cells = [f'<td title="{name}">{inline(cell)}</td>' for name, cell in zip(head, row)]
-                out += f"<tr>{''.join(cells)}</tr>\n"
-            out += "</table>\n"
+            out += table(block.splitlines(), home)
         elif picture := re.fullmatch(r"!\[(.*)\]\(.*(assets/.*)\)", block):
             out += f"<figure>{(HERE / picture[2]).read_text()}<figcaption>{picture[1]}</figcaption></figure>\n"
         elif block.startswith("- "):
-            out += f"<ul>{''.join(f'<li>{inline(item)}</li>' for item in block[2:].split(chr(10) + '- '))}</ul>\n"
-        elif block.startswith("```"):
-            out += "<pre>" + html.escape(block.strip("`\n")) + "</pre>\n"
+            items = [f"<li>{inline(item, home=home)}</li>" for item in block[2:].split("\n- ")]
+            out += f"<ul>{''.join(items)}</ul>\n"
         else:
-            out += f"<p>{inline(block)}</p>\n"
+            out += f"<p>{inline(block, home=home)}</p>\n"
     return out
 
 
 def index_page():
     """The README's beginning, and its reading path."""
     beginning, *sections = re.split(r"^(?=## )", (HERE / "README.md").read_text(), flags=re.M)
-    return markdown(beginning + next(some for some in sections if "Reading path" in some.splitlines()[0]))
+    return markdown(beginning + next(some for some in sections if "Reading path" in some.splitlines()[0]), "index")
+
+
+def doc(name):
+    return (HERE / f"docs/{name}.md").read_text()
+
+
+def stops():
+    """{a stop's number: its title and text}, in the order in which to read."""
+    parts = re.split(r"^### (\d+)\. ", doc("reading"), flags=re.M)
+    return {n: re.split(r"^##", text, flags=re.M)[0] for n, text in zip(parts[1::2], parts[2::2])}
+
+
+def reading_page():
+    """docs/reading.md, where a link stands for each stop."""
+    text = doc("reading")
+    for n, stop in stops().items():
+        title = f"{n}. {stop.partition(chr(10))[0]}"
+        text = text.replace(f"### {n}. {stop}", f"### [{title}](#{anchor(title)})\n\n")
+    return markdown(text, "reading")
+
+
+def stop_page(n):
+    """A stop, with a link to its picture that moves, and its question, which the README has."""
+    page = next((page for page, of in STOP_OF.items() if of == n), "")
+    link = f'<p><a href="{page}.html">Its picture, to step through</a></p>\n' if page else ""
+    title, _, rest = stops()[n].partition("\n")
+    question = re.search(rf"^\| \[{n}\. .*\| (.*) \|$", (HERE / "README.md").read_text(), re.M)[1]
+    asks = f"**Then answer.** {question} [The answers](reading.md#answers) come last."
+    return markdown(f"# {n}. {title}\n", "reading") + link + markdown(f"{rest}\n\n{asks}\n", "reading")
 
 
 # -------------------------------------------------------------------------------------------------- pictures that move
 
-STEPPED = {  # name: (frames, title, the stop it belongs to, what it shows)
-    "ring": (ring_frames, "Ring all-reduce", "6-ring-all-reduce",
-             "Four ranks, four chunks. A colour for each rank whose data is in a chunk; a line under what arrived."),
-    "zero": (zero_frames, "ZeRO-3", "9-zero-3",
-             "What rank 0 of four keeps of each layer, in the full edition, which gathers the next block meanwhile "
-             "(further/prefetch.py). A quarter of a box is its own part; pale is on its way."),
-    "tensor": (tensor_frames, "Tensor parallelism", "10-tensor-parallelism",
-               "An MLP, Y = GeLU(X A) B, on two ranks. A cell is a number: blue is above 0, orange below.")}
+STEPPED = {  # name: (frames, title, what it shows)
+    "ring": (ring_frames, "Ring all-reduce", "Four ranks add up their tensors. A colour for each rank whose numbers "
+             "are in a chunk; an arrow from each sender to its receiver."),
+    "zero": (zero_frames, "ZeRO-3", "What four ranks keep of each layer in a step of the lecture's edition. A box is a "
+             "rank's weights, and below them its gradients, in quarters 0 to 3."),
+    "tensor": (tensor_frames, "Tensor parallelism", "An MLP, Y = GeLU(X A) B, on two ranks. Blue is rank 0's, orange "
+               "rank 1's, grey is the same on both. Multiply along: a row at the left with a column above.")}
 FIXED = {"pipeline": lambda: {name: moving.pipeline({"schedule": name}) for name in SCHEDULES},
          "layout": lambda: {"fixed": moving.layout({})}}
+STOP_OF = {"ring": "6", "zero": "9", "tensor": "10", "pipeline": "11", "layout": "12"}
 CHOICES = {"SCHEDULES": [*SCHEDULES], "MODELS": [*PRESETS], "MACHINES": [*MACHINES]}
 
 
@@ -280,9 +337,9 @@ def asset(name):
 def moving_page(name, live):
     """A picture that moves: its HTML, and explore.js with its data; live: a server has that of what has controls."""
     if name in STEPPED:
-        frames, title, stop, says = STEPPED[name]
-        body = string.Template(asset("steps.html")).substitute(title=title, stop=stop, says=says)
-        data = [[svg_of(height, parts), said] for height, parts, said in frames()]
+        frames, title, says = STEPPED[name]
+        body = string.Template(asset("steps.html")).substitute(title=title, stop=STOP_OF[name], says=says)
+        data = [[svg_of(height, parts, WIDTH), said] for height, parts, said in frames()]
     else:
         body, data = asset(f"{name}.html"), None if live else FIXED[name]()
     given = {"NAME": name, "FIXED": data, **CHOICES}
@@ -293,7 +350,32 @@ def moving_page(name, live):
 # ---------------------------------------------------------------------------------------------------------------- pages
 
 OF_FILES = {module_of(file): file for file in FILES}
-NAMES = ["index", "reading", *STEPPED, *FIXED, *OF_FILES]
+GROUPS = {  # of the bar: {a page's name: what is shown for it}
+    "read": {name: name for name in ("index", "reading", "words", "lecture")},
+    "stops": {f"stop-{n}": f"{n}. {text.partition(chr(10))[0]}" for n, text in stops().items()},
+    "pictures": {name: name for name in (*STEPPED, *FIXED)},
+    "files": {name: file for name, file in OF_FILES.items() if "/" not in file},
+    "further": {name: file.removeprefix("further/") for name, file in OF_FILES.items() if "/" in file}}
+NAMES = [name for group in GROUPS.values() for name in group]
+
+
+def bar(name):
+    """The row above a page: a menu for each group, and which of its group the page is, between its neighbours."""
+    menus = place = ""
+    for group, labels in GROUPS.items():
+        links = "".join(f'<a href="{page}.html" class="{page == name}">{label}</a>' for page, label in labels.items())
+        menus += f'<details name="menu"><summary class="{name in labels}">{group}</summary><div>{links}</div></details>'
+        if name in labels:
+            order = [*labels]
+            at = order.index(name)
+            stop = STOP_OF.get(name, name.removeprefix("stop-"))
+            here = (f'<a href="stop-{stop}.html">stop {stop} of {len(GROUPS["stops"])}</a>' if stop.isdecimal() else
+                    f"{at + 1} of {len(order)}")
+            around = (order[at - 1] if at else "", "&lsaquo;"), ([*order, ""][at + 1], "&rsaquo;")
+            before, after = (f'<a href="{page}.html" title="{labels[page]}">{sign}</a>' if page else sign
+                             for page, sign in around)
+            place = f"<span>{before} {here} {after}</span>"
+    return f"<nav>{menus}{place}</nav>"
 
 
 def page_of(name, live=False):
@@ -303,14 +385,17 @@ def page_of(name, live=False):
     elif name == "index":
         body = index_page()
     elif name == "reading":
-        body = markdown((HERE / "docs/reading.md").read_text())
+        body = reading_page()
+    elif name in GROUPS["read"]:
+        body = markdown(doc(name), name)
+    elif name in GROUPS["stops"]:
+        body = stop_page(name.removeprefix("stop-"))
     else:
         body = moving_page(name, live)
-    links = [f'<a href="{other}.html" class="{other == name}">{other}</a>' for other in NAMES]
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name} - ringGPT</title><style>{asset("pages.css")}</style>
-<nav>{" ".join(links)}</nav>
+{bar(name)}
 <main class="{"file" if name in OF_FILES else "text"}">
 {body}</main></html>
 """

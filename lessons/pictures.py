@@ -9,9 +9,10 @@ from collections import defaultdict
 
 import parallel
 from further import together
+from further.lists import parse, ScheduleError
 from further.schedules import SCHEDULES
 from lessons.bench.timing import say
-from lessons.moving import fsdp_step, ring_states, ring_steps, tensor_matrices
+from lessons.moving import ring_states, stopped, text_of
 from model import PRESETS
 from safe.files import check_file
 from safe.flags import Settings
@@ -119,6 +120,28 @@ def draw_schedules():
     return 24 + 112 * len(runs), out
 
 
+def draw_explore():
+    """An edit in `python -m lessons explore`, step by step: from 1F1B to ZB-H1, for 3 ranks and 4 micro-batches."""
+    split = re.sub(r"B(\d)", r"I\1 W\1", text_of(parallel.one_f_one_b(3, 4)))
+    steps = {"1F1B": text_of(parallel.one_f_one_b(3, 4)),
+             "every B becomes I and W: the stage before waits for I alone": split,
+             "W0 of rank 2 is dragged before I0": split.replace("rank 2  F0 I0 W0", "rank 2  F0 W0 I0"),
+             "each W waits until its rank has nothing else to do, which is ZB-H1": text_of(SCHEDULES["zb-h1"](3, 4, 1))}
+    out = [*legend(6, 230, KINDS)]
+    for i, (what, text) in enumerate(steps.items()):
+        y = 30 + 100 * i
+        try:
+            run = simulate(parse(text))
+            spans, said, stops = run.spans, f"{run.length:g} long, {max(run.idle):g} of it idle", {}
+        except ScheduleError as error:
+            lists, stops = [[a for a in actions if a.kind in "FBIW"] for actions in error.lists], stopped(error)["at"]
+            spans, said = [[(a, j, j + 1) for j, a in enumerate(actions)] for actions in lists], "a deadlock"
+        out += [words(20, y + 12, f"{i + 1}. {what}: {said}", 14, "start"), *lanes(spans, 48, y + 22)]
+        out += [f'<rect x="{80 + 48 * at}" y="{y + 22 + 20 * rank}" width="47" height="18" fill="none" '
+                'stroke="#e03b2b" stroke-width="4"/>' for rank, at in stops.items()]
+    return 30 + 100 * len(steps), out
+
+
 def spans_of(trace, unit=1.0):
     """As a Timeline's spans, from the first action's start: the pipeline as it ran, from train.py's --trace. unit: that
     of the times, in microseconds."""
@@ -146,83 +169,11 @@ def draw_trace(found):
     return 34 + 20 * len(spans), [*legend(6, 230, KINDS), *lanes(spans, 900 / length, 28)]
 
 
-# Frames of pictures that pages step through: [(height, parts, what happens)].
-
-def ring_frames():
-    states = [*zip(*together.run(4, ring_states))]
-    ranks = [words(60, 39 + 30 * r, f"rank {r}", 12, "end") for r in range(4)]
-    names = [words(190 + 236 * c, 14, f"chunk {c}", 12) for c in range(4)]
-    return [(150, [*ranks, *names, *chunks(states, s, 70, 960)], said) for s, said in enumerate(ring_steps(4))]
+FRAME = '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" viewBox="0 0 '
 
 
-ZERO_STEPS = {
-    "forward of": "runs forward", "backward of": "runs backward: all of its gradients are here",
-    "gather": "is gathered: the other ranks' quarters are on their way", "wait for": "has arrived",
-    "free": "is freed, but for rank 0's own quarter",
-    "scatter": "is reduce-scattered: of its gradients rank 0 keeps the sum of its own quarter"}
-
-
-def zero_frames():
-    """What rank 0 of four keeps of each unit in a step of ZeRO-3: a quarter, or while it is needed the whole. Pale is
-    what is on its way."""
-    events = []
-    [units] = together.run(1, lambda: fsdp_step(lambda *event: events.append(event)))
-    kept = {kind: dict.fromkeys(units, n) for kind, n in (("parameters", 1), ("gradients", 0), ("optimizer", 1))}
-    left_after = {"gather": 4, "free": 1, "backward of": 4, "scatter": 1}  # how many quarters
-    frames, coming = [], ""
-    for what, unit in events:
-        kind = "gradients" if what in ("backward of", "scatter") else "parameters"
-        if unit in units:  # norms have vectors alone, which stay whole
-            kept[kind][unit] = left_after.get(what, kept[kind][unit])
-        coming = {"gather": unit, "wait for": ""}.get(what, coming)
-        out = [words(192 + 176 * x, 16, name, 15 if name == unit else 11) for x, name in enumerate(units)]
-        for i, (kind, quarters) in enumerate(kept.items()):
-            out.append(words(100, 44 + 36 * i, kind, 12, "end"))
-            for x, (name, n) in enumerate(quarters.items()):
-                pale = "66" if name == coming and kind == "parameters" else ""
-                out += [box(112 + 176 * x, 26 + 36 * i, 160, 28, "#8883"),
-                        box(112 + 176 * x, 26 + 36 * i, 40 * n, 28, COLOURS[i] + pale)]
-        frames.append((140, out, f"{unit} {ZERO_STEPS[what]}"))
-    return frames
-
-
-TENSOR_STEPS = {  # the newest matrix: what happens
-    "A": "f does nothing forward: both ranks have the same X. A is cut by columns, so each rank has half of them",
-    "X A": "each rank multiplies X with its columns, and gets its columns of X A",
-    "Z": "GeLU works on each number, so on these columns, too: nothing is sent",
-    "B": "B is cut by rows, as many as Z has columns",
-    "term of Y": "each product has the shape of Y, but is one term of it: the two differ",
-    "Y": "g adds the terms, an all-reduce: both ranks have the same Y",
-    "dY": "backward: g does nothing, because each term's gradient is dY",
-    "dZ": "dY times B's rows, transposed: the gradient of this rank's columns",
-    "d(X A)": "back through GeLU, number by number",
-    "term of dX": "each rank knows what its columns of A make of dX: one term of it",
-    "dX": "f adds the terms, an all-reduce: both ranks have the same dX"}
-
-
-def tensor_frames():
-    """Two ranks' matrices, step by step. Blue is above 0, orange below, pale is near 0."""
-    ranks = together.run(2, tensor_matrices)
-    names = [*ranks[0]]
-    frames = []
-    for newest, said in TENSOR_STEPS.items():
-        out = [words(60, 60 + 100 * r, f"rank {r}", 12, "end") for r in range(2)]
-        for (r, matrices), (i, name) in itertools.product(enumerate(ranks), enumerate(names[:names.index(newest) + 1])):
-            left, y = 80 + 77 * i, 22 + 100 * r
-            out.append(words(left + 32, y - 6, name, 13 if name == newest else 10))
-            most = max(abs(number) for row in matrices[name] for number in row)
-            for (k, row), j in itertools.product(enumerate(matrices[name]), range(4)):
-                strength = f"{round(255 * abs(row[j]) / most):02x}"
-                out.append(box(left + 16 * j, y + 16 * k, 15, 15, COLOURS[row[j] < 0] + strength))
-        frames.append((210, out, said))
-    return frames
-
-
-FRAME = '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="#888" viewBox="0 0 1000 '
-
-
-def svg_of(height, parts):
-    return "\n".join([f'{FRAME}{height}">', *parts, "</svg>"]) + "\n"
+def svg_of(height, parts, width=1000):
+    return "\n".join([f'{FRAME}{width} {height}">', *parts, "</svg>"]) + "\n"
 
 
 def check_picture(path, flag):
@@ -238,7 +189,7 @@ def write_rows(path, left, head, rows):
     pathlib.Path(path).write_text(svg_of(36 + 20 * len(rows), parts))
 
 
-DRAWN = {"ring": draw_ring, "zero-stages": draw_zero_stages, "schedules": draw_schedules}
+DRAWN = {"ring": draw_ring, "zero-stages": draw_zero_stages, "schedules": draw_schedules, "explore": draw_explore}
 
 
 def pictures(a):

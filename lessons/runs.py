@@ -9,14 +9,14 @@ from safe.sizes import reject
 
 
 def runs(folders, out):
-    """The curves of several runs in one picture: `python -m lessons runs runs/*`."""
+    """The curves of several runs in one picture, losses in bits a byte: `python -m lessons runs runs/*`."""
     logged = [folder for folder in folders if os.path.isfile(os.path.join(folder, "log.jsonl"))]
     found = {folder: entries for folder in logged if (entries := entries_of(folder))}
     reject(not found, f"{folders[0]}: no log.jsonl with a step is there; give a folder of train.py's --out, e.g. "
            "runs/1")
     with writable(os.path.dirname(out) or ".", "--out"):
         check_file(out, "--out", OURS["index.html"])
-        write_page(out, page_of(" ".join(found), found))
+        write_page(out, page_of(" ".join(found), found, in_bits=True))
     say(out)
 
 

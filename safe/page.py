@@ -6,12 +6,14 @@
 The curves are SVG that Python writes from log.jsonl, so the page needs no script. assets/run.html is the look.
 """
 
+import bisect
 import contextlib
 import html
 import json
 import math
 import os
 import pathlib
+import re
 import string
 import time
 
@@ -19,9 +21,10 @@ from safe.files import keep_others
 from safe.sizes import BadInput
 
 LOOK = pathlib.Path(__file__).parent.parent / "assets/run.html"
-CURVES = {"loss": "loss, nats a token", "val_loss": "validation loss, nats a token", "grad_norm": "gradient norm",
-          "lr": "learning rate", "tokens_per_s": "tokens/s", "mfu": "MFU"}
+LOSSES = {"loss": "loss", "val_loss": "validation loss"}
+CURVES = LOSSES | {"grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_s": "tokens/s", "mfu": "MFU"}
 MOST = 500  # points of a curve, more than a screen shows
+PLACES = 100  # at which the mouse finds a curve's numbers
 
 
 def entries_of(folder):
@@ -43,33 +46,91 @@ def points_of(entries, key):
     return points[:-1:len(points) // MOST + 1] + points[-1:]
 
 
-def chart(title, lines):
-    """Html of a curve for each run, {its name: points}, on one scale. A run without points keeps its colour."""
+def unit_of(runs, in_bits):
+    """(the unit of these runs' losses, {run: what to multiply its nats by}). Bits a byte, if asked for, need runs that
+    have logged how many bytes a token is."""
+    started = {run: [entry for entry in entries if "unit" in entry][-1:] for run, entries in runs.items()}
+    bytes_a_token = {run: entry[0].get("bytes_a_token") for run, entry in started.items() if entry}
+    if in_bits and len(bytes_a_token) == len(runs) and all(bytes_a_token.values()):
+        return "bits a byte", {run: 1 / math.log(2) / size for run, size in bytes_a_token.items()}
+    units = {entry["unit"] for [entry] in filter(None, started.values())}
+    return f"nats a {units.pop() if len(units) == 1 else 'token'}", dict.fromkeys(runs, 1)
+
+
+def ticks(low, high):
+    """Three to six round numbers from low to high."""
+    rough = (high - low) / 4 or 1
+    unit = 10 ** math.floor(math.log10(rough))
+    step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough)
+    return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def hover(lines, x_of):
+    """Html of what appears under the mouse: a line, the step, each curve's last number up to there. It is there from
+    the beginning and hidden, so the page needs no script."""
+    steps = sorted({step for points in lines.values() for step, _ in points})
+    steps = steps[:-1:len(steps) // PLACES + 1] + steps[-1:]
+    out, half = "", 270 / len(steps) + 1
+    for step in steps:
+        numbers = ""
+        for i, points in enumerate(lines.values()):
+            if before := bisect.bisect_right(points, (step, math.inf)):
+                numbers += f' <tspan class="c{i % 6}">{points[before - 1][1]:.5g}</tspan>'
+        x = x_of(step)
+        out += (f'<g class="at"><rect x="{x - half:.1f}" y="0" width="{2 * half:.1f}" height="176"/>'
+                f'<path d="M{x:.1f} 15V175"/><text x="615" y="10" text-anchor="end">step {step}:{numbers}</text></g>')
+    return out
+
+
+def chart(title, lines, resumed=()):
+    """Html of a curve for each run, {its name: points}, on one scale. A run without points keeps its colour. resumed:
+    steps after which a run was started again."""
     steps, values = zip(*(point for points in lines.values() for point in points))
     left = min(steps)
     low = min(values)
     width = max(steps) - left or 1
     height = max(values) - low or 1
-    curves = names = ""
+    def x_of(step):
+        return 70 + 540 * (step - left) / width
+
+    def y_of(value):
+        return 170 - 150 * (value - low) / height
+
+    curves = names = axes = ""
+    for value in ticks(low, max(values)) or [low]:
+        axes += (f'<path d="M66 {y_of(value):.1f}H615"/><text x="62" y="{y_of(value) + 4:.1f}" text-anchor="end">'
+                 f'{value:.4g}</text>')
+    for step in ticks(left, max(steps)) or [left]:
+        if step == int(step):
+            axes += (f'<path d="M{x_of(step):.1f} 175v4"/><text x="{x_of(step):.1f}" y="191" text-anchor="middle">'
+                     f'{step:g}</text>')
+    for step in resumed:
+        if left <= step <= max(steps):
+            axes += (f'<path class="resumed" d="M{x_of(step):.1f} 15V175"><title>resumed after step {step}</title>'
+                     '</path>')
     for i, (name, points) in enumerate(lines.items()):
         if not points:
             continue
-        path = " ".join(f"{70 + 540 * (x - left) / width:.1f},{170 - 150 * (y - low) / height:.1f}" for x, y in points)
+        path = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in points)
         curves += f'<polyline class="c{i % 6}" points="{path}"/>'
         names += f'<span class="c{i % 6}">{html.escape(name)} {points[-1][1]:.5g}</span> '
-    return (f'<figure><figcaption>{title}<br>{names}</figcaption><svg viewBox="0 0 620 190" role="img" '
-            f'aria-label="{title}"><path d="M70 15V175H615"/>{curves}<text x="62" y="24" text-anchor="end">'
-            f'{max(values):.4g}</text><text x="62" y="174" text-anchor="end">{low:.4g}</text>'
-            f'<text x="70" y="188">{left}</text><text x="610" y="188" text-anchor="end">step {max(steps)}</text>'
-            '</svg></figure>\n')
+    return (f'<figure><figcaption>{title}<br>{names}</figcaption><svg viewBox="0 0 640 196" role="img" '
+            f'aria-label="{title}"><path d="M70 15V175H615"/>{axes}<text x="62" y="191" text-anchor="end">step</text>'
+            f'{curves}{hover(lines, x_of)}</svg></figure>\n')
 
 
-def page_of(title, runs, more="", refresh=""):
-    """Html of several runs, {name: entries}, in one picture a curve."""
+def page_of(title, runs, more="", refresh="", in_bits=False):
+    """Html of several runs, {name: entries}, in one picture a curve. in_bits: losses are in bits a byte, by which runs
+    of two vocabularies can be compared, if all runs know it."""
+    unit, factors = unit_of(runs, in_bits)
+    resumed = sorted({entry["after_step"] for entries in runs.values() for entry in entries if entry.get("after_step")})
     charts = ""
     for key, name in CURVES.items():
         lines = {run: points_of(entries, key) for run, entries in runs.items()}
-        charts += chart(name, lines) if any(lines.values()) else ""
+        if key in LOSSES:
+            name += f", {unit}"
+            lines = {run: [(step, value * factors[run]) for step, value in points] for run, points in lines.items()}
+        charts += chart(name, lines, resumed) if any(lines.values()) else ""
     return string.Template(LOOK.read_text()).substitute(
         title=html.escape(title), charts=charts, more=more, refresh=refresh)
 
@@ -90,12 +151,18 @@ def write_page(path, text):
 
 
 class Page:
-    """index.html of the run in --out, on rank 0. said: what the run has printed of itself, but for its steps."""
+    """index.html of the run in --out, on rank 0. said: what the run has printed of itself, but for its steps. before:
+    what its earlier launches have printed, as Html."""
 
     def __init__(self, folder):
         self.folder = folder
         self.said = []
+        self.before = []
         self.next = 0.0
+        path = pathlib.Path(folder, "index.html")
+        with contextlib.suppress(OSError, BadInput):
+            keep_others(path, "--out")
+            self.before = re.findall(r"<pre>(.*?)</pre>", path.read_text(errors="replace"), re.S)
 
     def write(self, over=False):
         """Write it anew, unless the last time was so recent that this would take more than a hundredth of the run. A
@@ -107,7 +174,10 @@ class Page:
         with contextlib.suppress(OSError, BadInput):
             keep_others(path, "--out")
             entries = entries_of(self.folder)
-            more = memory_table(entries) + f"<pre>{html.escape(chr(10).join(self.said))}</pre>"
+            launches = [*self.before, html.escape("\n".join(self.said))]
+            more = memory_table(entries) + "".join(
+                f"<details{' open' * (i == len(launches))}><summary>launch {i}</summary><pre>{said}</pre></details>\n"
+                for i, said in enumerate(launches, 1))
             refresh = "" if over else '<meta http-equiv="refresh" content="10">'
             write_page(path, page_of(str(self.folder), {"": entries}, more, refresh))
         now = time.perf_counter()

@@ -49,7 +49,7 @@ class WatchedTrainer(Trainer):
     run = None  # the WatchedRun; a benchmark has none
     first = 0  # steps that are done when the run goes on from a checkpoint
     log = page = None  # on rank 0, if there is --out: its Log, and its Page
-    # What the first steps found: for `describe_first_steps`, and for the log.
+    # What the first steps found: for `describe_first_steps`, and for the log, whose next entry takes `memory`.
     activations = 0
     share = 1.0
     memory = {}
@@ -132,7 +132,7 @@ class WatchedTrainer(Trainer):
 
     def report(self, done, loss, norm):
         if done == min(self.first + 2, self.s.steps):
-            self.memory = describe_first_steps(self)
+            self.memory = self.memory | describe_first_steps(self)
         if self.due("log", done) or self.due("eval", done):
             norm.item()  # waits for the device
             self.seconds = time.perf_counter() - self.since
@@ -232,6 +232,8 @@ class WatchedTrainer(Trainer):
                 state["step"] = state["step"].to(self.device)
         self.log = self.run.log
         self.first = self.logged = first
+        self.memory = {"after_step": first, "unit": self.unit,
+                       "bytes_a_token": 1.0 if self.unit == "byte" else float(self.bytes_a_token)}
         self.since = time.perf_counter()
         return first
 

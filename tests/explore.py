@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import pathlib
 import re
 import shutil
 import signal
@@ -19,9 +18,9 @@ import pytest
 
 import lessons.demos
 from further.schedules import interleaved, zero_bubble_h1
-from lessons import explore, moving, pages
-from parallel import one_f_one_b
-from safe.page import MOST, Page, points_of
+from lessons import explore, moving, pages, turns
+from parallel import Action, one_f_one_b
+from safe.page import MOST, Page, points_of, ticks
 from tests.browser import Browser
 from tests.pages import site_folder
 from tests.pool import close, parametrize, table
@@ -34,7 +33,7 @@ NOTES = b'{"note": "by hand"}\n[1]\n"step"\n\xff\xfe\n{"step": null, "loss": 1}\
 
 
 def logged(folder, *entries):
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "log.jsonl").write_bytes(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries) + NOTES)
     return folder
 
@@ -53,12 +52,34 @@ def test_several_runs_are_one_picture(tmp_path):
     two = logged(tmp_path / "<two>", {"step": 1, "loss": 3.0, "val_loss": 9.0}, {"step": 2, "not_finite": "loss"})
     output_of(lessons.demos.main, "runs", one, two, tmp_path / "none", "--out", tmp_path / "all" / "runs.html")
     page = (tmp_path / "all" / "runs.html").read_text()
+    assert page.count("step 3: ") == 1 and '<tspan class="c1">3</tspan>' in page  # what the mouse finds
     assert curves_of(page) == {"loss, nats a token": [["70.0,20.0", "610.0,170.0"], ["70.0,95.0"]],
                                "validation loss, nats a token": [["70.0,170.0"]], "learning rate": [["70.0,170.0"]]}
     assert {*re.findall(r'<span class="(c\d)">\S*(one|two)', page)} == {("c0", "one"), ("c1", "two")}
     assert "&lt;two&gt;" in page and "<two>" not in page and "<script" not in page and "http-equiv" not in page
     with pytest.raises(SystemExit, match="2"):
         output_of(lessons.demos.main, "runs", tmp_path / "none")
+
+
+def test_runs_of_two_vocabularies_are_in_bits_a_byte_and_resumes_are_marked(tmp_path):
+    launch = {"after_step": 0, "unit": "byte", "bytes_a_token": 1.0}
+    logged(tmp_path / "bytes", {"step": 1, "loss": 2.0} | launch, {"step": 9, "loss": 1.0, "after_step": 5})
+    words = logged(tmp_path / "words", {"step": 1, "loss": 6.0} | launch | {"unit": "token", "bytes_a_token": 4.0})
+    output_of(lessons.demos.main, "runs", tmp_path / "bytes", words, "--out", tmp_path / "all.html")
+    page = (tmp_path / "all.html").read_text()
+    assert curves_of(page) == {"loss, bits a byte": [["70.0,20.0", "610.0,170.0"], ["70.0,95.0"]]}
+    assert 'd="M340.0 15V175"><title>resumed after step 5</title>' in page
+    assert {"2.8854", "2.164"} <= {*re.findall(r">([\d.]+)</tspan>", page)}  # nats / ln 2, and of words / 4 bytes
+    old = logged(tmp_path / "old", {"step": 1, "loss": 4.0})  # by a version that logged no unit
+    output_of(lessons.demos.main, "runs", tmp_path / "bytes", old, "--out", tmp_path / "all.html")
+    assert "nats a byte" in (tmp_path / "all.html").read_text()
+
+
+def test_ticks_are_round_and_inside():
+    for low, high in (0, 1), (1.93, 5.21), (1, 450), (-3, 1e-3), (1e-5, 3e-4), (2, 2):
+        found = ticks(low, high)
+        assert low == high or 2 <= len(found) <= 6 and low <= found[0] and found[-1] <= high + 1e-9, (low, high, found)
+    assert ticks(1.93, 5.21) == [2, 3, 4, 5]
 
 
 def test_a_long_run_s_curve_has_few_points_and_the_last():
@@ -85,6 +106,14 @@ def test_a_run_s_page_is_whole_at_every_moment_and_seldom_written(tmp_path, monk
     (tmp_path / "run" / "log.jsonl").unlink()
     page.write(over=True)  # costs the page, not the run
     assert index.read_text() == text
+    monkeypatch.setattr(os, "replace", replace)
+    logged(tmp_path / "run", entry)
+    page = Page(tmp_path / "run")  # of the next launch
+    page.said += ["resume   after step 1"]
+    page.write(over=True)
+    text = index.read_text()
+    assert re.findall("<summary>(.*)</summary>", text) == ["launch 1", "launch 2"]
+    assert text.index("layout   dp 2\n&lt;b&gt;</pre>") < text.index("resume   after step 1</pre>")
 
 
 # ------------------------------------------------------------------------------------------------- what pictures show
@@ -116,6 +145,10 @@ def test_a_list_that_cannot_run_shows_where_in_check_s_words():
     for text, why, at in STUCK:
         found = moving.pipeline({"text": text})
         assert (found["why"], found["at"], found["text"]) == (why, at, text)
+
+
+def test_a_row_may_leave_its_rank_s_number_out():
+    assert moving.parse("F0 F1 B0 B1\n rank 1 F0 B0 F1 B1") == one_f_one_b(2, 2)
 
 
 def test_rows_that_are_no_lists_say_what_is_wrong():
@@ -170,6 +203,7 @@ def test_the_server_gives_what_its_tables_have(server):
     status, text = asked(server, "/TOKEN/layout.json?model=gpt2&gpus=4")
     rows = [dict(zip(moving.COLUMNS, row)) for row in json.loads(text)["rows"]]
     assert status == 200 and len(rows) > 20 and rows[0]["ms"] == min(row["ms"] for row in rows)
+    assert json.loads(text)["asked"].startswith("gpt2, 124,439,808 parameters, bf16, on 4 H200s: 16 sequences of 1,024")
     status, text = asked(server, "/TOKEN/layout.html")
     assert status == 200 and "const FIXED = null" in text
 
@@ -246,32 +280,36 @@ def test_a_body_that_does_not_come_is_not_waited_for(server):
     connection.close()
 
 
-def events_of(timeline):
-    """As train.py's --trace writes them, a unit of time a millisecond."""
-    return [{"name": f"{action.kind} stage {action.stage} micro-batch {action.micro_batch}", "tid": rank,
-             "ts": 5e6 + 1e3 * start, "dur": 1e3 * (end - start),
-             "args": {"stage": action.stage, "micro_batch": action.micro_batch}}
-            for rank, row in enumerate(timeline.spans) for action, start, end in row]
+def ran_by(timeline, seconds):
+    """A step as `turns.measure` gives it, a unit of time a millisecond."""
+    return seconds, 4.5, [[(Action("SF", 0, 0), 1, 2), *((action, 5 + start / 1e3, 5 + end / 1e3)
+                                                         for action, start, end in row)] for row in timeline.spans]
 
 
-def never_trained(folder, lists, *flags, has_left=None):
-    """Takes the place of `explore.train`: F, I and W take 2, 4 and 1 ms."""
-    if flags:
-        assert moving.parse(pathlib.Path(flags[1]).read_text()) == lists
-        events = [*events_of(simulate(lists, 2, 4, 1)), {"name": "SF stage 0"}]
-        pathlib.Path(flags[3], "trace.json").write_text(json.dumps({"traceEvents": events}))
-    return {"layers": 6, "losses": [4.5, 4.25], "ms": 12.5 if flags else 25.0}
-
-
-def test_lists_that_ran_are_shown_beside_what_was_predicted(server, monkeypatch):
-    monkeypatch.setattr(explore, "train", never_trained)
+def test_steps_in_turns_are_medians_and_the_clock_has_what_was_measured():
     for lists in zero_bubble_h1(3, 4), one_f_one_b(2, 4):
-        body = urlencode({"text": moving.text_of(lists)})
-        status, text = asked(server, "/TOKEN/run", body)
-        found = json.loads(text)
-        assert status == 200 and found["yours"] == {"layers": 6, "losses": [4.5, 4.25], "ms": 12.5}
-        assert close(found["measured"]["length"], simulate(lists, 2, 4, 1).length)
-        assert close(found["predicted"]["length"], found["measured"]["length"])
+        timeline, slow = simulate(lists, 2, 4, 1), simulate(lists, 9, 9, 9)
+        took = 9.0, 9.0, 0.014, 0.010, 0.012, 0.011, 0.5  # two warm up, one was disturbed
+        steps = [ran_by(slow if seconds > 0.1 else timeline, seconds) for seconds in took]
+        found = turns.summary(lists, {"yours": steps, "1f1b": steps})
+        assert close([found["yours"][key] for key in ("low", "ms", "high")], [11, 12, 14])
+        assert found["1f1b"]["steps"] == 5 and found["layers"] == 2 * len(lists)
+        assert close([found["measured"]["length"], found["predicted"]["length"]], 2 * [timeline.length])
+        assert close(found["clock"], simulate(one_f_one_b(len(lists), 4), 2, 4, 1).length)
+
+
+def never_trained(file, has_left):
+    """Takes the place of `explore.turns`."""
+    lists = moving.parse(file.read_text())
+    step = ran_by(simulate(lists, 2, 4, 1), 0.0125)
+    return turns.summary(lists, {"yours": 5 * [step], "1f1b": 5 * [step]})
+
+
+def test_lists_that_ran_are_shown(server, monkeypatch):
+    monkeypatch.setattr(explore, "turns", never_trained)
+    body = urlencode({"text": moving.text_of(zero_bubble_h1(3, 4))})
+    status, text = asked(server, "/TOKEN/run", body)
+    assert status == 200 and json.loads(text)["yours"]["ms"] == 12.5
     with explore.running:
         assert asked(server, "/TOKEN/run", body) == (400, "another run is under way: wait for its end")
 
@@ -286,7 +324,8 @@ time.sleep(600)
 @parametrize("leaves", [True, False])
 def test_a_run_ends_with_its_browser_and_with_the_server(leaves, tmp_path, monkeypatch, capfd):
     """Its processes and its folder, too."""
-    (tmp_path / "train.py").write_text(FOREVER)
+    (tmp_path / "lessons").mkdir()
+    (tmp_path / "lessons" / "__main__.py").write_text(FOREVER)
     monkeypatch.setattr(explore, "HERE", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     server = explore.server_at(0)
@@ -311,7 +350,7 @@ def test_a_run_ends_with_its_browser_and_with_the_server(leaves, tmp_path, monke
     explore.stopping.clear()
     explore.running.release()
     signal.signal(signal.SIGTERM, before)
-    assert [path.name for path in tmp_path.iterdir()] in (["pid", "train.py"], ["train.py", "pid"])
+    assert [path.name for path in tmp_path.iterdir()] in (["pid", "lessons"], ["lessons", "pid"])
     with pytest.raises(ProcessLookupError):
         for _ in range(1000):  # those that were killed may not be gone yet
             os.killpg(int((tmp_path / "pid").read_text()), 0)
@@ -348,8 +387,14 @@ def show_all(browser, site, address):
     one."""
     for name in pages.STEPPED:
         browser.open(f"{site}/{name}.html", "document.querySelector('#steps svg')")
-        for button in "next", "last", "back", "first":
+        for button in "next", "last", "back", "first", "play":
             changes(browser, f"$('{button}').click()", "$('now').textContent")
+    browser.open(f"{site}/reading.html#answers", "document.querySelector(':target')")
+    browser.wait("document.querySelector(':target').getBoundingClientRect().top > "
+                 "document.querySelector('nav').getBoundingClientRect().bottom")
+    browser.open(f"{site}/pipeline.html", CELLS)
+    assert "It holds 4 at most" in browser.run("$('said').textContent")  # as 1F1B does, which is what it shows
+    assert browser.run("$('controls').elements.schedule.value") == "1f1b"
     for place in site, address:
         browser.open(f"{place}/pipeline.html", CELLS)
         changes(browser, given("schedule", "zb-h1"))
@@ -363,7 +408,10 @@ def show_all(browser, site, address):
     browser.open(f"{address}/layout.html#model=gpt2&gpus=4", "$('table').innerText.includes('--dp 4')")
     for name, value in {"gpus": 2, "machine": "h100", "batch": 8, "model": "tiny"}.items():
         changes(browser, given(name, value), "$('table').innerHTML")
+    changes(browser, given("gpus", 4), "$('table').innerHTML")
+    assert browser.run("$('controls').elements.batch.value") == "16"  # each GPU has as many as before
     browser.open(f"{site}/layout.html", "document.querySelector('td')")
+    assert "gpt2-xl" in browser.run("$('said').textContent") and "8 H200s" in browser.run("$('said').textContent")
     for button in 0, 3, 3:
         changes(browser, f"document.querySelectorAll('th button')[{button}].click()", "$('table').innerHTML")
     for width in 390, 1440:
@@ -430,11 +478,12 @@ def edit_and_run(browser, address):
 
 def test_pages_in_a_browser(address, site_folder, browser, monkeypatch):
     """An edited schedule is refused or runs."""
-    monkeypatch.setattr(explore, "train", never_trained)
+    monkeypatch.setattr(explore, "turns", never_trained)
     see_that_only_what_is_drawn_is_run_and_has_figures(browser, address)
     browser.errors.clear()  # the console shows what is refused
     show_all(browser, f"file://{site_folder}", address)
-    assert "4.500000 4.250000: equal" in edit_and_run(browser, address)
+    said = edit_and_run(browser, address)
+    assert "4.500000: equal" in said and "13 ms (13 to 13)" in said and "These overlap" in said
 
 
 @slow

@@ -82,7 +82,7 @@ REFUSED = {
         --vocab-size 100                    | --vocab-size
         --pp 2 --virtual-stages 2           | --schedule interleaved
         --schedule-file /no/such            | /no/such: No such file or directory; give a row a rank
-        --schedule-file SHORT               | is not the row of rank 0: it begins with rank 0; give
+        --schedule-file SHORT               | is no action: write F0, or F0/2 for that of stage 2; give
         --schedule-file STUCK --pp 2        | at B0 for B0 of rank 1, rank 1 waits at B0 for F0 of rank 1; give
         --schedule-file UNLIKE --pp 2       | ranks have [1, 2] stages: give each equally many
         --schedule-file LISTS               | lists.txt is of 2 ranks and 1 micro-batches: give --pp 2 --micro-batches 1

@@ -78,7 +78,8 @@ def test_every_layout_logs_the_same_losses(trained, plain_log, tmp_path, size, l
     assert close(log_of(tmp_path, "step", "val_loss"), losses)
     sent = log_of(tmp_path, "comm_bytes")
     assert len(sent) == 10 and all(sent) == (size > 1 and "torch" not in layout)  # PyTorch's own is not counted
-    assert log_of(tmp_path, "predicted_bytes", "measured_bytes")
+    assert len(log_of(tmp_path, "predicted_bytes", "measured_bytes")) == 1
+    assert log_of(tmp_path, "after_step", "unit", "bytes_a_token") == [(0, "byte", 1.0)]
     saved = load(tmp_path / "step-00000010").parameters()
     assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(saved, weights, strict=True))
 
