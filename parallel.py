@@ -343,8 +343,9 @@ class ZeRO3(ZeRO2):
         gather again    all bytes              whole     None; then, in backward, the whole gradient
         average         0 bytes                NaN       None; the shard's .grad has grown
 
-    Autograd has saved views of the rows for backward, so the rows must not move. Their storage shrinks to 0 bytes and
-    grows back. .data is NaN meanwhile, so that nobody computes with memory that is not there. A layer makes dX together
+    Forward saves a view of `whole[param]` for backward. `free` empties the rows' storage, and the saved view stays,
+    empty; `gather` fills the same storage again, so backward reads the right numbers. .data is NaN meanwhile, so that
+    nobody computes with memory that is not there. A layer makes dX together
     with dW, so when dW is there, W may go; a tied weight goes when its last layer's dW is there. Vectors (biases and
     norms, a thousandth of GPT-2's K) stay whole.
 

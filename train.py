@@ -648,8 +648,8 @@ class Trainer:
             self.show_sample()
 
     def step(self, step):
-        """One optimizer step. Returns (this replica's share of the loss, the norm of the gradient before clipping). The
-        mean of the shares over replicas is the batch's loss."""
+        """One optimizer step. Returns (a number whose mean over replicas is the batch's loss, the norm of the gradient
+        before clipping)."""
         s = self.s
         scale = self.scaler.scale if self.scaler else 1.0
         x, y = self.micro_batches(self.train_data, s.seed, step)
