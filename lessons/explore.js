@@ -91,10 +91,12 @@ function inARow({text, ...more}) {
 
 const rounded = number => String(Number(number.toFixed(2)));
 
-// How many pixels a unit of time takes: as many as fit, and enough to read the shortest action.
-function pixels(element, pictures) {
+// How many pixels a unit of time takes: as many as fit, and enough to read the shortest action, or one that is longer
+// than this share of them.
+function pixels(element, pictures, share = 0) {
   const cells = pictures.flatMap(some => some.ranks.flat());
-  const shortest = Math.min(...cells.map(([, , , start, end]) => end - start).filter(time => time > 0));
+  const taken = cells.map(([, , , start, end]) => end - start).filter(time => time > 0).sort((a, b) => a - b);
+  const shortest = taken[Math.floor(share * taken.length)] ?? Infinity;
   const fits = (element.parentElement.clientWidth - LEFT - 4) / Math.max(...pictures.map(some => some.length));
   return Math.min(Math.max(fits, 16 / shortest), 8000 / Math.max(...pictures.map(some => some.length)));
 }
@@ -285,9 +287,9 @@ async function run() {
       (overlap ? "These overlap, so here nothing says which is faster. " : "") +
       `By the clock, with F, I and W as measured, the pipeline takes ${Math.round(predicted.length)} ms, 1F1B's ${
       Math.round(clock)}. ` + (ran.cores < ran.ranks ? `${ran.ranks} ranks share ${ran.cores} cores here: while one ` +
-      "idles, another has its core, so the clock's differences hardly show. " : "") +
+      "idles, another has its core. So here the work counts, and not the idle time. " : "") +
       `Losses of the last steps: these lists ${shown(yours)}, 1F1B ${shown(plain)}: ${equal ? "equal" : "not equal"}.`;
-    const unit = pixels($("predicted"), [predicted, measured]);
+    const unit = pixels($("predicted"), [predicted, measured], 0.5);
     drawGrid($("predicted"), predicted, unit);
     drawGrid($("measured"), measured, unit);
     fade();

@@ -71,25 +71,31 @@ def measure(every):
 
 def summary(lists, found):
     """What explore's page shows of `measure`, in ms. A step's time: its median and its middle half. measured: the
-    pipeline of the step of median length; predicted: the clock's, with the F, I and W that were measured."""
+    pipeline of the step of median length; predicted: the clock's, with the F, I and W that were measured; clock: how
+    long 1F1B's is on it, with its own F and B."""
     said = {"layers": 2 * len(ranks_of_stages(lists)), "ranks": len(lists), "cores": launch.cores()}
     for name, steps in found.items():
         times = sorted(1e3 * seconds for seconds, *_ in steps[WARM_UP:])
         low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
         said[name] = {"ms": middle, "low": low, "high": high, "steps": len(times),
                       "losses": [loss for _, loss, _ in steps]}
-    spans = [[[(action, 1e3 * start, 1e3 * end) for action, start, end in row if action.kind in "FBIW"]
-              for row in ranks]
-             for *_, ranks in sorted(found["yours"][WARM_UP:], key=lambda step: step[0])]
-    median = spans[len(spans) // 2]
+
+    def rows(name):
+        """[each rank's computations] of each step that counts, from the fastest to the slowest."""
+        return [[[(action, 1e3 * start, 1e3 * end) for action, start, end in row if action.kind in "FBIW"]
+                 for row in ranks] for *_, ranks in sorted(found[name][WARM_UP:], key=lambda step: step[0])]
+
+    def on_clock(name, lists):
+        v = len(ranks_of_stages(lists)) // len(lists)
+        return simulate(lists, *(v * cost for cost in costs_of(sum(rows(name), []))))
+
+    median = rows("yours")[len(found["yours"][WARM_UP:]) // 2]
     first = min(start for row in median for _, start, _ in row)
-    v = len(ranks_of_stages(lists)) // len(lists)
-    costs = [v * cost for cost in costs_of([row for ranks in spans for row in ranks])]
     m = 1 + max(action.micro_batch for action in lists[0])
     return said | {"measured": moving.picture([[(action, start - first, end - first) for action, start, end in row]
                                                for row in median]),
-                   "predicted": moving.picture(simulate(lists, *costs).spans),
-                   "clock": simulate(one_f_one_b(len(lists), m), *costs).length}
+                   "predicted": moving.picture(on_clock("yours", lists).spans),
+                   "clock": on_clock("1f1b", one_f_one_b(len(lists), m)).length}
 
 
 def turns(file, out):
