@@ -125,7 +125,8 @@ def zero_frames():
                           "Each rank has the whole gradient of its own part of the batch.", layer)
         elif what == "gather":
             weights[layer] = 4
-            frame(f"All ranks send their quarters of {layer} round the ring, an all-gather. {THEN[way]}", layer, "weights")
+            said = f"All ranks send their quarters of {layer} round the ring, an all-gather. {THEN[way]}"
+            frame(said, layer, "weights")
         elif what == "scatter":
             grads[layer], weights[layer] = 1, 1
             frame(f"A reduce-scatter sums the gradients of {layer}: rank r keeps quarter r of the sum. "
@@ -195,7 +196,7 @@ TENSOR_STEPS = {  # the newest matrix: what happens
     "dY": "Backward. Both ranks have the same dY, because g does nothing backward: it is the gradient of either term.",
     "dZ": "Each rank multiplies dY with its rows of B, transposed. That gives the gradient of its columns of Z.",
     "d(X A)": "Back through GeLU, number by number. Each rank stays in its own columns.",
-    "term of dX": "Each rank multiplies with its columns of A, transposed. It gets what its half makes of dX: one term.",
+    "term of dX": "Each rank multiplies with its columns of A, transposed. It gets its half's share of dX: one term.",
     "dX": "f adds the two terms, the second all-reduce. Now both ranks have the same dX, for the layer before."}
 
 
