@@ -30,7 +30,7 @@ def data_parallel(x, params):
 
 def all_gather_tensor_parallel(x, params):
     """Each rank its columns of each matrix; an all-gather after each. Its backward is a reduce-scatter (exercise 1):
-    each rank's columns have made a term of dX. It adds up N equal gradients of the loss, so the loss is divided by N."""
+    each rank's columns have made a term of dX. It adds up N equal gradients, so the loss is divided by N."""
     loss = mlp(x, params, lambda y: gathered(y, None)).square().mean()
     (loss / dist.get_world_size()).backward()
     return loss.item()
