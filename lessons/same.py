@@ -148,12 +148,12 @@ def prepared(user, device, dtype, move):
 
 
 def of_modules(calls, back, m):
-    """{"forward": {module: what it returned for all m micro-batches}, "backward": the gradients of that}."""
+    """{"forward": {module: what it returned, if m > 1 a list of m micro-batches}, "backward": gradients of that}."""
     found = {}
     for i, kind, names in (0, "forward", calls), (1, "backward", back):
         last = {name: [call[i] for call in calls[name][-m:] if call[i:]] for name in names
                 if m > 1 or len(calls[name]) == 1}  # one that runs twice has no one output
-        found[kind] = {name: torch.cat(some) for name, some in last.items() if some and some[0].dim()}
+        found[kind] = {name: some if m > 1 else some[0] for name, some in last.items() if some and some[0].dim()}
     return found
 
 
@@ -461,6 +461,10 @@ class Step:
 
     def parts(self, kind, name):
         found = {place: rank[kind][name] for place, rank in zip(self.places, self.ranks) if name in rank[kind]}
+        if self.user.micro_batches > 1 and kind in ("forward", "backward") and name in self.one[kind]:
+            if len(self.one[kind][name]) % len(self.one["rows"][0]):  # of no batch, as of positions
+                return {place: sum(some) if kind == "backward" else some[0] for place, some in found.items()}
+            return {place: torch.cat(some) for place, some in found.items()}
         return dict.fromkeys(found, sum(found.values()) / len(found)) if kind == "loss" and found else found
 
     def in_order(self, whole):
