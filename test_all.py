@@ -52,6 +52,7 @@ from tests.attention import *  # noqa: E402, F403
 from tests.walls import *  # noqa: E402, F403
 from tests.together import *  # noqa: E402, F403
 from tests.text import *  # noqa: E402, F403
+from tests.same import *  # noqa: E402, F403
 from tests.bugs import *  # noqa: E402, F403
 from tests.letters import *  # noqa: E402, F403
 from tests.readme import *  # noqa: E402, F403

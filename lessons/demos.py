@@ -19,7 +19,7 @@ from further.experts import count_of_each, ExpertsConfig
 from further.buckets import BucketDDP
 from further.lists import check, lower
 from further.schedules import SCHEDULES
-from lessons import kernels, pages, puzzles, runs, turns
+from lessons import kernels, pages, puzzles, runs, same, turns
 from lessons.allocator import demo_allocator
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
@@ -448,6 +448,7 @@ def main():
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
     for many in (puzzles, runs, turns):
         many.add_to(lessons)
+    same.add_to(lessons.add_parser("same", help=same.main.__doc__)).set_defaults(demo=same.main)
     try:
         launch.started()
         flags = vars(parser.parse_args())

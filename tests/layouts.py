@@ -35,7 +35,8 @@ import parallel
 import train
 from tests.collectives import nodes_of
 from tests.pool import (
-    BOTH, close, DEVICES, edition_here, needs_kernels, on_both, on_cpus_both, on_ranks, parametrize, table)
+    BOTH, close, DEVICES, edition_here, in_new_process, needs_kernels, on_both, on_cpus_both, on_ranks, parametrize,
+    table)
 from fast.edition import Fast
 from fast.graphs import replay_micro_batches
 from further.full import Full
@@ -618,7 +619,15 @@ def test_layout_equals_one_process(pool, subject, row, without):
         (layout, *place), options = arguments_of(case_of(row))
         pool(math.prod(layout.values())).run(refused, "whole matrices", pool.edition, layout, *place, **options)
     else:
-        assert not any(differences_in(pool, case_of(row)))
+        assert not any(differences_in(pool, case_of(row))), told(pool, case_of(row))
+
+
+def told(pool, case):
+    """Of a row that is red: what `python -m lessons same` says of its layout, under SGD."""
+    from tests import same  # which imports this module
+    ranks = math.prod(case.get(axis, 1) for axis in AXES)
+    found = pool(ranks).run(same.on_rank, case, pool.edition)
+    return in_new_process(same.told, case, found) or "Under plain SGD it is right"
 
 
 NEAR = [  # rows that round, and how near they are: layers in 16 bits, the kernels' float32
