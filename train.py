@@ -472,6 +472,12 @@ class ParallelGPT:
         """Drop all gradients, also those that an unfinished step has left. Call it on all ranks."""
         self.optimizer.zero_grad()
 
+    def balance(self, rate):
+        """After a step: further/experts.py evens out the experts' loads, which this returns. None without experts."""
+        if self.config.experts:
+            from further.experts import balance
+            return balance(self, rate)
+
     def actions(self, m, training=True):
         """This rank's lowered list for m micro-batches; without `training`, of forwards alone."""
         layout = self.layout
@@ -660,9 +666,7 @@ class Trainer:
             group["lr"] = learning_rate(s, step)
         if self.all_finite(loss, norm):
             self.optimizer.step()
-            if self.config.experts:
-                from further.experts import balance
-                self.loads = balance(self.net, s.balance_rate)
+            self.loads = self.net.balance(s.balance_rate)
         return loss, norm
 
     def micro_batches(self, tokens, seed, step):

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ReduceOp
 
-import collectives as dist
 from collectives import Handle, ring_all_gather
 from fast.rings import DoublingLink, recursive_doubling
 
