@@ -281,8 +281,7 @@ def changes(config, dtype, came):
     if not came:
         return ours
     before = config_from(came)
-    if config.arch == "llama":  # seq_len is how long the sequences were, and no size of the model
-        config, before = (replace(some, seq_len=some.max_positions or some.seq_len) for some in (config, before))
+    if config.arch == "llama":
         keys = {field: (key, key) for field, key in llamas.KEYS.items()}
     else:
         keys = {field: (key, key_of(came, field)) for field, (key, _) in KEYS.items()

@@ -237,6 +237,7 @@ def test_plan_begins_with_its_fastest_layout_s_command(tmp_path, flags, head, ze
     assert config == a.config and check_layout(s, config, a.gpus, 8) == a.gpus == each * nodes and each <= 8
     assert describe_layout(s) == rows[0]["layout"] and s.batch_size == a.batch_size and s.dtype == "bf16"
     assert head in printed and printed.count("tie: ") == ties
+    assert rows == sorted(rows, key=lambda row: (row["ms"], row["gib"]))
     assert not any(row[axis] for row in rows for axis in zeros.split())
     assert not re.search(rf" ({zeros.replace(' ', '|')}) %  ", printed) and " dp %  " in printed
     said = dict(re.findall(r"(measured|estimated): +(.*)", printed))
