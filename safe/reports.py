@@ -189,7 +189,7 @@ def describe_training(trainer):
 def about_export(came, changed):
     """What goes out with each checkpoint again, and which keys of config.json do not stay as they came, in words."""
     keys = ", ".join(f"{key} {value!r} ({came.config.get(key)!r})" for key, value in changed.items())
-    said = ["config.json as it came" + f", but {keys}" * bool(keys)] * bool(came.config) + [*came.files]
+    said = ["config.json with the keys that came" + f", but {keys}" * bool(keys)] * bool(came.config) + [*came.files]
     return ", ".join(said) + f"; left out, as too large: {', '.join(came.left_out)}" * bool(came.left_out)
 
 
