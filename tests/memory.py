@@ -64,6 +64,8 @@ MEMORY = """
     0.01  2  --zero 3 --micro-batches 4 --batch-size 8 --recompute mlp
     0.02  2  --zero 1 --micro-batches 4 --batch-size 8 --dtype bf16 --recompute block     nor are totals in float32
     0.01  2  --pp 2 --micro-batches 2
+    0.01  2  --arch llama --tp 2 --sp                                   norms of PyTorch's operations
+    0.01  1  --arch llama --dtype bf16
     0.03  2  --pp 2 --micro-batches 8 --batch-size 8 --n-layer 6 --n-embd 64 --schedule v-min      stages held unequally
     0.02  1  --experts 4 --n-embd 64 --batch-size 4                     a router's counts are on no list
     0.02  1  --experts 4 --n-embd 64 --batch-size 4 --dtype bf16 --top-k 1
