@@ -71,14 +71,20 @@ def timeline(config, device):
         say(f"  {when:20}{size(alive):>10}  " + "#" * (60 * alive // max(n for _, n in points)))
 
 
+def tiny_trainer(**flags):
+    """A Trainer of the lecture's edition on all ranks, 2 sequences each."""
+    n = dist.get_world_size()
+    s = Settings(dp=n, batch_size=2 * n, device="cpu", form="lecture", **flags)
+    return make_trainer(PRESETS["tiny"], s, torch.device("cpu"))
+
+
 def memory_table():
     """Bytes of a rank, by ZeRO's stage, then by what is recomputed."""
     n = dist.get_world_size()
     say(f"\n{n} ranks, batch {2 * n}: a rank's bytes, measured (predicted)")
     recomputed = [{"recompute": part} for part in ("mlp", "attention", "block")]
     for flags in [{"zero": zero} for zero in range(4)] + recomputed:
-        trainer = make_trainer(PRESETS["tiny"], Settings(dp=n, batch_size=2 * n, device="cpu", form="lecture", **flags),
-                               torch.device("cpu"))
+        trainer = tiny_trainer(**flags)
         trainer.step(0)
         predicted, measured = predicted_bytes(trainer), measured_bytes(trainer)
         say(f"  {' '.join(map(str, *flags.items())):22}"
@@ -87,9 +93,7 @@ def memory_table():
 
 def demo_fp16():
     """fp16's loss scale, begun too high: steps are skipped, and halve it, until gradients fit; then it doubles."""
-    n = dist.get_world_size()
-    trainer = make_trainer(PRESETS["tiny"], Settings(dp=n, batch_size=2 * n, device="cpu", dtype="fp16", plain=True),
-                           torch.device("cpu"))
+    trainer = tiny_trainer(dtype="fp16")
     trainer.scaler = LossScale(start=2.0**22, interval=4)
     say("step  loss scale      loss  gradient norm")
     for step in range(12):
