@@ -11,7 +11,7 @@ import torch
 import parallel
 from lessons.bench.timing import say, Table, write_json
 from safe.flags import check_parts, dashed, replayable, Settings, SIZES
-from safe.reports import parameters_in_words
+from safe.reports import about_context, parameters_in_words
 from safe.sizes import BadInput
 from theory.clock import stage_to_rank_in
 from theory.memory import ROOM, needed_bytes
@@ -151,10 +151,8 @@ def heading(a, rows):
     config, machine = a.config, a.machine
     command = f"{command_of(a, rows[0]['layout'])}\n\n" if rows else ""
     nodes = f"{machine.node} a node" if a.gpus > machine.node else "one node"
-    known = getattr(config, "max_positions", 0)
-    longer = f"; the model knows {known:,} positions, --seq-len takes more of them" * (known > config.seq_len)
     return (f"{command}{describe_model(a)}, {a.dtype}, on {a.gpus} GPUs, {nodes}, {a.batch_size} sequences of "
-            f"{config.seq_len} a step{longer}\n{describe_machine(machine)}{mfu_note(config)}")
+            f"{config.seq_len} a step{about_context(config)}\n{describe_machine(machine)}{mfu_note(config)}")
 
 
 def plan(a):

@@ -168,13 +168,11 @@ def describe_training(trainer):
     c = trainer.config
     run = trainer.run
     left_out = "; " * bool(run.left_out) + about_left_out(run.left_out)
-    known = getattr(c, "max_positions", 0)
-    longer = f"; the model knows {known:,} positions, --seq-len takes more of them" * (known > c.seq_len)
     trainer.say(
         f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s to train on, "
         f"{len(trainer.held_out):,} held out{left_out}{about_vocabulary(trainer)}\n"
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
-        f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}{longer}")
+        f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}{about_context(c)}")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
     trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
     if s.out:
@@ -184,6 +182,12 @@ def describe_training(trainer):
         trainer.say(f"export   {about_export(run.came, changed)}")
     if speed.half_counted(c) and speed.peak_flops(trainer.device):
         trainer.say(f"speed    {speed.HALF_COUNTED}")
+
+
+def about_context(config):
+    """How many positions a model knows, in words, where sequences are shorter."""
+    known = getattr(config, "max_positions", 0)
+    return f"; the model knows {known:,} positions, --seq-len takes more of them" * (known > config.seq_len)
 
 
 def about_export(came, changed):
