@@ -238,12 +238,13 @@ def start_of(s, config, asked, read_all):
                f"folder, from the newest checkpoint there: {', or '.join(ways)}")
         return asked, asked.manifest["run"]
     newest = open_checkpoint(found[-1], read_all) if found else None
+    logged = (out / "log.jsonl").exists()  # asked first: rank 0 may be writing run.json, and then the log, meanwhile
     try:
         there = json.loads((out / "run.json").read_text())
     except (OSError, ValueError):
         there = newest and newest.manifest["run"]
     another = f"name a new folder, e.g. --out {out}-2"
-    reject(not there and (out / "log.jsonl").exists(), f"--out {out} already holds files of a run, and no run.json "
+    reject(not there and logged, f"--out {out} already holds files of a run, and no run.json "
            f"that says which: {another}")
     here = run_of(s, config)
     if there and (how := differences(there, here)):

@@ -24,12 +24,13 @@ import parallel
 from tests.pool import close, GPUS, HERE, on_cpus, on_linux, parametrize, table
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, start, TRAIN, trained)
-from safe.checkpoints import checkpoints, NUMBERS, open_checkpoint
+from safe.checkpoints import checkpoints, NUMBERS, open_checkpoint, start_of
 from safe.files import Log, read_safetensors
 from safe.page import Page
-from safe.flags import Settings
+from safe.flags import model_config, Settings
 from safe.reports import nothing_else_lost
 from safe.run import NotFinite, WatchedTrainer
+from safe.sizes import BadInput
 
 
 # The flags that are not in NUMBERS: a run's identity has these as its model, its data and its start.
@@ -226,6 +227,20 @@ def dies(nth, after):
 
     for name in ("fsync", "replace", "rename", "unlink"):
         setattr(os, name, functools.partial(deadly, getattr(os, name)))
+
+
+def test_a_rank_may_look_while_rank_0_writes_the_first_files(tmp_path):
+    """Between its look for run.json and its look for the log, both come: they are this run's own."""
+    def none_yet(path, *_):
+        (tmp_path / "log.jsonl").write_text('{"step": 0}\n')
+        raise FileNotFoundError(path)
+
+    s = Settings(out=str(tmp_path), dp=1)
+    config, _ = model_config(s)
+    with patch.object(pathlib.Path, "read_text", none_yet):
+        assert start_of(s, config, None, False) == (None, None)
+    with pytest.raises(BadInput, match="already holds files of a run, and no run.json"):
+        start_of(s, config, None, False)
 
 
 @on_cpus

@@ -85,8 +85,8 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
 
     Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept. Of a
     Llama q, k, v are (H + 2 H/G) D, the MLP is 2 inner before and inner after (and where PyTorch's operations compute
-    it, the gate's result, too), a norm keeps one number (by PyTorch's operations also x rstd, and x in float32), and
-    cos and sin of each position are D float32 numbers.
+    it, the gate's result, too), a norm keeps one number (by PyTorch's operations on a CPU also x rstd, and x in
+    float32), and cos and sin of each position are D float32 numbers.
     recompute="block" keeps x alone; "attention" drops q, k, v and attention's output, "mlp" what an MLP has inside.
     What backward then computes again exists for one block at a time, and is not counted. twice: Ulysses keeps the
     output before and after its all-to-all; a ring keeps it head by head for itself, and token by token for the
@@ -108,7 +108,7 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     attention = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / tp
     attention += (config.arch == "llama") * max(width, 4) * config.head_dim * positions
     norm = 8 if config.arch == "gpt2" else 4  # bytes a row that a norm keeps besides x: mean and rstd, or rstd
-    if config.arch == "llama" and not fused:  # PyTorch's operations: x and x rstd, both in float32
+    if config.arch == "llama" and not fused and s.device == "cpu":  # there PyTorch has no kernel: x, x rstd in float32
         norm += c * (2 * max(width, 4) - width)
     rest = (4 * c * width + 2 * norm) / tokens_cut
     mlps = routed and routed * routed_bytes(config, s, load, fused)
