@@ -36,7 +36,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
 HERE = os.path.dirname(os.path.realpath(__file__))
 if HERE not in sys.path:  # PYTHONSAFEPATH leaves it out
@@ -87,6 +86,7 @@ class Layout:
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
     recompute: str = flag("none", "layers that backward runs again", choices=["none", "mlp", "attention", "block"])
+    recompute_blocks: int = flag(0, "blocks of each stage whose layers it runs again, the first ones; 0: all")
     dtype: torch.dtype = torch.float32  # of the layers
 
 
@@ -279,9 +279,9 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
         mark_stage(model, len(stage_to_rank), groups)
         # 3. Recomputation: what backward runs again. ZeRO-3's hooks go around it, so that it finds whole weights.
         if layout.recompute != "none":
-            for block in model.h.values():
-                layer = {"mlp": block.mlp, "attention": block.attn, "block": block}[layout.recompute]
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            from further.recompute import recompute
+            recompute(model, layout.recompute, layout.recompute_blocks)
+
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if layout.zero == 3 and edition.sharded:
             materialize_buffers(model.to(master), source, device)

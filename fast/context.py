@@ -9,7 +9,6 @@ from torch.autograd.function import once_differentiable
 
 import collectives as dist
 import kernels
-from fast import grouped
 from fast.attention import tuned_attention_forward, tuned_backward_kv, tuned_backward_q
 from fast.nccl import Direct
 from further.context import RingAttention, seen
@@ -73,8 +72,7 @@ def start_shift(tensor, group):
     link = dist.link_of(group)
     incoming = tensor.new_empty(tensor.shape)
     if isinstance(link, Direct):  # copies between GPUs of one node
-        handle = link.run("isend", True, Direct.shift, tensor.contiguous().view(-1), incoming.view(-1))
-        return grouped.under_way(handle), incoming  # attention would else hold up their barriers until it ends
+        return link.run("isend", True, Direct.shift, tensor.contiguous().view(-1), incoming.view(-1)), incoming
     handles = dist.batch_isend_irecv([
         dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(link.rank + 1) % link.size),
         dist.P2POp(dist.irecv, incoming, group=group, group_peer=(link.rank - 1) % link.size)])

@@ -143,7 +143,8 @@ def check_parts(s, c, world, local_world, processes):
     instead = f"--dp {world // others}" if world % others == 0 else "--tp 1 --pp 1 --cp 1 and leave --dp out"
     reject(world not in (1, processes), f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} x --cp {s.cp} needs {processes} "
            f"processes, {world} were started: give {instead}")
-
+    reject(s.recompute_blocks and s.recompute == "none", f"--recompute-blocks {s.recompute_blocks} says how "
+           "many blocks, not what of them runs again: give --recompute mlp, too")
     reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
            f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}")
     reject_misfit(what_ranks_divide(s, c, world))

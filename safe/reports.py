@@ -99,8 +99,12 @@ class BirthLog(TorchDispatchMode):
         return out
 
     def alive(self, others):
-        """Bytes of the counted storages that still exist, without some others."""
-        return sum(size for storage, size in self.born.items() if not storage.expired() and storage not in others)
+        """Bytes of the counted storages that still exist, without some others. One may have been emptied since."""
+        total = 0
+        for storage, size in self.born.items():
+            now = None if storage in others else torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+            total += min(size, now.nbytes()) if now else 0
+        return total
 
 
 @contextlib.contextmanager

@@ -82,10 +82,13 @@ TRAFFIC = """
     --arch llama --dp 2 --tp 2 --sp --zero 3 --dtype bf16
     --cp 4 --zero 3 --micro-batches 2
     --cp 2 --tp 2 --sp --zero 1 --recompute mlp
+    --tp 2 --sp --recompute block --recompute-blocks 1
+    --cp 2 --recompute attention --recompute-blocks 1
     --dp 4 --experts 4 --ep 2 --zero 1
     --dp 4 --experts 4 --ep 2 --zero 3 --zero-within 2
     --dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute attention
     --dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute block
+    --dp 2 --tp 2 --sp --experts 4 --ep 2 --recompute block --recompute-blocks 1
     --dp 2 --pp 2 --experts 4 --ep 2 --expert-every 2 --micro-batches 2
     --dp 2 --cp 2 --experts 4 --ep 2 --zero 2 --recompute mlp"""
 

@@ -497,7 +497,7 @@ sequence  sp=1
 sequence  sp=1 n_layer=3
     tp=2 tokens=8 without=gather_tokens,scatter_tokens,clip_grad_norm_,ParallelGPT.add_up_gradients
 sequence  optimizer=adamw tied=0 sp=1
-    dp=2 tp=2 zero=2 micro_batches=2 recompute=mlp
+    dp=2 tp=2 zero=2 micro_batches=2 recompute=mlp recompute_blocks=1
     tp=2 pp=2 schedule=zb-h1 zero=1 micro_batches=4
 # All tokens are cut, over cp.
 context  tokens=8 cp_kind=ring

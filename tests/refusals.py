@@ -78,6 +78,7 @@ REFUSED = {
         --tp 8                              | --tp 4
         --pp 7                              | --pp 6
         --n-head 3                          | --n-embd 129
+        --recompute-blocks 2                | give --recompute mlp, too
         --seq-len 0                         | --seq-len
         --vocab-size 100                    | --vocab-size
         --pp 2 --virtual-stages 2           | --schedule interleaved

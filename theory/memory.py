@@ -14,7 +14,7 @@ from model import GPT
 from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import lists_of, most_held, stages_in
-from theory.traffic import contents, shards_of, tokens_of, widths
+from theory.traffic import contents, recomputed, shards_of, tokens_of, widths
 
 
 def tensors_in(value):
@@ -87,7 +87,8 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     Llama q, k, v are (H + 2 H/G) D, the MLP is 2 inner before and inner after (and where PyTorch's operations compute
     it, the gate's result, too), a norm keeps one number (by PyTorch's operations on a CPU also x rstd, and x in
     float32), and cos and sin of each position are D float32 numbers.
-    recompute="block" keeps x alone; "attention" drops q, k, v and attention's output, "mlp" what an MLP has inside.
+    recompute="block" keeps x alone; "attention" drops q, k, v and attention's output, "mlp" what an MLP has inside
+    and what norms gave.
     What backward then computes again exists for one block at a time, and is not counted. twice: Ulysses keeps the
     output before and after its all-to-all; a ring keeps it head by head for itself, and token by token for the
     projection. Experts have `routed_bytes` in place of 2 inner. The embedding keeps its positions once; if the
@@ -111,10 +112,13 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     if config.arch == "llama" and not fused and s.device == "cpu":  # there PyTorch has no kernel: x, x rstd in float32
         norm += c * (2 * max(width, 4) - width)
     rest = (4 * c * width + 2 * norm) / tokens_cut
-    mlps = routed and routed * routed_bytes(config, s, load, fused)
-    mlps += (blocks - routed) * mlp_width(config, fused) * width / tp
-    every = {"none": blocks * (rest + attention) + mlps, "mlp": blocks * (rest + attention),
-             "attention": blocks * rest + mlps, "block": blocks * c * width / tokens_cut}[s.recompute]
+    mlp = mlp_width(config, fused) * width / tp
+    mlp_of_experts = routed and routed_bytes(config, s, load, fused)
+    twice, twice_routed = recomputed(config, s, pieces)
+    mlps = (twice - twice_routed) * mlp + twice_routed * mlp_of_experts
+    dropped = {"none": 0, "mlp": mlps + twice * 2 * c * width / tokens_cut, "attention": twice * attention,
+               "block": twice * (rest + attention - c * width / tokens_cut) + mlps}[s.recompute]
+    every = blocks * (rest + attention) + (blocks - routed) * mlp + routed * mlp_of_experts - dropped
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
     ids = 8 * positions * (config.arch == "gpt2") + 9 * (tp > 1)
     targets = 8 + 12 * (fused or tp > 1)

@@ -16,7 +16,8 @@ import parallel
 from further.pieces import matrices
 from theory.clock import bubble, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements
-from theory.traffic import HALVES, contents, in_two_levels, messages, sent, shards_of, tokens_of, widths
+from theory.traffic import (
+    HALVES, contents, in_two_levels, messages, recomputed, sent, shards_of, tokens_of, widths)
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -154,7 +155,8 @@ def operations(config, tokens):
 
 
 def block_seconds(config, s, machine, routed):
-    """(F, I, W): seconds that the GPU computes in one block for one micro-batch. routed: the block has experts."""
+    """(F, I, W, what I takes more where it runs a part of the block again): seconds that the GPU computes in one block
+    for one micro-batch. routed: the block has experts."""
     narrow, wide = widths(s)
     tokens = tokens_of(config, s)
     met, here = (config.top_k, config.experts // s.ep) if routed else (1, 1)  # MLPs: a token's, this rank's
@@ -168,7 +170,7 @@ def block_seconds(config, s, machine, routed):
     w += into_buckets
     again = {"none": 0.0, "mlp": 2 * met * mlp * tokens / machine.matmul,
              "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
-    return f, i + again, w
+    return f, i, w, again
 
 
 def stage_seconds(config, s, machine, stages):
@@ -181,9 +183,14 @@ def stage_seconds(config, s, machine, stages):
     """
     tokens = tokens_of(config, s)
     blocks, routed, _, head = contents(config, stages.values())
-    f, i, w = ((blocks - routed) * seconds for seconds in block_seconds(config, s, machine, False))
-    if routed:
-        f, i, w = (a + routed * b for a, b in zip((f, i, w), block_seconds(config, s, machine, True)))
+    twice, twice_routed = recomputed(config, s, stages.values())
+    f = i = w = 0.0
+    for with_experts, n, n_again in (False, blocks - routed, twice - twice_routed), (True, routed, twice_routed):
+        if n:
+            each_f, each_i, each_w, again = block_seconds(config, s, machine, with_experts)
+            f += n * each_f
+            i += n * each_i + n_again * again
+            w += n * each_w
     if head:
         logits = tokens * config.vocab_size / s.tp
         product = 2 * config.n_embd * logits / machine.matmul
@@ -193,7 +200,7 @@ def stage_seconds(config, s, machine, stages):
         w += product
     if not blocks or s.cuda_graphs == "on":
         return f, i, w
-    launch = (blocks + routed * (7 if s.ep > 1 else 3) / 9) * machine.launch * (1 if s.recompute == "none" else 4 / 3)
+    launch = (blocks + routed * (7 if s.ep > 1 else 3) / 9) * machine.launch * (1 + twice / blocks / 3)
     slow = max(1.0, launch / (f + i + w))
     return slow * f, slow * i, slow * w
 
@@ -244,7 +251,7 @@ def overlaps(config, tokens, n):
             "pp": (sent("isend", x, narrow, 2), 2 * k * tokens * config.n_layer / n)}
 
 
-def context_seconds(config, s, machine, blocks, spent):
+def context_seconds(config, s, machine, stages, spent):
     """Seconds of context parallelism's traffic in a training step that attention does not hide.
 
     A rank of a ring sends keys and values on while it computes with them, in N-1 of N steps. In backward dK and dV
@@ -253,8 +260,9 @@ def context_seconds(config, s, machine, blocks, spent):
     every = spent["cp"].total()
     if s.cp == 1 or s.cp_kind == "ulysses":
         return every
-    runs = 1 + (s.recompute in ("attention", "block")) + 2.5  # of attention's forward; backward takes 2.5 times as long
-    over = runs * s.micro_batches * blocks * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
+    again = recomputed(config, s, stages.values())[0] * (s.recompute in ("attention", "block"))
+    runs = 3.5 * contents(config, stages.values())[0] + again  # of attention's forward; backward takes 2.5 times
+    over = runs * s.micro_batches * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
     return max(spent["cp"]["their gradients"] / (s.cp - 1), every - over)
 
 
@@ -354,7 +362,7 @@ def predict(config, s, machine):
 
     tp = spent["tp"].total()
     ep = spent["ep"].total()
-    cp = context_seconds(config, s, machine, blocks, spent)
+    cp = context_seconds(config, s, machine, stages, spent)
     waits = (tp + cp + ep) / m / 2  # a micro-batch's, in forward, and as long in backward
     costs = f + waits, i + waits, w
     idle = bubble(s.schedule, s.pp, len(stage_to_rank_in(s)) // s.pp, *costs) if m >= s.pp else None

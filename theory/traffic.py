@@ -69,6 +69,12 @@ def contents(config, runs):
     return len(blocks), routed, pieces.count(0), pieces.count(config.n_layer + 1)
 
 
+def recomputed(config, s, runs):
+    """(blocks, blocks with experts) of a rank's runs of pieces of which backward runs a part again."""
+    blocks = [[i for i in run if 1 <= i <= config.n_layer][:s.recompute_blocks or None] for run in runs]
+    return contents(config, blocks if s.recompute != "none" else [])[:2]
+
+
 def widths(s):
     """(bytes of an element in the dtype that layers compute in, in the dtype that gradients are summed in)."""
     dtype = parallel.PRECISIONS[s.dtype]
@@ -115,19 +121,22 @@ def messages_of_experts(config, s, stages, rows):
     c = config.n_embd
     narrow, wide = widths(s)
     choices = config.top_k * tokens_of(config, s)
-    backwards = s.micro_batches * contents(config, stages.values())[1]
-    forwards = 1 + (s.recompute in ("mlp", "block"))
+    routed = contents(config, stages.values())[1]
+    again = recomputed(config, s, stages.values())[1] * (s.recompute in ("mlp", "block"))
+    backwards = s.micro_batches * routed
+    forwards = backwards + s.micro_batches * again
     if s.ep > 1:
         there, back = ([tuple(c * n for n in each) for each in way] for way in rows) if rows else (
             [[choices * c] * backwards] * 2)
-        yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards * backwards)
+        yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards)
         for way in there, back:  # forward; then backward goes both ways in reverse, once
-            yield Message("rows", "all_to_all_single", "ep", way, narrow, forwards)
+            twice = [elements for i, elements in enumerate(way) if i % routed < again]  # of each micro-batch, in order
+            yield Message("rows", "all_to_all_single", "ep", [*way, *twice], narrow)
         for way in back, there:
             yield Message("gradients of rows", "all_to_all_single", "ep", way, narrow)
     if s.sp:  # f gathers choices and gates, too
-        yield Message("choices", GATHER, "tp", [choices], 8, forwards * backwards)
-        yield Message("gates", GATHER, "tp", [choices], wide, forwards * backwards)
+        yield Message("choices", GATHER, "tp", [choices], 8, forwards)
+        yield Message("gates", GATHER, "tp", [choices], wide, forwards)
     if s.tp > 1:
         yield Message("gradients of gates", SCATTER if s.sp else "all_reduce", "tp", [choices], wide, backwards)
     for axis in ("dp_cp", "pp") + ("tp",) * s.sp:
@@ -141,8 +150,10 @@ def messages_of_tensors(config, s, stages):
     tokens = tokens_of(config, s)
     narrow, wide = widths(s)
     blocks, routed, first, last = contents(config, stages.values())
-    again = {"none": 0, "mlp": 1, "attention": 1, "block": 2}[s.recompute]  # how many of a block's sublayers run again
-    scatters = m * blocks * (4 + max(0, again - 1))  # the last g does not, because backward does not need its result
+    twice = recomputed(config, s, stages.values())[0]
+    again = twice * (1 + (s.recompute == "block"))  # how many sublayers run again
+    # The last g of what runs again does not, because backward does not need its result.
+    scatters = m * (4 * blocks + max(0, again - twice))
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
     for op in HALVES if s.sp else ["all_reduce"]:
         yield Message("embedding, head", op, "tp", [tokens * c], narrow, m * (first + last))
@@ -155,7 +166,7 @@ def messages_of_tensors(config, s, stages):
         return
     # In forward f gathers and g scatters, in backward the other way round. Backward also gathers again what f has
     # gathered, except for experts, which keep their rows, so a block with experts takes 9 halves, not 10.
-    gathers = m * (blocks * (6 + again) - routed)
+    gathers = m * (6 * blocks + again - routed)
     yield Message("activations: 6 of 10 halves", GATHER, "tp", [tokens * c], narrow, gathers)
     yield Message("activations: 4 of 10 halves", SCATTER, "tp", [tokens * c], narrow, scatters)
     # tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of row-parallel layers.
@@ -173,8 +184,8 @@ def messages_of_context(config, s, stages):
     tokens = tokens_of(config, s)
     heads, keys = (tokens * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
     backwards = s.micro_batches * contents(config, stages.values())[0]
-    again = s.recompute in ("attention", "block")
-    both = backwards * (2 + again)  # forwards and backwards: keys and values go round in each
+    again = recomputed(config, s, stages.values())[0] * (s.recompute in ("attention", "block"))
+    both = 2 * backwards + s.micro_batches * again  # forwards and backwards: keys and values go round in each
     if s.cp_kind == "ring":
         yield Message("keys and values", "isend", "cp", [2 * keys], narrow, (s.cp - 1) * both)
         yield Message("their gradients", "isend", "cp", [2 * keys], wide, (s.cp - 1) * backwards)
