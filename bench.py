@@ -221,6 +221,9 @@ FLAGS = [
     option("collectives strategies scaling", "--comm", "whose collectives are ours; ring: the textbook's",
            choices=[*dist.LINKS], default="ours"),
     number("strategies", "--micro-batches", "how many a step has; left out, 8 in a pipeline, else 1"),
+    option("strategies", "--recompute", "as in train.py; PyTorch's side runs whole blocks again",
+           choices=["none", "mlp", "attention", "block"], default="none"),
+    number("strategies", "--recompute-blocks", "as in train.py", default=0),
     number("strategies", "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
     option("strategies scaling", "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),
     option("kernels collectives strategies", "--plain", "measure the reference alone, without fast/",
@@ -317,7 +320,8 @@ def check_strategies(a):
     a.without = [*pieces(), *OF_EDITION] if a.without == [] else a.without
     given = {"dtype": a.dtype, "device": a.device, "form": "lecture" if a.plain else "fast", "comm": a.comm,
              "batch_size": a.batch_size, "micro_batches": a.micro_batches or 1,
-             "cuda_graphs": "off" if a.plain else a.cuda_graphs}
+             "cuda_graphs": "off" if a.plain else a.cuda_graphs,
+             "recompute": a.recompute, "recompute_blocks": a.recompute_blocks}
     asked = a.config.experts
     a.config, routed, twin = configs_of(a.config)
     every = layouts(a.gpus, a.micro_batches or 8, a.virtual_stages, routed.experts)

@@ -350,9 +350,14 @@ def own(name):
     return kinds[name][not plain_here]
 
 
+def runs_kernels():
+    """In a process of a pool: whether Triton runs kernels on its device."""
+    return kernels.HAVE_TRITON and (kernels.INTERPRETED or torch.get_default_device().type == "cuda")
+
+
 def needs_kernels():
     """In a process of a pool: the test is skipped where no kernel runs."""
-    if not (kernels.HAVE_TRITON and (kernels.INTERPRETED or torch.get_default_device().type == "cuda")):
+    if not runs_kernels():
         pytest.skip("no Triton for this device")
 
 

@@ -18,7 +18,7 @@ import parallel
 from tests.layouts import freezing, SMALL, small_gpt, tokens_of
 from fast.linear import WeightGradients
 from fast.pipeline import CollectingMicroBatch
-from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, table
+from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, runs_kernels, table
 from further.experts import resized
 from further.lists import check, checked, lower, parse, ScheduleError
 from further.pieces import split_pieces
@@ -123,7 +123,7 @@ def test_cut_layers_refuse_what_they_cannot_do():
     with pytest.raises(ValueError, match="needs 9 processes, there are 2"):
         parallel.make_mesh("cpu", 3, 3)
     net = parallel.tensor_parallel(nn.Sequential(nn.Embedding(10, 4)), None, plan)
-    ways = ["torch"] + ["triton"] * kernels.HAVE_TRITON
+    ways = ["torch"] + ["triton"] * runs_kernels()
     for bad, read, way, width in itertools.product((-2, 10), (True, False), ways, (5, 10)):  # half of the logits, all
         z = torch.ones(1, 2, width, requires_grad=True)
         numbers = torch.tensor([[3, bad]])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
 import kernels
@@ -33,8 +34,8 @@ def random_source(config, device):
 # Each peer is a builder(config, s, device, x, y, compiled) -> (step, its name), which trains on the micro-batches x, y
 # of ours.
 
-def plain_model(config, device, compiled, dtype=torch.float32, pieces=None):
-    """A GPT of the reference's classes, each block compiled if asked for."""
+def plain_model(config, device, compiled, dtype=torch.float32, pieces=None, recompute="none"):
+    """A GPT of the reference's classes, each block compiled if asked for, and run again in backward unless "none"."""
     with patched(plain_kernels(*kernels.table)):
         net = GPT(config, seed=None, pieces=pieces)
     materialize(net, random_source(config, device), device, dtype)
@@ -48,6 +49,9 @@ def plain_model(config, device, compiled, dtype=torch.float32, pieces=None):
     if compiled:
         for block in net.h.values():
             block.forward = torch.compile(block.forward)
+    if recompute != "none":
+        for block in net.h.values():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return net
 
 
@@ -59,6 +63,10 @@ def token_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def token_loss_in_float32(logits, targets):
+    return token_loss(logits.float(), targets)
+
+
 ADAMW = {"lr": 1e-4, "fused": True}
 
 
@@ -68,7 +76,7 @@ def torch_step(model, s, device, x, y, loss=None, optimizer=None, precision=None
     for param in model.parameters():
         kinds.setdefault(type(param), []).append(param)
     optimizer = optimizer or torch.optim.AdamW([{"params": kind} for kind in kinds.values()], **ADAMW)
-    loss = loss or (lambda tokens, targets: token_loss(model(tokens).float(), targets))
+    loss = loss or (lambda tokens, targets: token_loss_in_float32(model(tokens), targets))
     precision = precision or partial(torch.autocast, device.type, parallel.PRECISIONS[s.dtype], s.dtype != "fp32")
 
     def step():
@@ -85,7 +93,7 @@ def torch_step(model, s, device, x, y, loss=None, optimizer=None, precision=None
 
 def torch_compiled(config, s, device, x, y, compiled):
     """torch.compile of model and loss, on one GPU. Weights and loss in float32, layers under autocast."""
-    model = plain_model(config, device, compiled)
+    model = plain_model(config, device, compiled, recompute=s.recompute)
     loss = torch.compile(lambda tokens, targets: token_loss(model(tokens), targets))
     return torch_step(model, s, device, x, y, loss), "model"
 
@@ -99,7 +107,7 @@ def world_mesh(device):
 def torch_ddp(config, s, device, x, y, compiled):
     """DistributedDataParallel, with ZeroRedundancyOptimizer for ZeRO-1. Weights in float32, layers under autocast."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    model = plain_model(config, device, compiled)
+    model = plain_model(config, device, compiled, recompute=s.recompute)
     model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if not s.zero:
         return torch_step(model, s, device, x, y), "DDP"
@@ -110,14 +118,16 @@ def torch_ddp(config, s, device, x, y, compiled):
 def torch_fsdp(config, s, device, x, y, compiled):
     """fully_shard. For ZeRO-2 weights stay whole after forward (no second all-gather), which comes nearest to it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    model, kept = plain_model(config, device, compiled), s.zero == 2
+    model, kept = plain_model(config, device, compiled, recompute=s.recompute), s.zero == 2
     within = s.zero_within
     mesh = init_device_mesh(device.type, (s.dp // within, within)) if within else world_mesh(device)
     options = {"mesh": mesh, "reshard_after_forward": not kept,
                "mp_policy": MixedPrecisionPolicy(parallel.PRECISIONS[s.dtype], torch.float32)}
     for part in (*model.h.values(), model):
         fully_shard(part, **options)
-    step = torch_step(model, s, device, x, y, precision=contextlib.nullcontext)
+    of_logits = torch.compile(token_loss_in_float32) if compiled else token_loss_in_float32
+    step = torch_step(model, s, device, x, y, lambda tokens, targets: of_logits(model(tokens), targets),
+                      precision=contextlib.nullcontext)
     return step, "fully_shard" + ", kept" * kept + f", within {within}" * bool(within)
 
 

@@ -163,6 +163,13 @@ def peak_gib(device, build):
     return made, (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
+def fills_half(peak, device):
+    """Whether a strategy's peak, in GiB, is more than half of a GPU's memory on any rank."""
+    if device.type != "cuda":
+        return False
+    return max(of_all_ranks(peak)) > torch.cuda.get_device_properties(device).total_memory / 2**31
+
+
 def strategies(a):
     device = dist.initialize(a.device, rendezvous=settled_rendezvous)
     if a.without:
@@ -351,11 +358,18 @@ def memory_and_traffic(trainer):
 def measure_strategy(name, s, a, device, machine):
     """Rows of one strategy: ours, and PyTorch's own, or why these failed."""
     config, tokens = a.configs[name], a.batch_size * a.config.seq_len / a.gpus
-    calls = 1 if s.pp > 1 else in_a_row(a, device)  # a pipeline fills and drains in each step
     trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
+    alone = fills_half(peak, device)  # then there is no room for a peer beside it
+    calls = 1 if s.pp > 1 or alone else in_a_row(a, device)  # a pipeline fills and drains in each step
     found = memory_and_traffic(trainer)
     steps, peaks = {"ours" if a.comm == "ours" else f"ours, {a.comm}": lambda: trainer.step(2)}, [peak]
     batches, failed = trainer.micro_batches(trainer.train_data, 0, 0), []
+    seconds = {}
+    if alone:
+        seconds = interleaved(steps, device, a.repeats, calls)
+        trainer = None
+        steps.clear()
+        free_memory()
     for compiled in ways_of_peer(name, s, device):
         made, why = tried(lambda: peak_gib(device, lambda: build_peer(name, compiled, config, s, device, batches)))
         if why:
@@ -364,15 +378,15 @@ def measure_strategy(name, s, a, device, machine):
             (step, title), peak = made
             steps[title] = step
             peaks.append(peak)
-    seconds = interleaved(steps, device, a.repeats, calls)
+    seconds |= interleaved(steps, device, a.repeats, calls) if steps else {}
     ours, *theirs = seconds.values()
     costs = predict(config, s, machine)
     planned = sum(costs)
     found |= {"plan": 1e3 * planned, "off": planned / ours, "ratio": min(theirs) / ours if theirs else None}
-    if s.pp > 1:
+    if s.pp > 1 and not alone:
         found |= {"bubble": 100 * costs.bubble / (planned - costs.optimizer),
                   "bubble_measured": measured_bubble(trainer, a.repeats)}
-    elif a.gpus > 1:
+    elif a.gpus > 1 and not alone:
         found["communication"] = communication(trainer, device, ours, a.repeats, calls)
     for (who, took), peak in zip(seconds.items(), peaks):
         speed = tokens / took
