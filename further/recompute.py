@@ -1,8 +1,9 @@
-"""Activations that backward computes again instead of keeping: of MLPs and norms, of attention, or of blocks.
+"""Activations that backward computes again instead of keeping: what --recompute names.
 
-    block      x is kept, all else of a block is computed again: a third more FLOPs
-    attention  q, k, v, what attention gave, and the sequence's (T, T) scores where a kernel keeps them
-    mlp        what an MLP has inside, and the outputs of both norms. Attention, which costs T^2, runs once
+    block      a block keeps its x alone, and runs again: a third more FLOPs
+    attention  drops q, k, v, what attention gave, and the sequence's (T, T) scores where a kernel keeps them
+    mlp        drops what an MLP has inside, and both norms' outputs. Attention, which costs T^2, runs once
+    norms      drops both norms' outputs and the activation function's: no product runs again
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); Korthikanti et al. (2022) for parts of a block.
 """
@@ -12,23 +13,36 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from model import MLP
+
 
 def recompute(model, part, blocks=0):
-    """Let backward compute `part` of a GPT's first `blocks` blocks again, or of all, where that is 0."""
-    for block in [*model.h.values()][:blocks or None]:
-        layer = {"mlp": block.mlp, "attention": block.attn, "block": block}[part]
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        if part == "mlp":
+    """Let backward compute `part` of a GPT's first `blocks` blocks again, or of all, where that is 0. Instead of an mlp
+    the other blocks drop norms' outputs alone, as under "norms"."""
+    for number, block in enumerate(model.h.values()):
+        again = not blocks or number < blocks
+        if part in ("norms", "mlp"):
             block.forward = partial(without_norms, block)
+        if isinstance(block.mlp, MLP) and (part == "norms" or part == "mlp" and not again):
+            block.mlp.forward = partial(without_activation, block.mlp)
+        elif again and part != "norms":
+            layer = {"mlp": block.mlp, "attention": block.attn, "block": block}[part]
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def without_norms(block, x):
-    """Block.forward, which keeps no output of a norm: (B, T, C) -> (B, T, C). Of every block 4 B T C bytes fewer in
-    16 bits."""
+    """Block.forward, which keeps no output of a norm: (B, T, C) -> (B, T, C)."""
     y = block.ln_1(x)
     x = x + forgotten(y, block.attn(y), partial(block.ln_1, x))
     y = block.ln_2(x)
     return x + forgotten(y, block.mlp(y), partial(block.ln_2, x))
+
+
+def without_activation(mlp, x):
+    """MLP.forward, which keeps what the activation function takes, and not what it gives: (B, T, C) -> (B, T, C)."""
+    a = mlp.c_fc(x)
+    h = mlp.activation(a)
+    return forgotten(h, mlp.c_proj(h), partial(mlp.activation, a))
 
 
 def forgotten(y, out, again):

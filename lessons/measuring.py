@@ -82,7 +82,7 @@ def memory_table():
     """Bytes of a rank, by ZeRO's stage, then by what is recomputed."""
     n = dist.get_world_size()
     say(f"\n{n} ranks, batch {2 * n}: a rank's bytes, measured (predicted)")
-    recomputed = [{"recompute": part} for part in ("mlp", "attention", "block")]
+    recomputed = [{"recompute": part} for part in ("norms", "mlp", "attention", "block")]
     for flags in [{"zero": zero} for zero in range(4)] + recomputed:
         trainer = tiny_trainer(**flags)
         trainer.step(0)

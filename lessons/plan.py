@@ -59,7 +59,7 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
                   for within in [None] + [local] * (zero > 0 and 1 < local < replicas)]  # a node's replicas, if pp = 1
         sizes = [1 << log for log in range(each.bit_length() if layout.cp == 1 else 1) if each % (1 << log) == 0]
         for size, (schedule, v), (zero, within), recompute, sp, ep in itertools.product(
-                sizes, WORTH[:None if layout.pp > 1 else 1], shards, ("none", "mlp", "attention", "block"),
+                sizes, WORTH[:None if layout.pp > 1 else 1], shards, ("none", "norms", "mlp", "attention", "block"),
                 {False, layout.tp > 1}, divisors(max(1, config.experts))):
             m = each // size
             worth = schedule not in SPLIT or m >= layout.pp and recompute == "none"

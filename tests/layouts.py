@@ -523,7 +523,7 @@ experts  optimizer=adamw tied=0 experts=4 tokens=8
     dp=4 ep=2 zero=1 micro_batches=2 recompute=block bias=few
     dp=4 ep=4 zero=1 micro_batches=2 bias=all
     dp=4 ep=2 zero=2 zero_within=2 micro_batches=2 expert_every=2
-    dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3 recompute=mlp
+    dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3 recompute=norms
     dp=2 pp=2 ep=2 schedule=interleaved virtual_stages=2 zero=2 micro_batches=2
     dp=2 tp=2 ep=2 zero=3 sp=1 recompute=attention
 experts  experts=4 tokens=8 n_layer=1

@@ -88,7 +88,7 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     it, the gate's result, too), a norm keeps one number (by PyTorch's operations on a CPU also x rstd, and x in
     float32), and cos and sin of each position are D float32 numbers.
     recompute="block" keeps x alone; "attention" drops q, k, v and attention's output, "mlp" what an MLP has inside
-    and what norms gave.
+    and what norms gave, "norms" what norms and activation functions gave.
     What backward then computes again exists for one block at a time, and is not counted. twice: Ulysses keeps the
     output before and after its all-to-all; a ring keeps it head by head for itself, and token by token for the
     projection. Experts have `routed_bytes` in place of 2 inner. The embedding keeps its positions once; if the
@@ -116,7 +116,10 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     mlp_of_experts = routed and routed_bytes(config, s, load, fused)
     twice, twice_routed = recomputed(config, s, pieces)
     mlps = (twice - twice_routed) * mlp + twice_routed * mlp_of_experts
-    dropped = {"none": 0, "mlp": mlps + twice * 2 * c * width / tokens_cut, "attention": twice * attention,
+    norms = blocks * 2 * c * width / tokens_cut
+    others = {"norms": blocks - routed, "mlp": blocks - routed - twice + twice_routed}.get(s.recompute, 0)
+    norms += others * config.hidden * width / tp
+    dropped = {"none": 0, "norms": norms, "mlp": norms + mlps, "attention": twice * attention,
                "block": twice * (rest + attention - c * width / tokens_cut) + mlps}[s.recompute]
     every = blocks * (rest + attention) + (blocks - routed) * mlp + routed * mlp_of_experts - dropped
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))

@@ -168,7 +168,8 @@ def block_seconds(config, s, machine, routed):
     f += scores
     i += 2.5 * scores
     w += into_buckets
-    again = {"none": 0.0, "mlp": 2 * met * mlp * tokens / machine.matmul,
+    dropped = tokens * narrow * (4 * config.n_embd + (config.up_width + config.hidden) / s.tp) / machine.elementwise
+    again = {"none": 0.0, "norms": dropped, "mlp": 2 * met * mlp * tokens / machine.matmul,
              "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
     return f, i, w, again
 

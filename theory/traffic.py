@@ -151,9 +151,9 @@ def messages_of_tensors(config, s, stages):
     narrow, wide = widths(s)
     blocks, routed, first, last = contents(config, stages.values())
     twice = recomputed(config, s, stages.values())[0]
-    again = twice * (1 + (s.recompute == "block"))  # how many sublayers run again
+    again = twice * {"none": 0, "norms": 0, "block": 2}.get(s.recompute, 1)  # how many sublayers run again
     # The last g of what runs again does not, because backward does not need its result.
-    scatters = m * (4 * blocks + max(0, again - twice))
+    scatters = m * (4 * blocks + twice * (s.recompute == "block"))
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
     for op in HALVES if s.sp else ["all_reduce"]:
         yield Message("embedding, head", op, "tp", [tokens * c], narrow, m * (first + last))
