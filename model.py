@@ -1,9 +1,8 @@
 """GPT-2 as one device would run it. It sends nothing; a few methods are there for others to replace.
 
-The model is a list of pieces, embedding, blocks, head, and `forward` calls one after the other: that is what lets a
-pipeline cut it anywhere. Its config makes its layers, so that a subclass of the config can make others. Parameters
-carry GPT-2's own names ("h.3.attn.c_attn.weight"). Initial weights depend on the config, the seed and the parameter's
-name, and on no layout.
+A GPT is a row of pieces: embedding, blocks, head. A stage of a pipeline is a GPT that has some of them. The config
+makes the layers, so that a subclass of the config can make others. Parameters carry GPT-2's own names
+("h.3.attn.c_attn.weight"). Initial weights depend on the config, the seed and the parameter's name, and on no layout.
 
     python -m lessons sizes    parameters, FLOPs and training bytes of every preset
 
@@ -207,22 +206,20 @@ class GPT(nn.Module):
     def __init__(self, config, seed=0, pieces=None):
         super().__init__()
         self.config = config
-        self.pieces = []  # what `forward` calls, one after the other
+        pieces = range(config.n_layer + 2) if pieces is None else pieces
+        self.wte = self.wpe = self.ln_f = self.lm_head = None  # only the first stage embeds, only the last has a head
         with torch.device("meta"):
-            if pieces is None or 0 in pieces:
+            if 0 in pieces:
                 self.wte = embedding(config.vocab_size, config.n_embd)
                 self.wpe = config.positions()
-                self.pieces.append(self.embed)
             self.h = nn.ModuleDict()
             for i in range(config.n_layer):
-                if pieces is None or i + 1 in pieces:
+                if i + 1 in pieces:
                     self.h[str(i)] = kernels.table[Block](config, i)
-                    self.pieces.append(self.h[str(i)])
-            if pieces is None or config.n_layer + 1 in pieces:
+            if config.n_layer + 1 in pieces:
                 self.ln_f = config.norm()
                 self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
-                self.pieces.append(self.head)
-        if config.tied and hasattr(self, "wte") and hasattr(self, "lm_head"):
+        if config.tied and self.wte and self.lm_head:
             self.lm_head.weight = self.wte.weight
         if seed is not None:
             materialize(self, lambda name: initial_weight(config, name, seed))
@@ -243,9 +240,10 @@ class GPT(nn.Module):
         return self.lm_head(self.ln_f(x))                                                     # (B, T, V)
 
     def forward(self, x):
-        for piece in self.pieces:
-            x = piece(x)
-        return x
+        x = self.embed(x) if self.wte else x
+        for block in self.h.values():
+            x = block(x)
+        return self.head(x) if self.lm_head else x
 
     def generate(self, tokens, n, temperature=1.0, top_k=None, seed=None):
         """Continue tokens (B, T) by n sampled ones: (B, T + n). Other arguments as for `stream`."""
