@@ -12,8 +12,8 @@
 train.py puts them together, in an order that works: `parallelize`.
 
 further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, and groups on several
-nodes; and buckets.py, flat.py, prefetch.py, what makes data parallelism and ZeRO fast. DDP, ShardedOptimizer and FSDP
-for a module of your own are in further/, too: ddp.py, zero.py, fsdp.py.
+nodes; and buckets.py, flat.py, prefetch.py, what makes data parallelism and ZeRO fast. For a module of your own
+further/ has DDP, ShardedOptimizer, FSDP and tensor_parallel: ddp.py, zero.py, fsdp.py, tensor.py.
 
 `python -m lessons data`, `memory`, `fsdp`, `tensor`, `pipeline`, and for further/ `context`, `experts`: on a laptop.
 
@@ -511,7 +511,6 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, layer, group, f, fused=(1,)):  # f: CopyToGroup.apply, or sequence parallelism's
         super().__init__()
-        check_replaceable(layer, nn.Linear)
         self.f = f
         self.cut = Cut(group, 0, fused)  # A's columns are the weight's rows
         self.weight, self.bias = local_parameter(layer.weight, self.cut), local_parameter(layer.bias, self.cut)
@@ -525,7 +524,6 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, layer, group, g):  # g: ReduceFromGroup.apply, or sequence parallelism's
         super().__init__()
-        check_replaceable(layer, nn.Linear)
         self.g = g
         self.cut = Cut(group, 1)
         self.weight, self.bias = local_parameter(layer.weight, self.cut), layer.bias
@@ -543,7 +541,6 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding, group, g):
         super().__init__()
-        check_replaceable(embedding, nn.Embedding)
         self.g = g
         self.cut = Cut(group, 0)
         self.weight = local_parameter(embedding.weight, self.cut)
@@ -567,45 +564,15 @@ EMBEDDINGS = nn.Embedding, VocabParallelEmbedding  # their backward needs rows' 
 
 def local_parameter(param, cut):
     """Leave of a parameter this rank's part, in place, so that whoever else holds it has the part, too: a tied layer,
-    an optimizer. It knows how it was cut. ValueError for what cannot be cut so."""
+    an optimizer. It knows how it was cut."""
     before = placement_of(param)
     if param is None or any(cut.is_like(done) for done in before.cuts):  # a tied one is cut once
         return param
-    check_cuttable(param, cut)
     set_placement(param, cuts=before.cuts + (cut,), sharded_over=before.sharded_over + (cut.group,),
                   whole=whole_shape(param))
     param.grad = None
     param.data = cut.part(param.detach()).contiguous()
     return param
-
-
-def check_cuttable(param, cut):
-    """ValueError for a parameter that is more than numbers, or has fewer rows than there are ranks."""
-    what = f"a parameter of {tuple(param.shape)} cannot be cut over {cut.size} ranks"
-    rows = param.shape[cut.dim] // sum(cut.fused)
-    is_plain = type(param) in (nn.Parameter, PlacedParameter)
-    if not is_plain or param._backward_hooks or param._post_accumulate_grad_hooks:
-        raise ValueError(f"{what}: it is no plain nn.Parameter, or it has hooks, which expect all of it; cut it before "
-                         "you register them")
-    if cut.group in [done.group for done in placement_of(param).cuts]:
-        raise ValueError(f"{what} in two ways: layers that are tied to each other must be cut alike")
-    if rows < cut.size:
-        raise ValueError(f"{what} along dimension {cut.dim}: give a group of {rows} or fewer")
-
-
-def check_replaceable(layer, kind):
-    """ValueError for a layer that is more than its kind: what takes its place has a weight and a bias alone."""
-    what = [name for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
-            if getattr(layer, name, None) is not None and getattr(layer, name) is not False]
-    of_its_own = {**layer._parameters, **layer._buffers, **layer._modules}
-    what += [name for name in of_its_own if name not in ("weight", "bias")]
-    what += ["hooks"] * any(hooks for name, hooks in vars(layer).items() if name.endswith("_hooks"))
-    forward = getattr(layer.forward, "__func__", None)
-    if getattr(forward, "computes", forward) is not kind.forward:
-        what.append("a forward of its own")
-    if what or not isinstance(layer, kind):
-        raise ValueError(f"a plain {kind.__name__} can be cut over ranks, not {type(layer).__name__}"
-                         f"{' with ' * bool(what)}{', '.join(what)}")
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -663,28 +630,22 @@ def planned(name, plan):
     return next((how for ending, how in plan.items() if ("." + name).endswith("." + ending)), None)
 
 
+def planned_layers(module, plan):
+    """{layer: what the plan does with it} of the layers that it names."""
+    named = module.named_modules(remove_duplicate=False)
+    return {layer: how for name, layer in named if (how := planned(name, plan))}
+
+
 def tensor_parallel(module, group, plan=None):
-    """Make the layers that the plan names this rank's slices; left out, it is a GPT's `gpt2_plan`. N must divide the
-    heads. Layers and parameters stay the objects that they are, so ties stay ties, and who holds one has its slice.
-    ValueError for a layer that does more than its kind, or has a parameter of a layer that the plan does not name."""
+    """Put this rank's slices in place of the layers that the plan names; left out, it is a GPT's `gpt2_plan`. N must
+    divide the heads. Parameters stay the objects that they are, so ties stay ties. (Of a module of your own
+    further/tensor.py's also refuses what cannot be cut.)"""
     plan = plan or gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply)
-    cut = {}  # layer -> how
-    for name, layer in module.named_modules(remove_duplicate=False):
-        if how := planned(name, plan):
-            cut[layer] = how
-    whole = {param for layer in module.modules() if layer not in cut for param in layer.parameters(recurse=False)}
-    if shared := whole.intersection(param for layer in cut for param in layer.parameters(recurse=False)):
-        names = [name for name, param in module.named_parameters(remove_duplicate=False) if param in shared]
-        raise ValueError(f"{' and '.join(names)} are one parameter: the plan must cut all of these layers, or none")
-    for layer, how in cut.items():
-        become(layer, how(layer, group))
+    cut = {layer: how(layer, group) for layer, how in planned_layers(module, plan).items()}
+    for name, layer in [*module.named_modules(remove_duplicate=False)]:
+        if layer in cut:
+            module.set_submodule(name, cut[layer])
     return module
-
-
-def become(layer, new):
-    """Make a layer another one for all who hold it, be it in a list or in a closure."""
-    layer.__class__ = type(new)
-    vars(layer).update(vars(new) | {"training": layer.training})
 
 
 # ----------------------------------------------------------------------------------- pipeline: layers spread over ranks

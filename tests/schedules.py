@@ -22,6 +22,7 @@ from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, run
 from further.experts import resized
 from further.lists import check, checked, lower, parse, ScheduleError
 from further.pieces import split_pieces
+from further.tensor import tensor_parallel
 from lessons.lecture8 import gpipe_step
 from further.schedules import (
     dualpipe_v, HalvedMicroBatch, interleaved, SCHEDULES, squeeze, v_half, v_min, zb_v, zero_bubble_h1)
@@ -82,7 +83,7 @@ def test_who_else_holds_a_layer_or_a_weight_holds_its_slice():
         net = InAList().double().eval()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
         if cut:
-            parallel.tensor_parallel(net, None, plan)
+            tensor_parallel(net, None, plan)
             assert len(net.first.weight) == (5, 4)[dist.get_rank()]
         for _ in range(3):
             loss = parallel.cross_entropy(net(x), y, 10)
@@ -117,9 +118,15 @@ def test_cut_layers_refuse_what_they_cannot_do():
             ("a group of 1 or fewer", plan, nn.Embedding(1, 4)),
             ("Linear can be cut over ranks, not Conv1d", columns, nn.Conv1d(4, 4, 1))]:
         with pytest.raises(ValueError, match=says):
-            parallel.tensor_parallel(nn.Sequential(layer), None, plan_of)
+            tensor_parallel(nn.Sequential(layer), None, plan_of)
     with pytest.raises(ValueError, match="0.weight and 1.weight are one parameter"):
-        parallel.tensor_parallel(nn.Sequential(hooked, tied), None, columns)
+        tensor_parallel(nn.Sequential(hooked, tied), None, columns)
+    row = functools.partial(parallel.RowParallelLinear, g=g)
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = one.weight
+    with pytest.raises(ValueError, match="in two ways: layers that are tied"):
+        tensor_parallel(nn.Sequential(one, other), None, columns | {"1": row})
+    assert type(one) is nn.Linear and len(one.weight) == 4  # nothing is cut before all is checked
     with pytest.raises(ValueError, match="needs 9 processes, there are 2"):
         parallel.make_mesh("cpu", 3, 3)
     net = parallel.tensor_parallel(nn.Sequential(nn.Embedding(10, 4)), None, plan)

@@ -269,8 +269,9 @@ def modules_of_a_user():
     """Those of this project that his DDP, ShardedOptimizer and FSDP import, with fast.on() and without."""
     for name in [name for name in sys.modules if name.split(".")[0] in ROOMS]:
         del sys.modules[name]
-    for name in "further.ddp", "further.zero", "further.fsdp", "further.states", "further.together", "fast":
-        importlib.import_module(name)
+    for name in "ddp", "zero", "fsdp", "states", "tensor", "together":
+        importlib.import_module(f"further.{name}")
+    importlib.import_module("fast")
     sys.modules["fast"].on()
     return {*sys.modules}
 
