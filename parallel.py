@@ -204,7 +204,7 @@ class ZeRO0:
     def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
         self.group, self.compute_dtype = group_or_world(group), compute_dtype
         param_groups = torch.optim.Optimizer(params, {}).param_groups  # PyTorch's reading: a list, groups, names
-        self.stepped = {param: self.shard(param) for some in param_groups for param in some["params"]}
+        self.stepped = {param: self.make_stepped(param) for some in param_groups for param in some["params"]}
         for some in param_groups:
             some["params"] = [self.stepped[param] for param in some["params"]]
         self.inner = optimizer_class(param_groups, **options)
@@ -217,7 +217,7 @@ class ZeRO0:
     def state(self):
         return self.inner.state
 
-    def shard(self, param):
+    def make_stepped(self, param):
         """What `inner` steps for a parameter: the parameter; if layers compute in 16 bits, a float32 master of it."""
         dtype = self.compute_dtype or param.dtype
         if dtype == master_dtype(dtype):
@@ -275,7 +275,7 @@ class ZeRO1(ZeRO0):
         self.whole = {}
         super().__init__(*args, **options)
 
-    def shard(self, param):
+    def make_stepped(self, param):
         group, placement = averaging_group(param, self.group), placement_of(param)
         dtype = self.compute_dtype or param.dtype
         rows = in_rows(param.detach(), dist.get_world_size(group))

@@ -62,7 +62,7 @@ def definitions(file):
 
 @functools.cache
 def targets():
-    """{address, such as parallel.ZeRO1.shard: the link to it}"""
+    """{address, such as parallel.ZeRO1.make_stepped: the link to it}"""
     found = {}
     for file in FILES:
         module = module_of(file)

@@ -73,7 +73,7 @@ def test_each_link_has_a_target_and_nothing_is_loaded(site):
 
 SHOWN = {  # a page, and what stands in it: names lead to their definitions, the index is the reading path
     "parallel.html": (
-        '.<a href="collectives.html#all_reduce">all_reduce</a>', '<dfn id="ZeRO1.shard">shard</dfn>',
+        '.<a href="collectives.html#all_reduce">all_reduce</a>', '<dfn id="ZeRO1.make_stepped">make_stepped</dfn>',
         '(<a href="parallel.html#ZeRO2">ZeRO2</a>):'),
     "further.buckets.html": (
         'self.<a href="further.buckets.html#Reducer.start">', '<dfn id="Reducer.computed">computed</dfn>'),
