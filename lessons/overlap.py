@@ -5,33 +5,58 @@
 Ultra-Scale Playbook, "the math for compute/communication overlap".
 """
 
+import math
+
 import torch
 
 from model import PRESETS
 from theory.speed import MACHINES, overlaps, ring_hides
 
 
+def ratios(config, tokens, n, rates):
+    """{strategy: (inside a node, between nodes)}: traffic's seconds over those of the products that can hide it."""
+    return {name: tuple(sent / link / (flops / rates.matmul) for link in (rates.link, rates.network))
+            for name, (sent, flops) in overlaps(config, tokens, n).items()}
+
+
+def hidden_from(tokens, ratio, of_more):
+    """Solve ratio <= 1 for tokens: from how many on traffic hides. ratio: with `tokens`; of_more: with more of them. A
+    ratio that more tokens lower is a constant over tokens; another one does not depend on them."""
+    if math.isclose(ratio, of_more):
+        return "any" if ratio <= 1 else "never"
+    return f"{math.ceil(ratio * tokens):,}"
+
+
 def demo_overlap(model, ranks, tokens, machine):
-    """Traffic's seconds over those of the products that can hide it, for each strategy."""
+    """Traffic's seconds over those of the products that can hide it, and with how many tokens they do."""
     config, rates, n = PRESETS[model], MACHINES[machine], ranks
     k, c, layers = config.parameters(), config.n_embd, config.n_layer
     per_byte = rates.matmul / rates.link
     printed = {"dp": k / (2 * tokens) * (n - 1) / n, "ZeRO-3, forward": (n - 1) / n / (2 * tokens),
                "tp": (n - 1) / (2 * c), "pp": n / (32 * c * layers)}
+    some, more = (ratios(config, t, n, rates) for t in (tokens, 4 * tokens))
     print(f"{model}, {n} ranks, {tokens:,} tokens on each, 16-bit weights, float32 gradients. {rates.name}: F = "
           f"{rates.matmul / 1e12:.0f} TFLOP/s of products,\nW = {rates.link / 1e9:.0f} GB/s in a node, "
           f"{rates.network / 1e9:.0f} between nodes (an estimate).\nBytes and FLOPs of a block, of pp a stage: "
           f"traffic's time over the products', which can hide it up to 1.\n\n"
-          f"{'':20}{'MB sent':>10}{'GFLOPs':>10}{'in a node':>12}{'between':>10}{'as printed in the playbook':>30}")
+          f"{'':38}{f'{tokens:,} tokens':>21}{f'{4 * tokens:,} tokens':>21}{'<= 1 from tokens':>21}"
+          f"{'as printed in':>15}\n"
+          f"{'':20}{'MB sent':>9}{'GFLOPs':>9}" + 3 * f"{'in a node':>11}{'between':>10}" + f"{'the playbook':>15}")
     for name, (sent, flops) in overlaps(config, tokens, n).items():
-        here, there = (sent / link / (flops / rates.matmul) for link in (rates.link, rates.network))
-        said = f"{printed[name] * per_byte:30.3g}" if name in printed else ""
-        print(f"{name:20}{sent / 1e6:10,.1f}{flops / 1e9:10,.0f}{here:12.3f}{there:10.3f}{said}")
+        cells = [f"{ratio:.3f}" for ratio in (*some[name], *more[name])]
+        cells += [hidden_from(tokens, *pair) for pair in zip(some[name], more[name])]
+        said = f"{printed[name] * per_byte:15.3g}" if name in printed else ""
+        print(f"{name:20}{sent / 1e6:9,.1f}{flops / 1e9:9,.0f}"
+              + "".join(f"{here:>11}{there:>10}" for here, there in zip(cells[::2], cells[1::2])) + said)
     near, far = (max(ring_hides(rates.attention_with(8192), link, torch.bfloat16))
                  for link in (rates.link, rates.network))
+    received = overlaps(config, tokens, n)["pp"][0]
     print(f"cp, ring: hidden from {near:,.0f} tokens of a rank on, between nodes {far:,.0f} (`ring_hides`)\n\n"
           "The playbook's bandwidth counts elements, and K stays in its data-parallel ratio, where it cancels.\n"
-          "Where --tp's all-reduces could hide, nothing here hides them: the next product waits for them.\n\n"
+          "Where --tp's all-reduces could hide, nothing here hides them: the next product waits for them.\n"
+          f"pp's row is BTC: what a stage waits for in forward, {received / 1e6:.1f} MB. A stage sends BTC forward and "
+          f"BTC backward, 2 BTC a\nmicro-batch, {2 * received / 1e6:.1f} MB (docs/words.md), and receives as much. The "
+          f"playbook adds both up: 4 BTC, {4 * received / 1e6:.1f} MB.\n\n"
           "measured on H200s (docs/results.md, docs/tried.md):")
     sent, _ = overlaps(PRESETS["gpt2-xl"], 8192, 4)["dp"]
     seconds = sent * PRESETS["gpt2-xl"].n_layer / MACHINES["h200"].link

@@ -53,16 +53,19 @@ SHOWN = [
         ...
         256.0 FLOPs a byte: comp"""),
     # 4 bytes x 7/8 / (2 x 8192) x 710e12 / 330e9; 2 bytes x 7 / (6 x 1600) and 2 x 8 / (24 x 1600 x 48), times the same
+    # whatever the tokens; BTC is 2 x 8192 x 1600 bytes
     ("overlap", 1, """
-        0.460     3.370                      1.79e+08
+              0.460     3.370      0.115     0.843      3,766    27,612       1.79e+08
         ...
-        0.230     1.685
+              0.230     1.685      0.057     0.421      1,883    13,806
         ...
-        3.138    23.009
+              3.138    23.009      3.138    23.009      never     never
         ...
-        0.019     0.137
+              0.019     0.137      0.019     0.137        any       any
         ...
         cp, ring: hidden from 2,894
+        ...
+        micro-batch, 52.4 MB (docs/words.md), and receives as much. The playbook adds both up: 4 BTC, 104.9 MB.
         ...
         Of 27 ms of traffic 6 show"""),
     # 53 tensors x 2 messages x 3 steps. Of ZeRO-3 34 vectors x 2, 19 matrices x 3, but 2 embeddings once less. In

@@ -18,6 +18,7 @@ from tests.benchmark import H200, asked
 from tests.llama import write_folder
 from tests.pool import close, parametrize, table
 from tests.runs import output_of, parse
+from lessons.overlap import hidden_from, ratios
 from lessons.plan import SPLIT, all_layouts, describe_layout
 from further.experts import ExpertsConfig
 from further.schedules import SCHEDULES, zero_bubble_h1
@@ -126,6 +127,19 @@ def test_a_ring_hides_where_the_bytes_take_as_long_as_the_flops(dtype, width):
     hidden = ring_hides(flops, link, parallel.PRECISIONS[dtype])
     for tokens, sent, products in zip(hidden, (2 * width, 2 * width + 8), (2, 5)):
         assert close(sent * tokens / link, products * tokens**2 / flops)
+
+
+def test_traffic_hides_from_the_tokens_that_the_ratio_names():
+    """With one token less it does not; of tensor and pipeline parallelism tokens cancel."""
+    some, more = (ratios(XL, tokens, 8, H200) for tokens in (100, 700))
+    for name in some:
+        for link in (0, 1):
+            least = hidden_from(100, some[name][link], more[name][link])
+            if name in ("tp", "pp"):
+                assert least == ("any" if ratios(XL, 1, 8, H200)[name][link] <= 1 else "never")
+                continue
+            least = int(least.replace(",", ""))
+            assert ratios(XL, least, 8, H200)[name][link] <= 1 < ratios(XL, least - 1, 8, H200)[name][link]
 
 
 def test_operations_move_and_compute_what_the_planner_counts():
