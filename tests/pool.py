@@ -192,8 +192,9 @@ def pytest_configure(config):
 
 
 def in_new_process(function, *args):
-    """What a module's function returns in a process without groups, in which fast/ is not on."""
-    with concurrent.futures.ProcessPoolExecutor(1, forkserver()) as one:
+    """What a module's function returns in a process without groups, in which fast/ is not on. It has one thread: of
+    small tensors two take ten times the time of one, because they wait for each other, and for the other tests."""
+    with concurrent.futures.ProcessPoolExecutor(1, forkserver(), torch.set_num_threads, (1,)) as one:
         return one.submit(function, *args).result()
 
 
