@@ -1,9 +1,9 @@
 """`python -m lessons same`: right layouts are the same, and faults are seen, placed and named."""
 
-import functools
 import os
 import subprocess
 import sys
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from further.experts import routers
 from lessons import same
 from tests import layouts
 from tests.pool import parametrize
+from tests.runs import ran
 
 
 def adapter_of(case, edition=parallel.Lecture):
@@ -38,7 +39,7 @@ def adapter_of(case, edition=parallel.Lecture):
         tensors = dict([*whole.named_parameters(remove_duplicate=False), *whole.named_buffers()])
         net = train.parallelize(config, train.Layout(**layout, **{"dtype": torch.float64, **fields}), "cpu",
                                 bias and (lambda name: tensors[name].detach()),
-                                functools.partial(torch.optim.SGD, lr=0.5), edition)
+                                partial(torch.optim.SGD, lr=0.5), edition)
         made[:] = [net]
         return [net.module(stage) for stage in net.stages]
 
@@ -181,27 +182,35 @@ FAULTS = [  # an adapter, what stands there, what somebody wrote, what the tool 
     ("pipeline", "loss_fn=loss", "loss_fn=loss, scale_grads=False", "x 4 = micro-batches: a sum where a mean is meant")]
 
 
-def said(folder, text, *flags):
-    """(exit code, what it prints) of the tool, alone in a folder with an adapter."""
+def said(folder, text, code, *flags, start=ran):
+    """What the tool prints, alone in a folder with an adapter, if it ends with this exit code. It is started in a copy
+    of a process that has imported PyTorch."""
     for name, lines in (("same.py", open(same.__file__).read()), ("mine.py", text)):
         (folder / name).write_text(lines)
-    done = subprocess.run([sys.executable, "same.py", "mine.py", *flags], cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": ""})
-    return done.returncode, done.stdout + done.stderr
+    return start(["mine.py", *flags], 1, folder / "log", [code], program="same.py", folder=str(folder),
+                 before=partial(os.chdir, folder), launcher="fork")
+
+
+def in_new_python(flags, size, log, codes, folder, **_):
+    """As a reader starts it."""
+    done = subprocess.run([sys.executable, "same.py", *flags], cwd=folder, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == codes[0], done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @parametrize("kind, flags", [("ddp", ()), ("fsdp x tp", ("--all",)), ("pipeline", ("--dtype", "bf16"))])
 def test_right_models_of_others_are_the_same(tmp_path, kind, flags):
-    code, text = said(tmp_path, MODEL + OTHERS[kind], *flags)
-    assert code == 0 and text.endswith("\nSAME\n"), text
+    text = said(tmp_path, MODEL + OTHERS[kind], 0, *flags, start=ran if flags else in_new_python)
+    assert text.endswith("\nSAME\n"), text
     assert "--all" not in flags or "tp cuts dimension 0, dp cuts dimension 0" in text
 
 
 @parametrize("kind, old, new, words", FAULTS, ids=range(len(FAULTS)))
 def test_faults_are_seen_and_named(tmp_path, kind, old, new, words):
     assert old in OTHERS[kind]
-    code, text = said(tmp_path, MODEL + OTHERS[kind].replace(old, new, 1))
-    assert code == 1 and words in text, text
+    text = said(tmp_path, MODEL + OTHERS[kind].replace(old, new, 1), 1)
+    assert words in text, text
 
 
 @parametrize("old, new, words", [
@@ -209,5 +218,5 @@ def test_faults_are_seen_and_named(tmp_path, kind, old, new, words):
     ("return net\n", "return None\n", " of 2: parallelize(net) returns None: give a module"),
     ("total = 0", "total = x.no", "line 25, in step: AttributeError: 'Tensor' object has no attribute 'no'")])
 def test_an_adapter_that_cannot_run_is_refused_in_a_line(tmp_path, old, new, words):
-    code, text = said(tmp_path, MODEL + OTHERS["ddp"].replace(old, new, 1))
-    assert code == 2 and words in text and text.count("\n") == 1, text
+    text = said(tmp_path, MODEL + OTHERS["ddp"].replace(old, new, 1), 2)
+    assert words in text and text.count("\n") == 1, text
