@@ -78,7 +78,8 @@ class Layout:
     tp: int = flag(1, "ranks each layer is cut over")
     sp: bool = flag(False, "sequence parallelism: tp cuts the tokens too, between the layers that it cuts")
     cp: int = flag(1, "context parallelism: ranks each sequence is cut over")
-    cp_kind: str = flag("ring", "keys and values go round, or tokens are traded for heads", choices=["ring", "ulysses"])
+    cp_kind: str = flag("ring", "keys and values go round, tokens are traded for heads, or these inside a node and "
+                                "those between", choices=["ring", "ulysses", "ulysses+ring"])
     ep: int = flag(1, "ranks of dp that share out the experts")
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(SCHEDULES))  # or the text of --schedule-file
@@ -266,7 +267,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
     """
     stage_to_rank = stage_to_rank_of(config, layout)
     mesh = parallel.make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
-    groups = make_groups(mesh, layout, stage_to_rank, config.tied)
+    groups = make_groups(mesh, layout, stage_to_rank, config)
     source = source or partial(initial_weight, config, seed=0)
     stages = {}
     master = parallel.master_dtype(layout.dtype)
@@ -324,14 +325,15 @@ def ranks_of_dp_cp(mesh):
     return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)                             # (pp tp, dp cp)
 
 
-def make_groups(mesh, layout, stage_to_rank, tied):
+def make_groups(mesh, layout, stage_to_rank, config):
     """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
 
     dp_cp             the ranks that average gradients, dp x cp
     shard, replicate  ZeRO's: `zero_within` neighbours in dp_cp share out the states (None: all of it does); `replicate`
                       are the ranks with the same shard, or None. (HSDP's groups of these names)
+    ulysses, ring     of cp: who trade tokens for heads, and around whom keys and values go; None: nobody
     ep, same_experts  of `split_experts`, or None
-    embedding         the two ranks that keep a `tied` embedding, of the first and the last stage, else None
+    embedding         the two ranks that keep a tied embedding, of the first and the last stage, else None
     """
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
     over_nodes(None, [range(mesh.size())])
@@ -345,13 +347,17 @@ def make_groups(mesh, layout, stage_to_rank, tied):
     groups.replicate = None
     if layout.zero and layout.zero_within not in (None, layout.dp * layout.cp):
         groups.shard, groups.replicate = parallel.groups_of(dp_cp.unflatten(1, (-1, layout.zero_within)))
+    groups.ulysses = groups.ring = None
+    if layout.cp > 1:
+        from further.ulysses import split_context
+        groups.ulysses, groups.ring = split_context(mesh, layout, config)
     groups.ep = groups.same_experts = None
     if layout.ep > 1:
         from further.expert_parallel import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
     groups.embedding = None
     ends = [stage_to_rank[0], stage_to_rank[len(stage_to_rank) - 1]]
-    if tied and ends[0] != ends[1]:
+    if config.tied and ends[0] != ends[1]:
         first_and_last = mesh.mesh[ends].flatten(1)                                           # (2, dp cp tp)
         groups.embedding, _ = make(first_and_last.T.tolist())
     return groups
@@ -361,7 +367,7 @@ def cut_layers(model, layout, groups, edition):
     """Over cp, ep and tp, in place."""
     if layout.cp > 1:
         from further.context import context_parallel
-        context_parallel(model, groups.cp, layout.cp_kind, **edition.context)
+        context_parallel(model, groups, **edition.context)
     if layout.ep > 1:
         from further.expert_parallel import expert_parallel
         expert_parallel(model, groups.ep, groups.same_experts, **edition.experts)
@@ -536,7 +542,7 @@ class ParallelGPT:
     def run(self, x, y, actions, scale, sync):
         if self.layout.cp > 1:
             from further.context import cut_tokens
-            x, y = (cut_tokens(tokens, self.groups.cp, self.layout.cp_kind) for tokens in (x, y))
+            x, y = (cut_tokens(tokens, self.groups) for tokens in (x, y))
         weight = self.weight_of_a_target(y)
         losses = self.pipeline.run(actions, x, y, scale * weight, sync)
         loss = torch.zeros_like(weight)

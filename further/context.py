@@ -1,7 +1,6 @@
 """Context parallelism: what if one sequence is too long for one rank?
 
-    torchrun --nproc_per_node 2 train.py --plain --cp 2                       ring attention
-    torchrun --nproc_per_node 2 train.py --plain --cp 2 --cp-kind ulysses     heads for tokens
+    torchrun --nproc_per_node 2 train.py --plain --cp 2
 """
 
 import math
@@ -11,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 import collectives as dist
 import kernels
-from further.sequence import Conjugate
+from further.ulysses import ulysses_attention
 
 
 # ----------------------------------------------------------------------------- context parallel: a sequence over ranks
@@ -43,21 +42,30 @@ from further.sequence import Conjugate
 #     keys of a lower rank      all queries see the first chunk of keys, none sees the second
 #     keys of a higher rank     the second chunk of queries sees all keys, the first sees none
 #
-# Ulysses is the other way: an all-to-all trades tokens for heads, (B, T/N, H, D) for (B, T, H/N, D), each rank computes
-# ordinary attention for its heads, and a second all-to-all trades back. q, k, v and o make it
-# (N-1)/N x 4BTC/N elements forward, as many backward. N must divide the heads of keys.
-# Liu et al., "Ring Attention" (2023), without the zigzag, which came later; Jacobs et al., "DeepSpeed Ulysses" (2023).
+# Liu et al., "Ring Attention" (2023), without the zigzag, which came later. further/ulysses.py has the other way, and
+# both at once: R ranks are around a ring, and U neighbours share what one of them would hold; N = R U.
 
-def own_tokens(tokens, rank, n, kind, device="cpu"):
-    """Which of a sequence's `tokens` a rank of n holds: int64 (T/N). n must divide tokens, 2n for a ring."""
-    chunks = torch.arange(tokens, device=device).view(2 * n if kind == "ring" else n, -1)
-    return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]]) if kind == "ring" else chunks[rank]
+def own_tokens(tokens, rank, n, inside, device="cpu"):
+    """Which of a sequence's `tokens` a rank of n holds: int64 (T/N). inside: U, a ring's 1, Ulysses' n. n must divide
+    tokens, and so must a ring's 2R."""
+    every = torch.arange(tokens, device=device)
+    ring = n // inside
+    place = rank // inside
+    if ring > 1:
+        chunks = every.view(2 * ring, -1)
+        every = torch.cat([chunks[place], chunks[2 * ring - 1 - place]])
+    return every.view(inside, -1)[rank % inside]
 
 
-def cut_tokens(micro_batches, group, kind):
+def inside_of(groups):
+    """U, of a ParallelGPT's groups."""
+    return dist.get_world_size(groups.ulysses) if groups.ulysses else 1
+
+
+def cut_tokens(micro_batches, groups):
     """This rank's tokens of each micro-batch (B, T): tensors (B, T/N)."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    return [tokens[:, own_tokens(tokens.shape[1], rank, n, kind, tokens.device)] for tokens in micro_batches]
+    rank, n, inside = dist.get_rank(groups.cp), dist.get_world_size(groups.cp), inside_of(groups)
+    return [tokens[:, own_tokens(tokens.shape[1], rank, n, inside, tokens.device)] for tokens in micro_batches]
 
 
 def shift(tensor, group):
@@ -137,43 +145,13 @@ class RingAttention(torch.autograd.Function):
         return grads.to(qkv.dtype).transpose(1, 2).reshape(qkv.shape), None, None
 
 
-def heads_for_tokens(x, group):
-    """(B, T/N, ..., H, D) -> (B, T, ..., H/N, D): this rank's heads of all tokens."""
-    parts = x.unflatten(-2, (dist.get_world_size(group), -1)).movedim(-3, 0).contiguous()     # (N, B, T/N, ..., H/N, D)
-    dist.all_to_all_single(whole := torch.empty_like(parts), parts, group=group)
-    return whole.movedim(0, 1).flatten(1, 2)
-
-
-def tokens_for_heads(x, group):
-    """(B, T, ..., H/N, D) -> (B, T/N, ..., H, D): all heads of this rank's tokens."""
-    parts = x.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0).contiguous()       # (N, B, T/N, ..., H/N, D)
-    dist.all_to_all_single(whole := torch.empty_like(parts), parts, group=group)
-    return whole.movedim(0, -3).flatten(-3, -2)
-
-
-def regrouped(qkv, back=False):
-    """qkv (B, T, G + 2, H/G, D) with its queries in such an order that a rank's N-th of the next to last dimension has
-    the queries that read its keys; and back. With G = 1 it is as it was."""
-    *_, parts, shared, _ = qkv.shape
-    if parts == 3:
-        return qkv
-    grid = (parts - 2, shared) if back else (shared, parts - 2)
-    q = qkv[:, :, :-2].flatten(2, 3).unflatten(2, grid).transpose(2, 3)
-    return torch.cat([q.reshape(qkv[:, :, :-2].shape), qkv[:, :, -2:]], 2)
-
-
-def ulysses_attention(qkv, group):
-    """As RingAttention, but rank r holds T/N neighbours, from token r T/N on."""
-    whole = Conjugate.apply(regrouped(qkv), group, heads_for_tokens, tokens_for_heads)    # (B, T, G + 2, H/G/N, D)
-    y = kernels.attention(regrouped(whole, back=True))                                            # (B, T, H/N, D)
-    return Conjugate.apply(y, group, tokens_for_heads, heads_for_tokens)
-
-
-def context_parallel(module, group, kind, ring=RingAttention.apply):
-    """Let a GPT compute with this rank's tokens alone, in place: `own_tokens` says which. kind: "ring", "ulysses"."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    attention = {"ring": ring, "ulysses": ulysses_attention}[kind]
-    module.positions = lambda every: own_tokens(n * len(every), rank, n, kind, every.device)
+def context_parallel(module, groups, ring=RingAttention.apply):
+    """Let a GPT compute with this rank's tokens alone, in place: `own_tokens` says which. groups: `cp`, and within it
+    `ulysses` and `ring`; None: there is none."""
+    rank, n, inside = dist.get_rank(groups.cp), dist.get_world_size(groups.cp), inside_of(groups)
+    around = (lambda qkv: ring(qkv, groups.ring)) if groups.ring else kernels.attention
+    attention = (lambda qkv: ulysses_attention(qkv, groups.ulysses, around)) if groups.ulysses else around
+    module.positions = lambda every: own_tokens(n * len(every), rank, n, inside, every.device)
     for block in module.h.values():
         block.attn.positions = module.positions
-        block.attn.attention = lambda qkv: attention(qkv, group)
+        block.attn.attention = attention

@@ -44,12 +44,23 @@ def what_sizes_divide(c, called):
             f"{c.n_layer}")
 
 
-def what_ranks_divide(s, c, world=1):
-    """Of a layout, pipelines apart. world: how many processes there are; 1: as many as it needs will be started."""
-    return itertools.chain(what_tp_and_cp_divide(s, c, world), what_ep_divides(s, c, world), what_dp_divides(s))
+def ulysses_ranks(s, c, node):
+    """How many neighbours along --cp trade tokens for heads: none but itself in a ring, all in Ulysses. In both at once
+    the most that divide cp and a rank's heads of keys, that share a node of so many ranks, and that leave a ring."""
+    if s.cp_kind != "ulysses+ring":
+        return s.cp if s.cp_kind == "ulysses" else 1
+    able = [n for n in range(1, s.cp) if s.cp % n == 0 and c.kv_heads // s.tp % n == 0 and node % (n * s.tp) == 0]
+    return max(able, default=1)
 
 
-def what_tp_and_cp_divide(s, c, world):
+def what_ranks_divide(s, c, world=1, node=None):
+    """Of a layout, pipelines apart. world: how many processes there are; 1: as many as it needs will be started. node:
+    how many of them are on a node; None: all."""
+    node = node or s.dp * s.tp * s.pp * s.cp
+    return itertools.chain(what_tp_and_cp_divide(s, c, world, node), what_ep_divides(s, c, world), what_dp_divides(s))
+
+
+def what_tp_and_cp_divide(s, c, world, node):
     kind = "heads" if c.kv_heads == c.n_head else "heads of keys and values"
     yield c.kv_heads % s.tp, (
         f"--tp {s.tp} does not divide the model's {c.kv_heads} {kind}: give --tp {math.gcd(s.tp, c.kv_heads)}")
@@ -70,6 +81,9 @@ def what_tp_and_cp_divide(s, c, world):
     yield s.cp_kind == "ulysses" and heads % s.cp, (
         f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} {kind} of a rank: give --cp "
         f"{math.gcd(s.cp, heads)} or --cp-kind ring")
+    yield s.cp > 1 and s.cp_kind == "ulysses+ring" and ulysses_ranks(s, c, node) == 1, (
+        f"--cp-kind ulysses+ring: no part of --cp {s.cp} of 2 ranks or more divides the {heads} {kind} of a rank, has "
+        f"room on a node and leaves a ring: give --cp-kind ring")
 
 
 def what_dp_divides(s):
@@ -88,7 +102,7 @@ def what_dp_divides(s):
 
 def parts_of_sequence(s):
     """In how many parts of one length --cp and --sp cut each sequence."""
-    chunks = 2 * s.cp if s.cp > 1 and s.cp_kind == "ring" else s.cp
+    chunks = 2 * s.cp if s.cp > 1 and s.cp_kind != "ulysses" else s.cp
     return math.lcm(chunks, s.cp * s.tp if s.sp else 1)
 
 

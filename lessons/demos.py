@@ -303,7 +303,7 @@ def demo_types(**flags):
         for (axis, what, place), times in step.sent.items():
             sent[axis, what, re.sub(r"\.\d+\.", ".*.", place)] += times
     for (axis, what, place), times in sorted(sent.items()):
-        print(f"{axis:5}{what:36}{times:5} x  {place}")
+        print(f"{axis:4} {what:36}{times:5} x  {place}")
     print(f"\n{ranks} ranks, {time.perf_counter() - start:.1f} s, no message sent. {wrong or 'Nothing is wrong.'}")
 
 
@@ -312,7 +312,8 @@ def context_work(rank, other, n, kind):
 
     A sequence has 2n chunks. A block is the scores of one chunk with another, half a block those of one with itself.
     """
-    mine, theirs = (own_tokens(2 * n, r, n, kind) for r in (rank, other))  # a sequence of 2n tokens: one is a chunk
+    inside = 1 if kind == "ring" else n
+    mine, theirs = (own_tokens(2 * n, r, n, inside) for r in (rank, other))  # a sequence of 2n tokens: one is a chunk
     if kind == "ring":
         rows, keys, _ = seen(rank, other, 1)
         mine, theirs = mine[rows], theirs[keys]
@@ -444,7 +445,7 @@ def main():
             told = HELP[flag] + f" (default: {default})" * bool(default)
             kind = TYPES.get(flag, positive if isinstance(default, int) else str)
             choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"],
-                       "zero": range(4), "cp_kind": ["ring", "ulysses"], "schedule": [*SCHEDULES]}.get(flag)
+                       "zero": range(4), "cp_kind": ["ring", "ulysses", "ulysses+ring"], "schedule": [*SCHEDULES]}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
     for many in (puzzles, runs, turns):
         many.add_to(lessons)

@@ -16,7 +16,7 @@ from safe.sizes import BadInput
 from theory.clock import stage_to_rank_in
 from theory.memory import ROOM, needed_bytes
 from theory.speed import Costs, describe_machine, mfu, mfu_note, predict, ring_hides
-from train import LLAMAS
+from train import Layout, LLAMAS
 
 
 def divisors(n):
@@ -38,9 +38,12 @@ def is_taken(s, config, gpus, node):
     return s.pp <= most and len(stage_to_rank_in(s)) <= most
 
 
+KINDS = Layout.__dataclass_fields__["cp_kind"].metadata["choices"]
+
+
 def axes_of(config, gpus, batch_size, dtype, machine):
     """Layouts by their axes alone: tp inside a node, cp where attention hides a ring inside a node."""
-    for tp, cp, pp, kind in itertools.product(*[divisors(gpus)] * 3, ("ring", "ulysses")):
+    for tp, cp, pp, kind in itertools.product(*[divisors(gpus)] * 3, KINDS):
         own = config.seq_len // cp
         hides = max(ring_hides(machine.attention_with(own), machine.link, parallel.PRECISIONS[dtype]))
         s = Settings(dp=gpus // (tp * cp * pp), tp=tp, cp=cp, pp=pp, cp_kind=kind, dtype=dtype, batch_size=batch_size)

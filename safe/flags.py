@@ -147,7 +147,7 @@ def check_parts(s, c, world, local_world, processes):
            "many blocks, not what of them runs again: give --recompute mlp, too")
     reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
            f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}")
-    reject_misfit(what_ranks_divide(s, c, world))
+    reject_misfit(what_ranks_divide(s, c, world, local_world if world > 1 else None))
 
 
 def reject_misfit(table):

@@ -81,6 +81,8 @@ TRAFFIC = """
     --tp 2 --pp 2 --sp --micro-batches 2
     --arch llama --dp 2 --tp 2 --sp --zero 3 --dtype bf16
     --cp 4 --zero 3 --micro-batches 2
+    --cp 4 --cp-kind ulysses+ring --recompute block --dtype bf16
+    --arch llama --cp 4 --cp-kind ulysses+ring
     --cp 2 --tp 2 --sp --zero 1 --recompute mlp
     --tp 2 --sp --recompute block --recompute-blocks 1
     --cp 2 --recompute attention --recompute-blocks 1

@@ -108,7 +108,7 @@ def test_ring_attention_on_kernels(dtype, error, rank, size):
     B, T, H, D = 4 // size, 128 * size, 1, 16
     torch.manual_seed(0)
     qkv, dy = torch.randn(B, T, 3, H, D), torch.randn(B, T, H, D)
-    whole, mine = qkv.double().requires_grad_(), further.context.own_tokens(T, rank, size, "ring", qkv.device)
+    whole, mine = qkv.double().requires_grad_(), further.context.own_tokens(T, rank, size, 1, qkv.device)
     y = kernels.attention(whole)
     y.backward(dy.double())
     kernels.use("triton")

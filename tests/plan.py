@@ -69,6 +69,8 @@ def moe_law(ep):
       for zero in ("", " --zero 3", " --zero 3 --zero-within 8")),
     (LONG, ALL, "cp", 12 * 3 / 4 * BTC * (2 * 4 + 2 * 2 + 2 * 4) * LINK),
     (LONG, ALL + " --cp-kind ulysses", "cp", 12 * 3 / 4 * 4 * BTC / 4 * 2 * 3 * LINK),
+    (LONG, ALL + " --cp-kind ulysses+ring", "cp",  # a ring's 1/4 where it was 3/4, and two ranks' exchange
+     12 * BTC / 4 * ((2 * 4 + 2 * 2 + 2 * 4) + 1 / 2 * 4 * 2 * 3) * LINK),
     *((MOE, f"--dp 8 --ep {ep} --zero 1", axis, law(ep)) for ep in (1, 2, 8)
       for axis, law in (("ep", rows_law), ("dp", moe_law))),
     (MOE, "--dp 8 --ep 8 --recompute block", "ep", 6 / 4 * rows_law(8))])
@@ -204,7 +206,7 @@ LISTED = [  # flags, how many layouts are listed, and what is true of each
     ("--gpus 12 --batch-size 24", 15, lambda s: s.cp == 1),
     (f"--gpus 1 {LARGE}", 0, None),
     # All that fit: sequences are cut where nothing else does, experts shared out, states sharded or layers cut.
-    (VERY_LONG + " --top 1000", 40, lambda s: s.cp > 1),
+    (VERY_LONG + " --top 1000", 54, lambda s: s.cp > 1),
     ("--gpus 8 --machine h100 --batch-size 64 --experts 32 --top 1000", 33,
      lambda s: s.ep > 1 or s.zero == 3 or s.pp > 1),
     ("--gpus 8 --machine SMALL --top 1000", 42, lambda s: s.zero or s.pp > 1)]

@@ -331,6 +331,9 @@ UNDIVIDED = """
     --cp 4 --seq-len 20                     | give --seq-len 24
     --cp 2 --tp 2 --sp --seq-len 6          | give --seq-len 8
     --cp 3 --cp-kind ulysses --seq-len 12   | give --cp 1 or --cp-kind ring
+    --cp 2 --cp-kind ulysses+ring           | no part of --cp 2 of 2 ranks or more divides the 4 heads of a rank
+    --cp 4 --cp-kind ulysses+ring --tp 4    | give --cp-kind ring
+    --cp 4 --cp-kind ulysses+ring --seq-len 20 | give --seq-len 24
     --dp 2 --ep 2                           | give --experts 4, say, or leave --ep out
     --ep 2 --experts 4                      | give --ep 1 or --dp 2
     --dp 4 --ep 4 --experts 6               | give --ep 2
@@ -553,7 +556,7 @@ def refusal_of_layout(words, world, here):
 VALUES = """dp=0,1,2,3,4,5,6,7,8 tp=1,2,3,4,5,6,7,8 pp=0,1,2,3,4,5,6,7 cp=1,2,3,4 ep=1,2,3,4 experts=0,1,2,3,4,5,6
     top-k=1,2,3,4,5 expert-every=1,2,3,4,5 n-layer=1,2,3,4,5,6,7,8 n-head=1,2,3,4,5,6 n-embd=12,30,128 seq-len=0,1,20,66
     batch-size=0,1,2,3,4,6,8,12,15,16 micro-batches=0,1,2,3,4,5,6 zero=0,1,2,3 zero-within=1,2,3,4,5,6
-    virtual-stages=1,2,3,4 cp-kind=ulysses sp= cuda-graphs=on kernels=triton device=cuda lr=0,nan min-lr=1"""
+    virtual-stages=1,2,3,4 cp-kind=ulysses,ulysses+ring sp= cuda-graphs=on kernels=triton device=cuda lr=0,nan min-lr=1"""
 VALUES = {"schedule": [*train.SCHEDULES]} | {
     flag: values.split(",") for flag, values in (word.split("=") for word in VALUES.split())}
 

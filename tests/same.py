@@ -12,7 +12,7 @@ import collectives as dist
 import model
 import parallel
 import train
-from further.context import own_tokens
+from further.context import inside_of, own_tokens
 from further.experts import routers
 from lessons import same
 from tests import layouts
@@ -47,10 +47,10 @@ def adapter_of(case, edition=parallel.Lecture):
         return t.chunk(mesh["dp"])[dist.get_rank(made[0].groups.dp)]
 
     def rows(t):
-        groups, kind = made[0].groups, fields.get("cp_kind", "ring")
+        groups = made[0].groups
         if mesh["cp"] == 1:
             return part(t)
-        return part(t)[:, own_tokens(tokens, dist.get_rank(groups.cp), mesh["cp"], kind)]
+        return part(t)[:, own_tokens(tokens, dist.get_rank(groups.cp), mesh["cp"], inside_of(groups))]
 
     def whole(_, what):
         names = model.shapes(config)

@@ -103,7 +103,7 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     width = widths(s)[0]
     tp = s.tp
     tokens_cut = tp if s.sp else 1
-    twice = s.cp > 1 and (s.cp_kind == "ulysses" or config.n_head > tp)
+    twice = s.cp > 1 and (s.cp_kind != "ring" or config.n_head > tp)
     blocks, routed, first, head = contents(config, pieces)
     positions = config.seq_len / s.cp / tokens  # of a sequence, over the tokens of all sequences
     attention = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / tp

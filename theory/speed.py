@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 import parallel
+from further.fits import ulysses_ranks
 from further.pieces import matrices
 from theory.clock import bubble, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements
@@ -206,10 +207,15 @@ def stage_seconds(config, s, machine, stages):
     return slow * f, slow * i, slow * w
 
 
+def ring_ranks(config, s, machine):
+    """R, around how many ranks keys and values go: 1 where there is no ring."""
+    return s.cp // ulysses_ranks(s, config, machine.node)
+
+
 def attention_seconds(config, s, machine):
     """Seconds of attention's forward in one block for one micro-batch: Q K^T and P V, half masked, take 2 T H D FLOPs a
-    token. A ring's kernels see T/N tokens at once."""
-    rate = machine.attention_with(config.seq_len // (s.cp if s.cp_kind == "ring" else 1))
+    token. The kernels of a ring of R see T/R tokens at once."""
+    rate = machine.attention_with(config.seq_len // ring_ranks(config, s, machine))
     return 2 * config.seq_len * config.heads_width / s.tp * tokens_of(config, s) / rate
 
 
@@ -255,16 +261,17 @@ def overlaps(config, tokens, n):
 def context_seconds(config, s, machine, stages, spent):
     """Seconds of context parallelism's traffic in a training step that attention does not hide.
 
-    A rank of a ring sends keys and values on while it computes with them, in N-1 of N steps. In backward dK and dV
+    A rank of a ring sends keys and values on while it computes with them, in R-1 of R steps. In backward dK and dV
     follow a step behind, so nothing hides the last ones. Nothing hides Ulysses' all-to-alls.
     """
-    every = spent["cp"].total()
-    if s.cp == 1 or s.cp_kind == "ulysses":
-        return every
+    ring = ring_ranks(config, s, machine)
+    seen = spent["cp"].total() + spent["ulysses"].total()
+    if ring == 1:
+        return seen
     again = recomputed(config, s, stages.values())[0] * (s.recompute in ("attention", "block"))
     runs = 3.5 * contents(config, stages.values())[0] + again  # of attention's forward; backward takes 2.5 times
-    over = runs * s.micro_batches * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
-    return max(spent["cp"]["their gradients"] / (s.cp - 1), every - over)
+    over = runs * s.micro_batches * attention_seconds(config, s, machine) * (ring - 1) / ring
+    return seen + max(spent["ring"]["their gradients"] / (ring - 1), spent["ring"].total() - over)
 
 
 # Hidden traffic still costs time, because it takes memory bandwidth from the computation. A byte that is sent is read
@@ -274,8 +281,8 @@ def context_seconds(config, s, machine, stages, spent):
 MOVED = 4
 
 
-def groups_of(s):
-    """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost."""
+def groups_of(s, ring):
+    """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost. ring: as `ring_ranks`."""
     replicas = s.dp * s.cp
     shards = shards_of(s)
     each = replicas * s.tp
@@ -283,6 +290,8 @@ def groups_of(s):
     return {
         "tp": (s.tp, 1),
         "cp": (s.cp, s.tp),
+        "ulysses": (s.cp // ring, s.tp),
+        "ring": (ring, s.tp * s.cp // ring),
         "ep": (s.ep, s.tp * s.cp),
         "dp_cp": (replicas, s.tp),
         "shard": (shards, s.tp),
@@ -294,11 +303,11 @@ def groups_of(s):
         "all": (every, 1)}
 
 
-def seconds_by_axis(s, machine, items):
+def seconds_by_axis(config, s, machine, items):
     """({axis: {purpose: seconds of its Messages}}, {axis: seconds that its traffic costs hidden, by MOVED})."""
     spent = defaultdict(Counter)
     touched = Counter()
-    groups = groups_of(s)
+    groups = groups_of(s, ring_ranks(config, s, machine))
     for item in items:
         n, distance = groups[item.axis]
         if n == 1:
@@ -359,7 +368,8 @@ def predict(config, s, machine):
     own = experts / s.ep
     buckets = buckets_of(s, int(others), blocks + 1)
     of_experts = buckets_of(s, int(own), routed) if own else []
-    spent, touched = seconds_by_axis(s, machine, messages(config, s, stages, buckets, of_experts=of_experts))
+    items = messages(config, s, stages, buckets, of_experts=of_experts, node=machine.node)
+    spent, touched = seconds_by_axis(config, s, machine, items)
 
     tp = spent["tp"].total()
     ep = spent["ep"].total()

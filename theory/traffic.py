@@ -7,6 +7,7 @@ p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters
 from typing import NamedTuple
 
 import parallel
+from further.fits import ulysses_ranks
 from theory.clock import stage_to_rank_in
 
 
@@ -48,10 +49,10 @@ def in_two_levels(op, elements, inside, nodes, rank):
 class Message(NamedTuple):
     """One kind of collective or message of a training step.
 
-    axis: the group that it goes through, as train.make_groups names it: "tp", "cp", "ep", "pp"; "shard", the ranks
-    over which ZeRO shards, all of dp x cp or a part of it; "replicate", those with the same shard; "dp_cp", dp x cp
-    where the caller waits; "embedding", a pipeline's first and last stage; "same_experts", the ranks that have them. Or
-    "world", all ranks; "all", all ranks in the trainer's own group.
+    axis: the group that it goes through, as train.make_groups names it: "tp", "cp", "ep", "pp"; "ulysses" and "ring",
+    parts of cp; "shard", the ranks over which ZeRO shards, all of dp x cp or a part of it; "replicate", those with the
+    same shard; "dp_cp", dp x cp where the caller waits; "embedding", a pipeline's first and last stage; "same_experts",
+    the ranks that have them. Or "world", all ranks; "all", all ranks in the trainer's own group.
     """
     what: str
     op: str
@@ -177,21 +178,24 @@ def messages_of_tensors(config, s, stages):
     yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
 
 
-def messages_of_context(config, s, stages):
+def messages_of_context(config, s, stages, node):
     """Messages of context parallelism. Recomputing runs attention's forward again, with both of Ulysses' all-to-alls,
-    because c_proj's weight gradient needs the second one's result."""
+    because c_proj's weight gradient needs the second one's result. What goes round a ring is as large within Ulysses: U
+    times the tokens, an Uth of the heads."""
     narrow, wide = widths(s)
+    inside = ulysses_ranks(s, config, node)
+    others = s.cp // inside - 1
     tokens = tokens_of(config, s)
     heads, keys = (tokens * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
     backwards = s.micro_batches * contents(config, stages.values())[0]
     again = recomputed(config, s, stages.values())[0] * (s.recompute in ("attention", "block"))
     both = 2 * backwards + s.micro_batches * again  # forwards and backwards: keys and values go round in each
-    if s.cp_kind == "ring":
-        yield Message("keys and values", "isend", "cp", [2 * keys], narrow, (s.cp - 1) * both)
-        yield Message("their gradients", "isend", "cp", [2 * keys], wide, (s.cp - 1) * backwards)
-    else:
-        yield Message("heads for tokens", "all_to_all_single", "cp", [heads + 2 * keys], narrow, both)
-        yield Message("tokens for heads", "all_to_all_single", "cp", [heads], narrow, both)
+    if others:
+        yield Message("keys and values", "isend", "ring", [2 * keys], narrow, others * both)
+        yield Message("their gradients", "isend", "ring", [2 * keys], wide, others * backwards)
+    if inside > 1:
+        yield Message("heads for tokens", "all_to_all_single", "ulysses", [heads + 2 * keys], narrow, both)
+        yield Message("tokens for heads", "all_to_all_single", "ulysses", [heads], narrow, both)
     yield Message("loss", "all_reduce", "cp", [1], wide)
 
 
@@ -211,7 +215,7 @@ def messages_of_pipeline(config, s, stages, tp_rank):
         yield Message("tied embedding", "all_reduce", "embedding", [kept], wide, first + last)
 
 
-def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
+def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None, node=0):
     """All Messages of one rank in a training step of train.py in layout s.
 
     stages: this rank's {number: pieces}.
@@ -221,6 +225,7 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
     of_experts: the same for the parameters that --ep cuts.
     rows: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1, ...),
         ...], [(from rank 0, ...), ...]); None: equally many for each expert.
+    node: how many ranks a node has; 0: all are on one.
     """
     yield from messages_of_buckets(s, "shard", buckets, shards_of(s))
     yield from messages_of_buckets(s, "same_experts", of_experts, s.dp * s.cp // s.ep)
@@ -230,7 +235,7 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
     if s.tp > 1:
         yield from messages_of_tensors(config, s, stages)
     if s.cp > 1:
-        yield from messages_of_context(config, s, stages)
+        yield from messages_of_context(config, s, stages, node)
     if s.pp > 1:
         yield from messages_of_pipeline(config, s, stages, tp_rank)
     yield Message("gradient norm", "all_reduce", "world", [1], 8)
