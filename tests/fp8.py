@@ -74,7 +74,8 @@ def test_a_llama_in_fp8_trains_alike_at_each_stage_of_zero(rank):
     off, and not equal."""
     needs_kernels()
     config = LlamaConfig(vocab_size=37, seq_len=16, n_layer=1, n_head=2, n_embd=32, inner=48)
-    tokens = torch.randint(37, (1, 17), generator=torch.Generator().manual_seed(rank)).to(torch.get_default_device())
+    drawn = torch.randint(37, (1, 17), generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
+    tokens = drawn.to(torch.get_default_device())
 
     def trained(zero, in_eight_bits):
         net = small_gpt(config, edition=Fast, dp=2, zero=zero, dtype=torch.bfloat16, recompute="mlp")
