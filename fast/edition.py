@@ -52,7 +52,7 @@ LAYERS = {  # of a GPT: what computes the same sooner
 def on():
     """As fast.on(), with the GPT's layers. Before CUDA is used: PyTorch then keeps memory in pieces that can grow. In
     pieces of fixed sizes a step of 8 billion parameters would leave 22 of 140 GiB between them."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     fast.on()
     kernels.table.update(LAYERS)
 
