@@ -326,7 +326,7 @@ STEPPED = {  # name: (frames, title, what it shows)
                "rank 1's, grey is the same on both. Multiply along: a row at the left with a column above.")}
 FIXED = {"pipeline": lambda: {name: moving.pipeline({"schedule": name}) for name in SCHEDULES},
          "layout": lambda: {"fixed": moving.layout({})}}
-STOP_OF = {"ring": "6", "zero": "9", "tensor": "10", "pipeline": "11", "layout": "12"}
+STOP_OF = {"zero": "4", "ring": "6", "tensor": "7", "pipeline": "8", "layout": "12"}
 CHOICES = {"SCHEDULES": [*SCHEDULES], "MODELS": [*PRESETS], "MACHINES": [*MACHINES]}
 
 

@@ -85,8 +85,8 @@ SHOWN = {  # a page, and what stands in it: names lead to their definitions, the
         '"collectives.html#ring_reduce_scatter"', '"parallel.html#ZeRO1"', '"stop-6.html">6. Ring all-reduce</a>'),
     "reading.html": ('"further.context.html#RingAttention"', '<a href="words.html">words.md</a>'),
     "lecture.html": ('<a href="stop-5.html">5</a>', '<a href="words.html#the-axes">'),
-    "stop-5.html": ('"stop-9.html" title="9. ZeRO 3">', '"stop-6.html" title=', "stop 5 of 12</a>", "Then answer."),
-    "stop-6.html": ('<a href="ring.html">',), "stop-11.html": ("<svg",), "ring.html": ("stop 6 of 12</a>",)}
+    "stop-5.html": ('"stop-4.html" title="4. ZeRO 3">', '"stop-6.html" title=', "stop 5 of 13</a>", "Then answer."),
+    "stop-6.html": ('<a href="ring.html">',), "stop-8.html": ("<svg",), "ring.html": ("stop 6 of 13</a>",)}
 
 
 def test_pages_show_where_names_lead(site):

@@ -28,6 +28,7 @@ import bench
 import collectives as dist
 import lessons.demos
 import lessons.gpu
+import lessons.pages
 import parallel
 import safe.flags
 import safe.launch
@@ -127,7 +128,22 @@ def test_reading_path_names_what_is_there():
                 assert not name or named(name, where), row
             assert where, row
     lecture, further, others = map(len, levels())
-    assert lecture == 12 and further > 15 and others > 20
+    assert lecture == 13 and further > 15 and others > 20
+
+
+def test_stops_have_one_order_everywhere():
+    """Numbered from 1 as they are read: the README's table, docs/reading.md's stops, answers and minutes, the links of
+    docs/lecture.md, and the pages."""
+    path, passages = PAGES["docs/reading.md"], PAGES["docs/lecture.md"]
+    titles = [row[0].split("]")[0].lstrip("[") for row in levels()[0]]
+    numbers = [title.split(".")[0] for title in titles]
+    assert numbers == [str(n) for n in range(1, len(titles) + 1)]
+    assert re.findall(r"(?m)^### (\d+\. .*)", path) == titles == [*lessons.pages.GROUPS["stops"].values()]
+    assert re.findall(r"(?m)^\*\*(\d+)\.\*\* ", path) == numbers
+    links = re.findall(r"(?m)^\[(\d+)\]: reading\.md#(\S+)$", passages)
+    assert links == [*zip(numbers, map(slug, titles))]
+    minutes = re.findall(r"(?m)^\|[^|]*\| (\d+\. [^|]+) \| \d+ \|", section("For a teacher", "docs/reading.md"))
+    assert {*minutes} <= {*titles} and [*minutes] == sorted(minutes, key=titles.index) and len(minutes) > 9
 
 
 def test_passages_name_what_their_stop_opens():
@@ -276,7 +292,7 @@ def test_commands_of_the_lecture_run(text, tmp_path):
         if program == "train.py":
             said = ran([*words, *TRAIN, "--data", text, "--steps", "2"], processes, log)
             losses.append(re.findall(r"loss (\S+)", said))
-    assert len(lines) == 11 and len(losses) == 3 and losses[0] == losses[1] == losses[2] != []
+    assert len(lines) == 12 and len(losses) == 3 and losses[0] == losses[1] == losses[2] != []
 
 
 # GPUs, nodes, a person; or it is refused
