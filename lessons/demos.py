@@ -12,6 +12,7 @@ from collections import Counter
 import torch
 
 import collectives as dist
+import fast
 from further import expert_parallel, llama
 from further.context import own_tokens, seen
 from further.expert_parallel import split_experts
@@ -19,7 +20,7 @@ from further.experts import count_of_each, ExpertsConfig
 from further.buckets import BucketDDP
 from further.lists import check, lower
 from further.schedules import SCHEDULES
-from lessons import kernels, pages, puzzles, runs, same, turns
+from lessons import kernels, links, pages, puzzles, runs, same, turns
 from lessons.allocator import demo_allocator
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
@@ -42,7 +43,7 @@ from model import GPT, PRESETS, GPTConfig, shapes
 from parallel import average_gradients, make_mesh, tensor_parallel
 import safe
 from safe import launch
-from safe.flags import check_layout, dashed, Parser, refuse, Settings
+from safe.flags import check_layout, dashed, gpus_here, Parser, refuse, Settings
 from safe.sizes import BadInput
 from theory.clock import bubble, draw, simulate
 from theory.memory import activation_bytes, memory_bytes
@@ -403,6 +404,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "allocator": (demo_allocator, {}),
     "fp16": (demo_fp16, {"ranks": 1}),
     "measuring": (demo_measuring, {"ranks": 2}),
+    "links": (links.demo_links, {"ranks": 2, "json": ""}),
     "lecture8": (demo_lecture8, {"ranks": 2}),
     "extension": (demo_extension, {}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
@@ -425,10 +427,11 @@ HELP = {  # of the flags
     "sp": "sequence parallelism", "cp": "ranks each sequence is cut over", "cp_kind": "of context parallelism",
     "ep": "ranks of dp that share out experts, which the blocks have then", "schedule": "of the pipeline",
     "zero_within": "ranks that ZeRO shards over; left out, all of dp x cp",
+    "json": "write the machine's rates there, for bench.py plan --machine",
     "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
 ON_RANKS = (demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
-            demo_forms)
+            demo_forms, links.demo_links)
 
 
 def main():
@@ -454,14 +457,18 @@ def main():
         launch.started()
         flags = vars(parser.parse_args())
         demo = flags.pop("demo")
+        if demo is links.demo_links:
+            links.check(**flags)
         if demo not in ON_RANKS:
             return demo(**flags)
     except BadInput as problem:
         refuse(parser.prog, problem)
+    ranks = flags.pop("ranks")
     if "RANK" not in os.environ:
-        launch.start_again(flags["ranks"])
-    safe.on()  # ranks name what fails; the numbers are equal
-    dist.initialize("cpu", rendezvous=launch.settled_rendezvous)  # also where this machine's name does not resolve
-    demo()
+        launch.start_again(ranks)
+    (fast if demo is links.demo_links else safe).on()  # ranks name what fails; the numbers are equal
+    device = "cuda" if demo is links.demo_links and gpus_here() >= ranks else "cpu"
+    dist.initialize(device, rendezvous=launch.settled_rendezvous)  # also where this machine's name does not resolve
+    demo(**flags)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""A GPU counted: sectors, banks, branches, waves, tiles and the roofline, on a laptop; on a GPU timed beside it.
+"""A GPU counted: memories and links, sectors, banks, branches, waves, tiles, the roofline; on a GPU timed beside it.
 
     python -m lessons machine
 
-CS336 lectures 5 and 6; Ultra-Scale Playbook, the chapter on GPUs. docs/reading.md has the table of sizes and rates.
+CS336 lectures 5 and 6; Ultra-Scale Playbook, the chapter on GPUs. docs/reading.md has the sources of sizes and rates.
 """
 
 import functools
@@ -18,6 +18,16 @@ from model import PRESETS
 from theory.speed import MACHINES, operations
 
 WARP, SECTOR, BANKS, SMS = 32, 32, 32, 132  # threads; bytes; words of 4 bytes that shared memory gives at once; H100's
+
+LEVELS = {  # of an H100, nearest first: who shares it; its size; bytes/s one way by NVIDIA's papers, if they say so
+    "registers": ("a thread", "256 KB an SM", None),
+    "shared memory, L1": ("a block, an SM", "256 KB an SM", SMS * 128e9),  # 128 bytes a clock and SM, at 1 GHz
+    "L2": ("all SMs", "50 MB", None),
+    "HBM": ("all SMs", "80 GB", 3.35e12),
+    "NVLink": ("a node's GPUs", "18 links", 450e9),
+    "PCIe 5.0": ("a GPU, its CPU", "16 lanes", 64e9),
+    "network": ("all nodes", "a card a GPU", 50e9)}
+REACHED = {"hbm": "HBM, read plus written,", "link": "between GPUs of a node", "network": "between nodes"}  # of Machine
 
 
 def sectors(stride):
@@ -75,6 +85,17 @@ def demo_machine(model, machine):
     if torch.cuda.is_available():
         at_once = kernels.programs_at_once(torch.device("cuda"))
         say(str(torch.cuda.get_device_properties(0)))
+    weights = 2 * PRESETS[model].parameters()
+
+    def level(name):
+        whose, size, rate = LEVELS[name]
+        return f"{whose:16}{size:14}" + (f"{rate / 1e9:7,.0f} GB/s{1e3 * weights / rate:8,.1f} ms" if rate else "")
+
+    show(f"memories and links of an H100, nearest first; ms to read {model}'s 16-bit weights, {weights / 1e9:.1f} GB",
+         LEVELS, "{}", level)
+    reached = ", ".join(f"{what} {getattr(rates, name) / 1e9:,.0f} GB/s{' (estimate)' * (name in rates.estimated)}"
+                        for name, what in REACHED.items())
+    say(f"  {rates.name} reaches: {reached}")
     show(f"coalescing: a load of a warp of {WARP} threads, numbers of 4 bytes; sectors of {SECTOR} bytes",
          (1, 2, 4, 8, 32), "stride {}",
          lambda stride: f"{sectors(stride):2} sectors, {4 / sectors(stride):.1%} of their bytes are used", strided)

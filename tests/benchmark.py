@@ -1,10 +1,12 @@
 """bench.py: traffic is the formulas', tables are whole, bad input is one line."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
 import re
+import sys
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -16,6 +18,7 @@ import collectives as dist
 import fast.rings
 import kernels
 import lessons.bench.rates
+import lessons.links
 import model
 from further.experts import ExpertsConfig
 from further.full import Full
@@ -30,7 +33,7 @@ from lessons.eight_bits import few_rows, in_int8
 from tests.collectives import nodes_of
 from tests.kernels import GPUS, KERNEL_DEVICE
 from tests.pool import close, DEVICES, is_plain, on_cpus, on_ranks, parametrize
-from tests.runs import output_of, parse, ran
+from tests.runs import output_of, parse, printed_by, ran
 from theory.speed import MACHINES, Machine
 from theory.traffic import HALVES
 from train import config_of, processes_of
@@ -47,6 +50,29 @@ def trainer_of(flags):
     """A Trainer of random tokens with train.py's flags."""
     s = settings_of(flags)
     return make_trainer(config_of(s), s, torch.get_default_device(), Full if is_plain() else None)
+
+
+def links_said(file):
+    """(what lessons links prints of short messages, bytes that this rank sent). Otherwise its machine is an H200."""
+    with patch.multiple(lessons.links, SHORT=1 << 8, LONG=1 << 16, measure_machine=lambda *_: H200):
+        dist.reset_traffic()
+        return printed_by(lessons.links.demo_links, file), dist.process.traffic["links"].bytes
+
+
+@parametrize("size", [2, 3])
+def test_links_are_measured_pair_by_pair(pool, size, tmp_path):
+    """Eight turns of three messages of each size, there or back. A ring waits for the slowest pair."""
+    file = tmp_path / "machine.json"
+    (said, _), *_ = told = pool(size).run(links_said, str(file))
+    rows = re.findall(r"(?m)^(\d) - (\d) +(.*)$", said)
+    assert [(int(i), int(j)) for i, j, _ in rows] == [*itertools.combinations(range(size), 2)]
+    best = [max(map(float, rates.split()[1::2])) for *_, rates in rows]
+    machine = asked(f"plan --machine {file}").machine
+    assert abs(machine.link / 1e9 - min(best)) < 0.006
+    assert dataclasses.replace(machine, link=H200.link, estimated=H200.estimated) == H200
+    assert pool.device_type == "cuda" or sys.platform != "linux" or "memory, us" in said
+    counted = said.count(", us ") - said.count("copies, us ")  # no log has copies
+    assert [sent for _, sent in told] == size * [(size - 1) * counted * 24 * (256 + (1 << 16))]
 
 
 def doubling_up_to(size):

@@ -288,6 +288,9 @@ REFUSED = {
         context --ranks 0                   | --ranks
         data --ranks two                    | --ranks
         experts --ranks -1                  | --ranks
+        links --ranks 1                     | --ranks 1: one process has nobody to send to; give --ranks 2
+        links --json /no/such/m.json        | --json /no/such/m.json: No such file or directory; name a file in
+        links --json WORDS                  | words.bin: is there, and not what would be written: name a new file
         memory --model gpt9                 | --model
         together --break nosuch             | nosuch is no function of the five files or of further/: give e.g.
         together --break ranks[3]           | ranks[3] is no function of the five files
