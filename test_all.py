@@ -27,6 +27,7 @@ from tests.models import *  # noqa: E402, F403
 from tests.llama import *  # noqa: E402, F403
 from tests.layouts import *  # noqa: E402, F403
 from tests.muon import *  # noqa: E402, F403
+from tests.diloco import *  # noqa: E402, F403
 from tests.graphs import *  # noqa: E402, F403
 from tests.further import *  # noqa: E402, F403
 from tests.data import *  # noqa: E402, F403

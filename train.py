@@ -86,10 +86,19 @@ class Layout:
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
+    islands: int = flag(1, "DiLoCo: parts of dp that train apart, and average their weights each --local-steps")
+    local_steps: int = flag(50, "steps of an island from one average to the next")
+    outer_lr: float = flag(0.7, "learning rate of DiLoCo's outer step")
+    outer_momentum: float = flag(0.9, "Nesterov momentum of DiLoCo's outer step")
     recompute: str = flag("none", "what backward computes again",
                           choices=["none", "norms", "mlp", "attention", "block"])
     recompute_blocks: int = flag(0, "in how many blocks of each stage, the first ones; 0: all")
     dtype: torch.dtype = torch.float32  # of the layers
+
+    @property
+    def replicas(self):
+        """How many ranks average gradients."""
+        return self.dp * self.cp // self.islands
 
 
 @dataclass
@@ -266,7 +275,11 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
     from torch.optim with its options, as a partial; None: for evaluation. edition: whose classes it is made of.
     """
     stage_to_rank = stage_to_rank_of(config, layout)
-    mesh = parallel.make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
+    if layout.islands > 1:
+        from further.diloco import mesh_of_islands
+        mesh = mesh_of_islands(torch.device(device).type, layout)
+    else:
+        mesh = parallel.make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
     groups = make_groups(mesh, layout, stage_to_rank, config)
     source = source or partial(initial_weight, config, seed=0)
     stages = {}
@@ -325,10 +338,18 @@ def ranks_of_dp_cp(mesh):
     return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)                             # (pp tp, dp cp)
 
 
+def groups_of_islands(layout):
+    """[all ranks of this one's island, the ranks at its place in each island]; without islands None twice."""
+    if layout.islands == 1:
+        return None, None
+    return parallel.groups_of(torch.arange(dist.get_world_size()).view(1, layout.islands, -1))
+
+
 def make_groups(mesh, layout, stage_to_rank, config):
     """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
 
-    dp_cp             the ranks that average gradients, dp x cp
+    dp_cp             the ranks that average gradients, dp x cp; of `islands` (further/diloco.py), those of this one
+    island, between   of `groups_of_islands`; as everywhere, None for `island` is all ranks
     shard, replicate  ZeRO's: `zero_within` neighbours in dp_cp share out the states (None: all of it does); `replicate`
                       are the ranks with the same shard, or None. (HSDP's groups of these names)
     ulysses, ring     of cp: who trade tokens for heads, and around whom keys and values go; None: nobody
@@ -337,15 +358,15 @@ def make_groups(mesh, layout, stage_to_rank, config):
     """
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
     over_nodes(None, [range(mesh.size())])
-    dp_cp = ranks_of_dp_cp(mesh)
+    dp_cp = ranks_of_dp_cp(mesh).reshape(-1, layout.replicas)
     make = torch.distributed.new_subgroups_by_enumeration
     groups.dp_cp = groups.dp
-    if layout.cp > 1:
+    if layout.cp > 1 or layout.islands > 1:
         groups.dp_cp, _ = make(dp_cp.tolist())
     over_nodes(groups.dp_cp, dp_cp.tolist())  # they send most
     groups.shard = groups.dp_cp
     groups.replicate = None
-    if layout.zero and layout.zero_within not in (None, layout.dp * layout.cp):
+    if layout.zero and layout.zero_within not in (None, layout.replicas):
         groups.shard, groups.replicate = parallel.groups_of(dp_cp.unflatten(1, (-1, layout.zero_within)))
     groups.ulysses = groups.ring = None
     if layout.cp > 1:
@@ -355,6 +376,7 @@ def make_groups(mesh, layout, stage_to_rank, config):
     if layout.ep > 1:
         from further.expert_parallel import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
+    groups.island, groups.between = groups_of_islands(layout)
     groups.embedding = None
     ends = [stage_to_rank[0], stage_to_rank[len(stage_to_rank) - 1]]
     if config.tied and ends[0] != ends[1]:
@@ -448,6 +470,11 @@ class ParallelGPT:
             self.lowered_lists = checked
         self.pipeline = pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd, self.device,
                                  layout.tp if layout.sp else 1)
+        self.island = dist.get_rank(groups.between) if groups.between else 0  # its number
+        if optimizer and groups.between:
+            from further.diloco import DiLoCo
+            optimizer = partial(DiLoCo, optimizer, groups.between, layout.local_steps, layout.outer_lr,
+                                layout.outer_momentum)
         self.optimizer = None
         if optimizer:
             self.optimizer = edition.optimizer(layout.zero, self.param_groups(), optimizer, groups.shard,
@@ -568,8 +595,8 @@ class ParallelGPT:
         return replicas / count.clamp(min=1).to(parallel.master_dtype(self.layout.dtype))
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
-        """As parallel's, over the whole model."""
-        return self.edition.clip_grad_norm_(self.optimizer, max_norm, [None], scale)
+        """As parallel's, over the whole model. (Of islands each has a norm of its own.)"""
+        return self.edition.clip_grad_norm_(self.optimizer, max_norm, [self.groups.island], scale)
 
     def module(self, stage):
         """A stage without its FSDP."""
@@ -583,9 +610,9 @@ class ParallelGPT:
         return sharded[0].kept(param) if sharded else (param, slice(None), slice(None))
 
     @torch.no_grad()
-    def whole_parameter(self, name, key=None):
+    def whole_parameter(self, name, key=None, island=0):
         """A parameter as one process would hold it, in the master dtype; with `key`, what the optimizer keeps of it
-        (zeros before its first step); or a buffer. Call it on all ranks."""
+        (zeros before its first step); or a buffer. Of islands, what this one has. Call it on all ranks."""
         shape = {**shapes(self.config), **buffers(self.config)}[name]
         dtype = torch.float32 if name in buffers(self.config) else parallel.master_dtype(self.layout.dtype)
         part = slice(0), torch.empty(0, device=self.device)  # of a rank that has nothing of it
@@ -600,8 +627,10 @@ class ParallelGPT:
                     held = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
                 part = parallel.part_here((held, *where), own[name])
                 groups = [group for group in parallel.placement_of(stepped).sharded_over if group != self.groups.pp]
-        here, values = part
+        here, values = part if island == self.island else (slice(0), part[1][:0])
         groups = [*groups, self.groups.pp]  # a rank of another stage knows pp alone
+        if self.groups.between:
+            groups.append(self.groups.between)
         return parallel.put_together(shape, here, values.to(dtype), groups)
 
 
@@ -724,7 +753,7 @@ class Trainer:
 
     def mean_over_ranks(self, loss):
         loss = loss.clone()
-        dist.all_reduce(loss, dist.ReduceOp.AVG, self.net.groups.dp_cp)  # ranks of tp and pp have the same loss
+        dist.all_reduce(loss, dist.ReduceOp.AVG, self.net.groups.dp)  # ranks of tp, cp and pp have the same loss
         return loss.item()
 
     @torch.no_grad()
@@ -763,12 +792,22 @@ class Trainer:
     # A checkpoint has whole tensors, so every layout can load it. Batches and samples are functions of (seed, step), so
     # the number of steps stands for the position in the data and the state of every random generator.
 
+    def kept(self):
+        """{label: (island, key)}: what a checkpoint has of each parameter besides its value, and of which island."""
+        kept = {key: (0, key) for key in MOMENTS}
+        if self.s.islands > 1:
+            from further.diloco import kept_of_islands
+            kept |= kept_of_islands(self.s.islands, MOMENTS)
+        return kept
+
     def whole_tensors(self):
         """(label, tensor) of each parameter, "wte.weight", and of its moments, "exp_avg.wte.weight": whole, one at a
         time, on all ranks, because each gives its part."""
-        for key in (None, *MOMENTS):
-            for name in {**shapes(self.config), **({} if key else buffers(self.config))}:
-                yield f"{key}.{name}" if key else name, self.net.whole_parameter(name, key)
+        for name in {**shapes(self.config), **buffers(self.config)}:
+            yield name, self.net.whole_parameter(name)
+        for label, (island, key) in self.kept().items():
+            for name in shapes(self.config):
+                yield f"{label}.{name}", self.net.whole_parameter(name, key, island)
 
     def save(self, done):
         """Write step-00000100.pt into --out."""
@@ -784,7 +823,7 @@ class Trainer:
         if not saved:
             return 0
         from further.resume import load
-        load(self, saved, MOMENTS)
+        load(self, saved, self.kept())
         return saved["step"]
 
 
@@ -829,8 +868,8 @@ def started():
     return int(world or 1)
 
 
-AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within micro_batches batch_size n_layer n_head n_embd inner seq_len
-    vocab_size top_k expert_every""".split()}
+AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within islands local_steps micro_batches batch_size n_layer n_head
+    n_embd inner seq_len vocab_size top_k expert_every""".split()}
 
 
 def check_out(out, done):
@@ -907,7 +946,10 @@ class Run:
             from further.resume import lacking, read_checkpoint
             path = s.out if s.resume == "newest" else s.resume
             self.saved, self.source = read_checkpoint(path, self.config, config_of)
-            why = lacking(self.saved["flags"].get("optimizer", "adamw"), s.optimizer)
+            if s.islands > 1:
+                from further.diloco import source_of_island
+                self.source = source_of_island(self.source, self.saved["tensors"], s.islands)
+            why = lacking(self.saved["flags"], s)
             if why and s.steps > self.saved["step"]:
                 raise ValueError(why)
         if s.out:

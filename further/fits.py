@@ -57,7 +57,8 @@ def what_ranks_divide(s, c, world=1, node=None):
     """Of a layout, pipelines apart. world: how many processes there are; 1: as many as it needs will be started. node:
     how many of them are on a node; None: all."""
     node = node or s.dp * s.tp * s.pp * s.cp
-    return itertools.chain(what_tp_and_cp_divide(s, c, world, node), what_ep_divides(s, c, world), what_dp_divides(s))
+    return itertools.chain(what_tp_and_cp_divide(s, c, world, node), what_ep_divides(s, c, world),
+                           what_islands_divide(s, c, world), what_dp_divides(s))
 
 
 def what_tp_and_cp_divide(s, c, world, node):
@@ -91,13 +92,24 @@ def what_dp_divides(s):
     yield s.batch_size % unit, (
         f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches {s.micro_batches}: give e.g. "
         f"--batch-size {multiple(s.batch_size, unit)}")
-    replicas = s.dp * s.cp
+    replicas = s.replicas
     within = s.zero_within or replicas
     yield replicas % within, (
-        f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: give --zero-within "
-        f"{math.gcd(within, replicas)}")
+        f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}"
+        f"{f' / --islands {s.islands}' * (s.islands > 1)}: give --zero-within {math.gcd(within, replicas)}")
     yield s.zero_within and not s.zero, (
         f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
+
+
+def what_islands_divide(s, c, world):
+    more_ranks = f"--dp {multiple(s.dp, s.islands)} or " * (world == 1)
+    yield s.dp % s.islands, (
+        f"--islands {s.islands} does not divide --dp {s.dp}: give {more_ranks}--islands {math.gcd(s.islands, s.dp)}")
+    yield s.islands > 1 and c.experts, (
+        "--islands: routers balance their experts over a whole batch, and islands see parts: leave --experts out")
+    yield s.islands > 1 and s.steps % s.local_steps, (
+        f"--steps {s.steps} is not a multiple of --local-steps {s.local_steps}, and the end would come before an "
+        f"average: give --steps {multiple(s.steps, s.local_steps)}")
 
 
 def parts_of_sequence(s):

@@ -18,12 +18,19 @@ import parallel
 KEEPS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("exp_avg",)}  # what each --optimizer keeps of a matrix of a block
 
 
-def lacking(there, here):
-    """Why --optimizer `here` cannot go on from what `there` has kept, in words; "" if it can. (A mean that begins with
-    zeros, where the number of steps says that it is warm, would make steps many times too large.)"""
+def lacking(trained_with, s):
+    """Why flags s cannot go on from what a run has kept, in words; "" if they can. (A mean that begins with zeros,
+    where the number of steps says that it is warm, would make steps many times too large.) trained_with: its flags."""
+    there, here = trained_with.get("optimizer", "adamw"), s.optimizer
     lost = ", ".join(key for key in KEEPS[here] if key not in KEEPS[there])
-    return lost and (f"--optimizer {here} goes on from {lost}, which the --optimizer {there} in --resume has not kept: "
-                     f"give --optimizer {there}")
+    if lost:
+        return (f"--optimizer {here} goes on from {lost}, which the --optimizer {there} in --resume has not kept: "
+                f"give --optimizer {there}")
+    islands = trained_with.get("islands", 1)
+    if s.islands not in (1, islands):
+        return (f"--islands {s.islands} goes on from moments of as many, and the run in --resume has {islands}: give "
+                f"--islands {islands}")
+    return ""
 
 
 def newest(path):
@@ -53,20 +60,23 @@ def read_checkpoint(path, config, config_of):
     return saved, weights.__getitem__
 
 
-def load(trainer, saved, moments):
+def load(trainer, saved, kept):
     """Let a Trainer go on as if never stopped. Its weights came with the model, from `source`; here each rank takes its
-    part of the moments, whose names are given."""
+    part of the moments. kept: {label: (island, key)} of them."""
     trainer.skipped = saved["skipped"]
     if trainer.scaler and saved["scaler"]:
         vars(trainer.scaler).update(saved["scaler"])
     updates = saved["step"] - trainer.skipped
     if not updates:  # before the first update, an optimizer has no state
         return
-    for key in moments:
-        load_state(trainer.net, key, lambda name: saved["tensors"][f"{key}.{name}"])
+    labels = {key: label for label, (island, key) in kept.items() if key and island in (0, trainer.net.island)}
+    for key, label in labels.items():  # the first island's, where none has its own
+        load_state(trainer.net, key, lambda name: saved["tensors"][f"{label}.{name}"])
     for group in trainer.optimizer.param_groups:
         for param in group["params"]:
             trainer.optimizer.state[param]["step"] = torch.tensor(float(updates), device="cpu")
+    if trainer.s.islands > 1:
+        trainer.optimizer.inner.done = updates
 
 
 @torch.no_grad()

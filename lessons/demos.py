@@ -26,6 +26,7 @@ from lessons.bench.peers import token_loss
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.compiled import demo_compile
+from lessons.diloco import demo_diloco
 from lessons.explore import explore
 from lessons.extension import demo_extension
 from lessons.forms import demo_forms
@@ -400,6 +401,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
+    "diloco": (demo_diloco, {"ranks": 2}),
     "graph": (demo_graph, {"model": "tiny"}),
     "allocator": (demo_allocator, {}),
     "fp16": (demo_fp16, {"ranks": 1}),
@@ -431,7 +433,7 @@ HELP = {  # of the flags
     "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
 ON_RANKS = (demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
-            demo_forms, links.demo_links)
+            demo_forms, demo_diloco, links.demo_links)
 
 
 def main():

@@ -26,7 +26,7 @@ from safe.files import (
 from safe.flags import dashed, Settings
 from safe.huggingface import open_hf, shortened, weight_files, write_hf
 from safe.sizes import BadInput, reject
-from train import Bytes, config_of, MOMENTS
+from train import Bytes, config_of
 
 # A crash or a full disk must not leave half a checkpoint that looks whole. So each is written into a folder called
 # .step-00000200.part, which is renamed only when every byte is on the disk:
@@ -34,7 +34,7 @@ from train import Bytes, config_of, MOMENTS
 #     step-00000200/
 #         config.json, model.safetensors   a Hugging Face GPT-2 folder; float32 masters where layers compute in 16 bits
 #         tokenizer.json, ...              what came with the weights, or with --tokenizer
-#         optimizer.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter, whole
+#         optimizer.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter, whole; of islands more
 #         manifest.json                    step, settings, loss scale; size and CRC-32 of each file, and of itself
 #
 # It takes 12 bytes a parameter. Any layout can load it, because its tensors are whole. Nothing in it is pickled, so
@@ -44,7 +44,8 @@ from train import Bytes, config_of, MOMENTS
 # ----------------------------------------------------------------------------------------------------- a run's identity
 
 NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "seed", "dtype",
-           "on_nan", "balance_rate", "optimizer")  # flags that decide the losses
+           "on_nan", "balance_rate", "optimizer", "islands", "local_steps", "outer_lr",
+           "outer_momentum")  # flags that decide the losses
 
 
 def run_of(s, config):
@@ -105,7 +106,7 @@ def write_checkpoint(trainer, done, tensors):
     final = pathlib.Path(trainer.s.out, f"step-{done:08}")
     part = final.with_name(f".{final.name}.part")
     dtype = master_dtype(trainer.net.layout.dtype)
-    moments = {f"{key}.{name}": shape for key in MOMENTS for name, shape in shapes(trainer.config).items()}
+    moments = {f"{label}.{name}": shape for label in trainer.kept() for name, shape in shapes(trainer.config).items()}
     manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
@@ -249,7 +250,7 @@ def start_of(s, config, asked, read_all):
     here = run_of(s, config)
     if there and (how := differences(there, here)):
         same = (newest and not differences(there, here, ("model",))
-                and not lacking(there["flags"].get("optimizer", "adamw"), s.optimizer))
+                and not lacking(there["flags"], s))
         without = "leave --init-from out and " * bool(s.init_from)
         raise BadInput(f"--out {out} holds another run ({'; '.join(how[:3])}): {another}"
                        + f", or {without}add --resume" * bool(same))
@@ -258,7 +259,7 @@ def start_of(s, config, asked, read_all):
 
 def check_optimizer(s, checkpoint):
     """Reject an optimizer that would go on from what another has not kept."""
-    why = lacking(checkpoint.manifest["run"]["flags"].get("optimizer", "adamw"), s.optimizer)
+    why = lacking(checkpoint.manifest["run"]["flags"], s)
     reject(why and checkpoint.manifest["step"] < s.steps,
            ", or ".join([why, *begin_anew(s.out and f"{s.out}-2", s, checkpoint)]))
 

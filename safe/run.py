@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 import collectives as dist
+from further.diloco import source_of_island
 from safe import launch
 from safe.checkpoints import (
     check_optimizer, check_same_data, checkpoints, differences, find_checkpoint, fingerprint, lock, run_of, start_of,
@@ -315,6 +316,8 @@ class WatchedRun(Run):
                     self.log = Log(f"{s.out}/log.jsonl", checkpoint.manifest["step"] if checkpoint else 0)
         if checkpoint:
             source = checkpoint.source
+            if s.islands > 1:
+                source = source_of_island(source, checkpoint.manifest["tensors"], s.islands)
             self.saved = checkpoint.manifest
         weights = checkpoint.path if checkpoint else s.init_from
         self.came = came_with(weights, s.tokenizer)

@@ -67,6 +67,7 @@ MEMORY = """
     0.02  2  --tp 2 --sp --arch llama --recompute mlp                    the cached table of angles is on no list
     0.02  2  --zero 1 --micro-batches 4 --batch-size 8 --dtype bf16 --recompute block     nor are totals in float32
     0.01  2  --pp 2 --micro-batches 2
+    0.01  2  --dp 2 --islands 2 --dtype bf16
     0.01  2  --arch llama --tp 2 --sp                                   norms of PyTorch's operations
     0.01  1  --arch llama --dtype bf16
     0.03  2  --pp 2 --micro-batches 8 --batch-size 8 --n-layer 6 --n-embd 64 --schedule v-min      stages held unequally

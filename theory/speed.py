@@ -283,7 +283,7 @@ MOVED = 4
 
 def groups_of(s, ring):
     """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost. ring: as `ring_ranks`."""
-    replicas = s.dp * s.cp
+    replicas = s.replicas
     shards = shards_of(s)
     each = replicas * s.tp
     every = replicas * s.tp * s.pp
@@ -299,8 +299,9 @@ def groups_of(s, ring):
         "same_experts": (replicas // s.ep, s.tp * s.ep),
         "pp": (min(s.pp, 2), each),
         "embedding": (min(s.pp, 2), every // 2),
-        "world": (every, 1),
-        "all": (every, 1)}
+        "island": (every, 1),
+        "between": (s.islands, every),
+        "all": (every * s.islands, 1)}
 
 
 def seconds_by_axis(config, s, machine, items):
@@ -350,7 +351,7 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
         seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
         seen += max(gather / count, gather - updates)
     lost = min(1.0, (touched["shard"] + touched["same_experts"]) / max(gather + reduce, 1e-9))
-    between = spent["replicate"].total()  # starts when all else has arrived
+    between = spent["replicate"].total() + spent["between"].total() / s.local_steps  # starts when all else has arrived
     return seen + (gather + reduce - seen) * lost + between
 
 

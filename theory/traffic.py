@@ -52,7 +52,8 @@ class Message(NamedTuple):
     axis: the group that it goes through, as train.make_groups names it: "tp", "cp", "ep", "pp"; "ulysses" and "ring",
     parts of cp; "shard", the ranks over which ZeRO shards, all of dp x cp or a part of it; "replicate", those with the
     same shard; "dp_cp", dp x cp where the caller waits; "embedding", a pipeline's first and last stage; "same_experts",
-    the ranks that have them. Or "world", all ranks; "all", all ranks in the trainer's own group.
+    the ranks that have them; "between", those at the same place in each of DiLoCo's islands, inside of which all other
+    axes are. Or "island", all ranks of one, without islands all there are; "all", all ranks in the trainer's own group.
     """
     what: str
     op: str
@@ -89,7 +90,7 @@ def tokens_of(config, s):
 
 def shards_of(s):
     """How many ranks ZeRO cuts over."""
-    return s.zero_within or s.dp * s.cp
+    return s.zero_within or s.replicas
 
 
 def messages_of_buckets(s, axis, buckets, shards):
@@ -108,8 +109,10 @@ def messages_of_buckets(s, axis, buckets, shards):
         kept = [n // shards for n in whole]
     if s.zero in (1, 2):
         yield Message("weights", GATHER, axis, whole, narrow)
-    if axis == "shard" and shards < s.dp * s.cp:
+    if axis == "shard" and shards < s.replicas:
         yield Message("averages of shards", "all_reduce", "replicate", kept, wide)
+    if s.islands > 1:  # only in the step that ends a round of --local-steps
+        yield Message("outer gradients", "all_reduce", "between", kept if s.zero else whole, wide)
 
 
 def messages_of_experts(config, s, stages, rows):
@@ -238,5 +241,5 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None, no
         yield from messages_of_context(config, s, stages, node)
     if s.pp > 1:
         yield from messages_of_pipeline(config, s, stages, tp_rank)
-    yield Message("gradient norm", "all_reduce", "world", [1], 8)
+    yield Message("gradient norm", "all_reduce", "island", [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)

@@ -111,7 +111,7 @@ def predicted_traffic(trainer, routes):
             cut_by_ep = bucket.group == net.groups.same_experts
             (of_experts if cut_by_ep else buckets).append((bucket.numel, gathers))
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
-    where = vars(net.groups) | {"world": None, "all": trainer.control}
+    where = vars(net.groups) | {"all": trainer.control}
     for item in messages(trainer.config, s, stages, buckets, tp_rank, of_experts, rows):
         link = dist.link_of(where[item.axis])
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width) for elements in item.elements)
