@@ -1,20 +1,22 @@
 """Muon: what if an optimizer needs whole matrices, and ZeRO cuts them?
 
-Each matrix gets one owner among the data-parallel ranks. Gradients are averaged on the owner, the owner steps the
-matrix, and all gather it.
+Each matrix gets one owner among the data-parallel ranks (further/owners.py). Gradients are averaged on the owner, the
+owner steps the matrix, and all gather it.
 
-    torchrun --nproc_per_node 2 train.py --plain --dp 2 --zero 1 --optimizer muon
+    torchrun --nproc_per_node 2 train.py --plain --form full --dp 2 --zero 1 --optimizer muon
 
 Read with: Jordan, "Muon" (2024); Liu et al., "Muon is Scalable for LLM Training" (2025), whose scale is taken.
 """
 
 import itertools
 import math
+from collections import defaultdict
 
 import torch
 
 import collectives as dist
 from further.flat import FlatBucket
+from further.owners import OwnedBucket, owners
 from parallel import is_matrix, placement_of, set_placement, whole_shape
 
 
@@ -29,6 +31,10 @@ from parallel import is_matrix, placement_of, set_placement, whole_shape
 # The state is m: 4 bytes an element, AdamW's 8. The step is no longer cheap: 5 (4 a^2 b + 2 a^3) FLOPs for an a x b
 # matrix, a <= b, so 300 C^3 for a block. To train a block on T tokens takes 72 C^2 T. So for GPT-2 XL and 8 sequences
 # of 1024 tokens the step adds 81 %, for 512 sequences 1.3 %. The owners share it out.
+#
+# One matrix of a small model leaves most of a GPU idle, and its fifteen products wait for their launches. So matrices
+# of one size are multiplied together. A GPT-2 has three sizes: q, k, v and the projection of all blocks; the first
+# matrix of their MLPs; the second.
 
 def orthogonal(x):
     """O(u) of n matrices (n, rows, columns), roughly, by Newton-Schulz: no division, five times three products.
@@ -65,6 +71,9 @@ def matrices_of(name, param):
     return found
 
 
+MOST = 1 << 27  # elements of this rank that are multiplied at once: 0.25 GiB in 16 bits, so a step needs little room
+
+
 class Matrices:
     """n of one size, of which this rank has (rows, columns) each. cut: how tp has cut them along `dim`, or None."""
 
@@ -77,22 +86,27 @@ class Matrices:
         a, b = sorted(whole)
         self.cost = n * a * a * (2 * b + a)
         self.scale = 0.2 * b**0.5
+        self.kind = rows, columns, cut and cut.group, dim  # those of one kind may be multiplied together
 
-    def direction(self, update):
-        """u, flat -> O(u) (n, rows, columns). On GPUs in 16 bits, unless u is float64; CPUs multiply 16 bits slowly.
 
-        A matrix that tp has cut is gathered for it: each rank sends (N-1)/N of its 2 bytes an element. All of tp then
-        compute the same O(u), so tp makes this step no faster.
-        """
-        x = update.view(self.shape)
-        if x.is_cuda and x.dtype == torch.float32:
-            x = x.bfloat16()
-        cut = self.cut
-        if not cut:
-            return orthogonal(x)
+def directions(every, updates):
+    """u of some Matrices of one kind, each flat -> O(u) of each (n, rows, columns). On GPUs in 16 bits, unless u is
+    float64; CPUs multiply 16 bits slowly.
+
+    Matrices that tp has cut are gathered for it: each rank sends (N-1)/N of its 2 bytes an element. All of tp then
+    compute the same O(u), so tp makes this step no faster.
+    """
+    x = torch.cat([u.view(of.shape) for of, u in zip(every, updates)])
+    if x.is_cuda and x.dtype == torch.float32:
+        x = x.bfloat16()
+    cut, dim = every[0].cut, every[0].dim
+    if cut:
         pieces = x.new_empty(cut.size, *x.shape)
         dist.all_gather_into_tensor(pieces, x, cut.group)
-        return orthogonal(torch.cat([*pieces], self.dim)).chunk(cut.size, self.dim)[cut.rank]
+        x = orthogonal(torch.cat([*pieces], dim)).chunk(cut.size, dim)[cut.rank]
+    else:
+        x = orthogonal(x)
+    return x.split([of.shape[0] for of in every])
 
 
 # ------------------------------------------------------------------------------------------------------- all parameters
@@ -129,25 +143,35 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
+            alike = defaultdict(list)
             for p in group["params"]:
                 if hasattr(p, "matrices") and p.grad is not None:
-                    self.step_matrices(p, group)
+                    for part in self.parts(p):
+                        alike[part[0].kind].append(part)
                     p.grad = None  # so AdamW leaves it alone
+            for some in alike.values():
+                at_once = max(1, MOST // max(1, *(w.numel() for _, w, _, _ in some)))
+                for first in range(0, len(some), at_once):
+                    self.step_matrices(some[first:first + at_once], group["lr"], group["weight_decay"])
         super().step()
 
-    def step_matrices(self, p, group):
-        """p: a parameter, or the shard of an OwnedBucket."""
-        lr = group["lr"]
+    def parts(self, p):
+        """[(Matrices, their numbers in p, in its gradient, in m)]. p: a parameter, or the shard of an OwnedBucket."""
         state = self.state[p]
         state.pop("exp_avg_sq", None)  # a checkpoint has zeros for it
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(p)
-        m = state["exp_avg"]
-        m.lerp_(p.grad, 0.05)
-        update = p.grad.lerp(m, 0.95).view(-1)
-        p.mul_(1 - lr * group["weight_decay"])
-        for here, matrices in p.matrices:
-            p.view(-1)[here].add_(matrices.direction(update[here]).flatten(), alpha=-lr * matrices.scale)
+        flat = p.view(-1), p.grad.reshape(-1), state["exp_avg"].view(-1)
+        return [(matrices, *(numbers[here] for numbers in flat)) for here, matrices in p.matrices]
+
+    def step_matrices(self, parts, lr, decay):
+        """parts: of one kind."""
+        every, w, g, m = zip(*parts)
+        torch._foreach_lerp_(m, g, 0.05)
+        updates = torch._foreach_lerp(g, m, 0.95)
+        torch._foreach_mul_(w, 1 - lr * decay)
+        for of, numbers, direction in zip(every, w, directions(every, updates)):
+            numbers.view(of.shape).add_(direction, alpha=-lr * of.scale)
 
     def new_bucket(self, params, group, *options):
         """What a FlatOptimizer lays these parameters into."""
@@ -156,52 +180,3 @@ class Muon(torch.optim.AdamW):
         stepped = [p for g in self.param_groups for p in g["params"] if hasattr(p, "matrices")]
         costs = {p: sum(matrices.cost for _, matrices in p.matrices) for p in stepped}
         return OwnedBucket(owners(costs, group), params, group, *options)
-
-
-# ------------------------------------------------------------------------------------------------------------ ownership
-#
-# ZeRO-1's Nths would cut through matrices. So rank r's part of a bucket is not an Nth: it is the matrices that r owns.
-# Four matrices on 3 ranks:
-#
-#     weights, gradients    a a a a a a a a a a a a  b b b b c c c c  d d d d d d d d
-#     owner                 0                        1                2
-#
-# Reduce-scatter and all-gather have parts of unlike sizes then. A rank sends all of K but what it owns in the first,
-# all but what its right neighbour owns in the second; all ranks together what they send under ZeRO-1. But a step of
-# the ring takes as long as its largest part: a bucket of one matrix takes N times as long as in Nths.
-
-def owners(costs, group):
-    """{parameter: the rank that steps it}: the costliest first, each to the rank that has least so far."""
-    owner = {}
-    loads = {}  # group -> what each of its ranks has to do
-    for p in sorted(costs, key=costs.get, reverse=True):
-        ranks = placement_of(p).average_over or group  # an expert's are few
-        load = loads.setdefault(ranks, [0] * dist.get_world_size(ranks))
-        owner[p] = load.index(min(load))
-        load[owner[p]] += costs[p]
-    return owner
-
-
-class OwnedBucket(FlatBucket):
-    """A FlatBucket whose shard has whole matrices, shard.matrices: [(which of its numbers, Matrices)]."""
-
-    def __init__(self, owner, params, *options):
-        self.owner = owner
-        super().__init__(sorted(params, key=owner.get), *options)
-        self.shard.matrices = []
-        for p in self.mine:
-            start = self.kept(p)[1].start
-            self.shard.matrices += [(slice(start + here.start, start + here.stop), of) for here, of in p.matrices]
-
-    def share_out(self, ranks, rank):
-        every = [[p for p in self.params if self.owner[p] % ranks == r] for r in range(ranks)]  # or all, if ranks is 1
-        self.mine = every[rank]
-        self.sizes = [sum(p.numel() for p in some) for some in every]
-        first = sum(self.sizes[:rank])
-        self.own = slice(first, first + self.sizes[rank])
-
-    def reduce_scatter(self, message, average):
-        return dist.reduce_scatter(average, [*message.split(self.sizes)], dist.ReduceOp.AVG, self.channel, True)
-
-    def all_gather(self):
-        return dist.all_gather([*self.weights.split(self.sizes)], self.weights[self.own], self.channel, True)

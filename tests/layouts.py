@@ -543,7 +543,7 @@ experts  experts=4 tokens=8 n_layer=1
     steps=3 tp=2 sp=1 without=balance,scatter_tokens
 muon  optimizer=muon
     dp=2 zero=1 without=OwnedBucket.reduce_scatter,OwnedBucket.all_gather
-    tp=2 without=Matrices.direction
+    tp=2 without=directions
     dp=4 zero=2 micro_batches=2 tied=0
     dp=2 tp=2 sp=1 zero=1 micro_batches=2
     pp=2 micro_batches=2
