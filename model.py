@@ -44,6 +44,7 @@ class GPTConfig:
     # No fields: further/ has configs with others.
     arch = "gpt2"
     experts = 0
+    latent = 0
     activations = tuple(ACTIVATIONS)
     biased = True              # whether its linear layers have biases
 

@@ -116,6 +116,7 @@ class Flags(Layout):
     seq_len: int = flag(None, "tokens a sequence, instead of the preset's")
     vocab_size: int = flag(None, "vocabulary, instead of the preset's")
     activation: str = flag(None, "of the MLP, instead of the preset's", choices=list(ACTIVATIONS))
+    latent: int = flag(None, "numbers of a Llama's latent attention from which a token's keys and values are made")
     experts: int = flag(None, "MLPs that a block's router has to choose from, instead of the preset's one")
     top_k: int = flag(None, "experts that a token goes through (2)")
     expert_every: int = flag(None, "of how many blocks the last has experts (1)")
@@ -184,9 +185,11 @@ def config_of(s):
     if s.model not in presets:
         raise ValueError(f"--model {s.model} is no preset of --arch {s.arch or 'gpt2'}: give --model tiny")
     preset = presets[s.model]
-    if s.experts:
+    if s.latent and preset.arch != "llama":
+        raise ValueError(f"--latent {s.latent} is for a Llama: give --arch llama, too")
+    if kinds := {name: getattr(s, name) for name in ("experts", "latent") if getattr(s, name)}:
         from further.experts import resized
-        preset = resized(preset, experts=s.experts)
+        preset = resized(preset, **kinds)
     flags = {field.name: getattr(s, field.name, None) for field in dataclasses.fields(preset)}
     return dataclasses.replace(preset, **{name: size for name, size in flags.items() if size is not None})
 
@@ -411,6 +414,9 @@ def tensor_plan(config, f, g, columns):
     if config.arch == "llama":
         from further.llama import llama_plan
         plan |= llama_plan(config, f, columns)
+    if config.latent:
+        from further.latent import latent_plan
+        plan |= latent_plan(f, columns)
     return plan
 
 
@@ -869,7 +875,7 @@ def started():
 
 
 AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within islands local_steps micro_batches batch_size n_layer n_head
-    n_embd inner seq_len vocab_size top_k expert_every""".split()}
+    n_embd inner seq_len vocab_size latent top_k expert_every""".split()}
 
 
 def check_out(out, done):

@@ -31,8 +31,13 @@ def what_sizes_divide(c, called):
             f"{n_kv_head} {c.kv_heads} does not divide {n_head} {c.n_head}: give {n_kv_head} "
             f"{math.gcd(c.kv_heads, c.n_head)}")
         name, width, heads = (called("head_size"), size, 1) if size else (n_embd, c.n_embd, c.n_head)
-        yield c.head_dim % 2, (
+        yield not c.latent and c.head_dim % 2, (
             f"{name} {width} makes heads of {c.head_dim} numbers, and rotary positions turn pairs: give {name} "
+            f"{multiple(width, 2 * heads)}")
+    if c.latent:
+        name, width, heads = (called("rope_size"), c.rope_size, 1) if c.rope_size else (name, width, 2 * heads)
+        yield c.rope_dim % 2, (
+            f"{name} {width} makes rotary keys of {c.rope_dim} numbers, and rotary positions turn pairs: give {name} "
             f"{multiple(width, 2 * heads)}")
     if c.experts:
         experts, top_k, expert_every = map(called, ("experts", "top_k", "expert_every"))

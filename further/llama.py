@@ -57,9 +57,13 @@ def angles(length, dim, theta, device, dtype):
 def rotary(qkv, cos, sin):
     """Turn queries and keys of qkv (B, T, G + 2, H/G, D), as kernels.heads has it. cos, sin (T, D/2): its tokens'."""
     cos, sin = cos[:, None, None], sin[:, None, None]                                         # (T, 1, 1, D/2)
-    a, b = qkv[:, :, :-1].chunk(2, -1)
-    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(qkv.dtype)
-    return torch.cat([turned, qkv[:, :, -1:]], 2)
+    return torch.cat([turned(qkv[:, :, :-1], cos, sin), qkv[:, :, -1:]], 2)
+
+
+def turned(x, cos, sin):
+    """Turn all of x (..., D). cos, sin (..., D/2), whose other dimensions are x's, or 1."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------ the model

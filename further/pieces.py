@@ -8,8 +8,9 @@ import functools
 
 def matrices(config, tp=1):
     """(attention's, an MLP's): elements of a block's matrices on one of tp ranks."""
-    c = config.n_embd / tp
-    return c * (config.qkv_width + config.heads_width), c * (config.up_width + config.hidden)
+    def is_attention_s(name):
+        return name.startswith("h.0.attn.c_") and name.endswith("weight")
+    return config.parameters(is_attention_s) / tp, config.n_embd / tp * (config.up_width + config.hidden)
 
 
 @functools.cache

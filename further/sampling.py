@@ -16,13 +16,14 @@ from model import GPT
 
 
 class Cache:
-    """A block's keys and values of the tokens so far."""
+    """A block's keys and values of the tokens so far. (further/latent.py keeps less.)"""
+    seam = "attention"  # of the layer, which `look` stands in for
 
     def __init__(self, length):
         self.length = length
         self.seen = 0
 
-    def attention(self, qkv):                                          # as kernels.attention's, of t new tokens
+    def look(self, qkv):                                               # as kernels.attention's, of t new tokens
         first = self.seen
         self.seen += qkv.shape[1]
         if first == 0:
@@ -49,7 +50,7 @@ class CachedGPT(GPT):
     def newest_logits(self, tokens):
         """As in GPT, of the tokens of the call before and one more; or of others, which all run."""
         if self.cached is None or not tokens[:, :-1].equal(self.cached):
-            self.caches = [Cache(self.config.seq_len) for _ in self.h]
+            self.caches = [getattr(block.attn, "cache", Cache)(self.config.seq_len) for block in self.h.values()]
         seen = self.caches[0].seen
         with self.caching(seen):
             x = self.embed(tokens[:, seen:])                                                  # (B, t, C)
@@ -64,11 +65,12 @@ class CachedGPT(GPT):
         layers = [block.attn for block in self.h.values()]
         self.first = first
         for layer, cache in zip(layers, self.caches):
-            layer.attention = cache.attention
+            setattr(layer, cache.seam, cache.look)
             layer.positions = self.positions
         try:
             yield
         finally:
             self.first = 0
-            for layer in layers:
-                del layer.attention, layer.positions
+            for layer, cache in zip(layers, self.caches):
+                delattr(layer, cache.seam)
+                del layer.positions

@@ -16,7 +16,7 @@ import fast
 from further import expert_parallel, llama
 from further.context import own_tokens, seen
 from further.expert_parallel import split_experts
-from further.experts import count_of_each, ExpertsConfig
+from further.experts import count_of_each, ExpertsConfig, resized
 from further.buckets import BucketDDP
 from further.lists import check, lower
 from further.schedules import SCHEDULES
@@ -122,6 +122,10 @@ def demo_sizes():
         sizes = [math.prod(shape) / c.n_embd**2 for leaf, shape in shapes(c).items()
                  if leaf.startswith("h.0.") and len(shape) > 1]
         print(f"{name:32}{''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):8.2f}")
+    print("\nwhat a sampler's cache keeps of a token in a layer, numbers")
+    for name, c in {"16 heads of 128": wide, "half as many k and v": llama.PRESETS["1b"],
+                    "a latent and a rotary key": resized(wide, latent=512)}.items():
+        print(f"{name:32}{c.shared_width if c.latent else 2 * c.kv_heads * c.head_dim:12,}")
 
 
 def demo_memory(model, dp):

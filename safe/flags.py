@@ -79,8 +79,8 @@ def check_numbers(s):
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
-SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "inner", "seq_len", "vocab_size", "experts", "top_k",
-         "expert_every")
+SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "inner", "seq_len", "vocab_size", "latent", "experts",
+         "top_k", "expert_every")
 LONGEST = 2048  # tokens of a sequence, if only a folder says how many: 16 of a Qwen's 32,768 have 320 GB of logits
 NEED_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model without experts
 
@@ -96,6 +96,9 @@ def model_config(s, checkpoint=None, open_folder=open_hf):
                "transformers: leave --experts out, or give --plain")
         reject(s.n_kv_head is not None and config.arch == "gpt2", f"--n-kv-head {s.n_kv_head} is for a Llama: give "
                "--arch llama, too")
+        reject(s.n_kv_head is not None and config.latent, f"--n-kv-head {s.n_kv_head}: with --latent each head makes "
+               "keys of its own: leave one of them out")
+        reject(config.latent and s.out, "--out: a model with --latent has no name in transformers yet: give --plain")
         for name in NEED_EXPERTS:
             reject(getattr(s, name) is not None and not config.experts, f"{dashed(name)} is for a model with experts: "
                    "give --experts 4, say, too")

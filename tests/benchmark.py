@@ -99,6 +99,9 @@ TRAFFIC = """
     --arch llama --tp 2 --micro-batches 2
     --arch llama --cp 2 --recompute attention
     --arch llama --cp 2 --cp-kind ulysses
+    --arch llama --latent 8 --tp 2 --recompute attention --dtype bf16
+    --arch llama --latent 8 --tp 2 --sp --recompute block --micro-batches 2
+    --arch llama --latent 8 --cp 2 --cp-kind ulysses
     --dp 3 --batch-size 6
     --dp 3 --zero 3 --batch-size 6 --dtype bf16
     --pp 3 --micro-batches 4 --schedule gpipe
@@ -109,6 +112,7 @@ TRAFFIC = """
     --dp 2 --pp 2 --zero 1 --micro-batches 4
     --tp 2 --pp 2 --sp --micro-batches 2
     --arch llama --dp 2 --tp 2 --sp --zero 3 --dtype bf16
+    --arch llama --latent 8 --cp 2 --tp 2 --sp --zero 1
     --cp 4 --zero 3 --micro-batches 2
     --cp 4 --cp-kind ulysses+ring --recompute block --dtype bf16
     --arch llama --cp 4 --cp-kind ulysses+ring

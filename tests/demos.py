@@ -81,7 +81,11 @@ SHOWN = [
         GPT-2 XL                                3.00        1.00        4.00        4.00   12.00
         ...
         Llama, hidden layer 4 C                 3.00        1.00        8.00        4.00   16.00
-          and half as many k and v              2.00        1.00        8.00        4.00   15.00"""),
+          and half as many k and v              2.00        1.00        8.00        4.00   15.00
+        ...
+        16 heads of 128                        4,096
+        half as many k and v                   2,048
+        a latent and a rotary key                576"""),
     # 8 micro-batches, of which rank 0 holds 2 at a time in 1F1B and 8 in GPipe; an all-gather of 64 and of 32 hidden
     # numbers, and an all-reduce of 32, for 4 x 32 tokens
     ("forms", 2, """

@@ -28,6 +28,7 @@ import fast.nccl
 import further.expert_parallel
 import further.context
 import further.experts
+import further.latent
 import further.schedules
 import kernels
 import model
@@ -41,7 +42,7 @@ from fast.edition import Fast
 from fast.graphs import replay_micro_batches
 from further.full import Full
 from further.experts import resized, routers
-from further.llama import LlamaConfig
+from further.latent import LatentConfig
 from further.muon import Muon
 from further.resume import load_state
 from further.schedules import zero_bubble_h1
@@ -58,11 +59,9 @@ RATE = 0.02  # of balancing: two steps can change a choice
 DECAY = 0.1  # of matrices only
 
 
-def sized(arch="gpt2", **sizes):
-    """SMALL with some sizes changed, in this architecture."""
-    if arch == "gpt2":
-        return resized(SMALL, **sizes)
-    return resized(LlamaConfig(**dataclasses.asdict(SMALL) | {"activation": "silu"}), **sizes)
+def sized(**sizes):
+    """SMALL with some sizes changed, or its architecture."""
+    return resized(SMALL, **sizes)
 
 
 def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL, holes=False):
@@ -249,8 +248,17 @@ def positions_from_zero():
     return patch.object(further.context, "context_parallel", cut)
 
 
+def keys_beside_f():
+    """Of what a latent attention's heads share only the latent goes through f, as if W_up's layer had one."""
+    def through(attention, group, f):
+        latent = attention.config.latent
+        attention.f = lambda shared: torch.cat([f(shared[..., :latent], group), shared[..., latent:]], -1)
+        return attention
+    return patch.object(further.latent, "through", through)
+
+
 BREAKS = {function.__name__: function for function in (
-    positions_from_zero, average_over_copies, sums_of_all_keys, keys_travel_ahead, mean_of_micro_batches,
+    keys_beside_f, positions_from_zero, average_over_copies, sums_of_all_keys, keys_travel_ahead, mean_of_micro_batches,
     mean_of_replicas, ends_apart)}
 
 
@@ -386,7 +394,7 @@ def differences(got, want, tolerance=1e-10):
 
 # Of routers: no token for the second expert; of k = 1 all for the first.
 BIASES = {None: (), "few": (0.0, -9.0, 0.0, 0.0), "all": (9.0, 0.0, 0.0, 0.0)}
-SIZES = {"arch", *(field.name for kind in (further.experts.ExpertsConfig, LlamaConfig)
+SIZES = {"arch", *(field.name for kind in (further.experts.ExpertsConfig, LatentConfig)
                    for field in dataclasses.fields(kind))}
 # Two steps: what one leaves behind, the second finds.
 SIZED = {"steps": 2, "batch": BATCH, "tokens": SMALL.seq_len, "bias": None, "clip": CLIP, "holes": False}
@@ -563,6 +571,20 @@ llama  arch=llama n_kv_head=2 tokens=8
     tp=2 qk_norm=1 without=ParallelGPT.add_up_gradients
     cp=2 without=positions_from_zero
     cp=2 cp_kind=ulysses without=positions_from_zero
+# Keys and values from a latent: tp cuts the heads, and what they share goes through f.
+latent  arch=llama latent=12 tokens=8
+    dp=2 micro_batches=2 zero=2 optimizer=adamw
+    tp=4 micro_batches=2 tied=0
+    dp=2 tp=2 sp=1 zero=3 recompute=block micro_batches=2
+    dp=2 pp=2 schedule=zb-h1 zero=1 micro_batches=2 recompute=attention
+    tp=2 cp=2 sp=1 cp_kind=ulysses head_size=6 rope_size=2
+    cp=2 pp=2 cp_kind=ring micro_batches=2
+    dp=2 tp=2 ep=2 experts=4
+    tp=2 dp=2 optimizer=muon
+latent  arch=llama latent=12 tokens=8
+    tp=2 without=CopyToGroup.backward,keys_beside_f
+    tp=2 sp=1 without=scatter_tokens,gather_tokens
+    cp=2 cp_kind=ulysses without=heads_for_tokens
 experts  experts=4 tokens=8 forced=under_own_rows
     dp=2 ep=2 zero=3 recompute=block micro_batches=2 bias=few optimizer=adamw tied=0
     dp=2 ep=2 bias=all top_k=1
@@ -611,10 +633,10 @@ def only_full(row):
 
 
 def test_how_many_rows_each_edition_has():
-    """None is lost in silence. Of 123 rows 5 force what fast/ alone has, and the lecture's edition refuses 6."""
+    """None is lost in silence. Of 134 rows 5 force what fast/ alone has, and the lecture's edition refuses 6."""
     pairs = Counter((pool, bool(without)) for pool, _, _, without in proofs() if pool != "cuda")
-    assert pairs == {("cpu", False): 123, ("plain", False): 118, ("full", False): 73, ("plain", True): 50,
-                     ("full", True): 52}
+    assert pairs == {("cpu", False): 134, ("plain", False): 129, ("full", False): 75, ("plain", True): 55,
+                     ("full", True): 57}
     assert sum(only_full(row) for _, row, _ in rows()) == 6
 
 
@@ -809,6 +831,7 @@ AROUND = table("""
     pp=2 schedule=dualpipe-v
     dp=3 ep=3 experts=6
     dp=2 tp=2
+    tp=2 arch=llama latent=10
     dp=2 cp=2
     tp=2 cp=2
     dp=2 pp=2 schedule=zb-v
@@ -822,7 +845,7 @@ DRAWN = {name: [*FLAGS[name]] for name in ("schedule", "zero", "recompute", "com
 SOME = """sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
     micro_batches=1,2,3 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 n_layer=1,2,3 n_head=2,3,4
     n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37 optimizer=sgd,adamw,muon tied=False,True inner=0,19 samples=1,2,3
-    holes=False,True arch=gpt2,llama n_kv_head=0,1,2"""
+    holes=False,True arch=gpt2,llama n_kv_head=0,1,2 latent=0,10"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
 LATER = {*"""model dtype device kernels plain together form schedule_file islands local_steps outer_lr
     outer_momentum""".split()}  # they round, or are tested alone
@@ -831,7 +854,7 @@ OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weig
 IDLE = {  # options that change nothing where one of these is so
     "cp_kind": "cp=1", "schedule": "pp=1", "virtual_stages": "pp=1 schedule=gpipe schedule=1f1b schedule=zb-h1",
     "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "top_k": "experts=0", "expert_every": "experts=0",
-    "activation": "arch=llama", "n_kv_head": "arch=gpt2"}
+    "activation": "arch=llama", "n_kv_head": "arch=gpt2", "latent": "arch=gpt2"}
 
 
 def draw_layout(draw, around, left):

@@ -110,6 +110,8 @@ REFUSED = {
         --arch gpt2 --model llama3-8b       | --model llama3-8b is no preset of --arch gpt2: give --model tiny
         --init-from HF --inner 65           | --inner 65: the model in --init-from has 64; leave the flag out
         --n-kv-head 2                       | --n-kv-head 2 is for a Llama: give --arch llama, too
+        --latent 8                          | --latent 8 is for a Llama: give --arch llama, too
+        --arch llama --latent 8 --n-kv-head 2 | each head makes keys of its own: leave one of them out
         --cp 3 --cp-kind ulysses --seq-len 12 | does not divide the 4 heads of a rank: give --cp 1 or
         --data /no/such/file                | /no/such/file
         --data EMPTY                        | it is empty
@@ -328,6 +330,7 @@ UNDIVIDED = """
     --n-head 3                              | give --n-embd 129
     --arch llama --n-kv-head 3              | give --n-kv-head 1
     --arch llama --n-embd 12                | give --n-embd 16
+    --arch llama --latent 8 --n-embd 24     | rotary keys of 3 numbers, and rotary positions turn pairs: give --n-em
     --experts 4 --top-k 5                   | give --top-k 4 or --experts 5
     --experts 4 --expert-every 5            | give --expert-every 4
     --tp 3                                  | give --tp 1

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from further.expert_parallel import expert_plan
+from further.latent import latent_plan
 from model import GPT
 from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
@@ -62,6 +63,9 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
         "activations": most_held(actions, sizes)}
 
 
+PLAN = gpt2_plan(None, None) | expert_plan(None, None) | latent_plan(None)  # what it names is cut
+
+
 @functools.cache
 def local_elements(config, tp, pieces):
     """How many elements of these pieces are on one of tp ranks: {(are they experts', are they matrices'): number}."""
@@ -69,7 +73,7 @@ def local_elements(config, tp, pieces):
     for run in pieces:
         for name, param in GPT(config, seed=None, pieces=run).named_parameters():
             layer, _, leaf = name.rpartition(".")
-            how = planned(layer, gpt2_plan(None, None) | expert_plan(None, None))
+            how = planned(layer, PLAN)
             whole = how is None or getattr(how, "func", None) is RowParallelLinear and leaf == "bias"
             count[".experts." in name, is_matrix(param)] += param.numel() / (1 if whole else tp)
     return count
@@ -86,7 +90,7 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept. Of a
     Llama q, k, v are (H + 2 H/G) D, the MLP is 2 inner before and inner after (and where PyTorch's operations compute
     it, the gate's result, too), a norm keeps one number (by PyTorch's operations on a CPU also x rstd, and x in
-    float32), and cos and sin of each position are D float32 numbers.
+    float32), and cos and sin of each position are D float32 numbers. Latent attention has `latent_bytes`.
     recompute="block" keeps x alone; "attention" drops q, k, v and attention's output, "mlp" what an MLP has inside
     and what norms gave, "norms" what norms and activation functions gave.
     What backward then computes again exists for one block at a time, and is not counted. twice: Ulysses keeps the
@@ -106,8 +110,11 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     twice = s.cp > 1 and (s.cp_kind != "ring" or config.n_head > tp)
     blocks, routed, first, head = contents(config, pieces)
     positions = config.seq_len / s.cp / tokens  # of a sequence, over the tokens of all sequences
-    attention = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / tp
-    attention += (config.arch == "llama") * max(width, 4) * config.head_dim * positions
+    if config.latent:
+        attention = latent_bytes(config, s, positions, fused)
+    else:
+        attention = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / tp
+        attention += (config.arch == "llama") * max(width, 4) * config.head_dim * positions
     norm = 8 if config.arch == "gpt2" else 4  # bytes a row that a norm keeps besides x: mean and rstd, or rstd
     if config.arch == "llama" and not fused and s.device == "cpu":  # there PyTorch has no kernel: x, x rstd in float32
         norm += c * (2 * max(width, 4) - width)
@@ -127,6 +134,24 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     targets = 8 + 12 * (fused or tp > 1)
     last = (c * width + norm) / tokens_cut + c * width + logits + targets
     return int(tokens * (every + first * ids + head * last))
+
+
+def latent_bytes(config, s, positions, fused):
+    """Bytes a token that latent attention keeps for backward, in elements:
+
+        c_down's output, of which the norm keeps the latent          R + r, / tokens_cut
+        the same behind norm and f, which c_up keeps                 R + r
+        q, k, v of D + r numbers a head, attention's output          4 H (D + r) / tp
+        the output without the zeros, which c_proj keeps             H D / tp
+        with --sp all tokens' LN(x), which c_q keeps                 C
+        cos and sin                                                  r
+    """
+    width = widths(s)[0]
+    tokens_cut = s.tp if s.sp else 1
+    norm = 4 if fused or s.device != "cpu" else 4 + config.latent * (2 * max(width, 4) - width)
+    heads = 4 * config.n_head * config.query_width + config.heads_width
+    return (heads * width + 4 * config.n_head) / s.tp + (norm + config.shared_width * width) / tokens_cut + (
+        config.shared_width + s.sp * config.n_embd) * width + max(width, 4) * config.rope_dim * positions
 
 
 def mlp_width(config, fused):

@@ -162,7 +162,9 @@ def messages_of_tensors(config, s, stages):
     for op in HALVES if s.sp else ["all_reduce"]:
         yield Message("embedding, head", op, "tp", [tokens * c], narrow, m * (first + last))
     norms_of_heads = 2 * config.head_dim * getattr(config, "qk_norm", False)
+    shared = [tokens * config.shared_width] if config.latent else []  # by all heads: f takes it, too
     if not s.sp:  # a block: g twice forward, f twice backward
+        yield Message("gradients of latents, rotary keys", "all_reduce", "tp", shared, narrow, m * blocks)
         if norms_of_heads:
             own = blocks * norms_of_heads // (shards_of(s) if s.zero in (1, 2) else 1)
             yield Message("gradients of norms of heads", "all_reduce", "tp", [own], wide)
@@ -171,12 +173,20 @@ def messages_of_tensors(config, s, stages):
     # In forward f gathers and g scatters, in backward the other way round. Backward also gathers again what f has
     # gathered, except for experts, which keep their rows, so a block with experts takes 9 halves, not 10.
     gathers = m * (6 * blocks + again - routed)
+    # The layer of a latent attention's queries keeps what f has gathered, too.
+    gathers -= m * blocks * bool(config.latent)
+    attentions = m * (blocks + twice * (s.recompute in ("attention", "block")))
+    yield Message("latents, rotary keys", GATHER, "tp", shared, narrow, attentions)
+    yield Message("their gradients", SCATTER, "tp", shared, narrow, m * blocks)
     yield Message("activations: 6 of 10 halves", GATHER, "tp", [tokens * c], narrow, gathers)
     yield Message("activations: 4 of 10 halves", SCATTER, "tp", [tokens * c], narrow, scatters)
-    # tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of row-parallel layers.
+    # tp leaves whole, of matrices, routers, positions and what makes a latent; of vectors, norms and biases of
+    # row-parallel layers.
     a_norm = config.parameters(lambda name: name.startswith("ln_f."))
     matrices = routed * config.experts * c + first * config.parameters(lambda name: name == "wpe.weight")
-    vectors = blocks * (2 * a_norm + 2 * c * config.biased + norms_of_heads) - routed * c + last * a_norm
+    matrices += blocks * config.parameters(lambda name: name == "h.0.attn.c_down.weight")
+    vectors = blocks * (2 * a_norm + 2 * c * config.biased + norms_of_heads + config.latent)
+    vectors += last * a_norm - routed * c
     seen = matrices // (shards_of(s) if s.zero else 1) + vectors // (shards_of(s) if s.zero in (1, 2) else 1)
     yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
 
@@ -189,7 +199,8 @@ def messages_of_context(config, s, stages, node):
     inside = ulysses_ranks(s, config, node)
     others = s.cp // inside - 1
     tokens = tokens_of(config, s)
-    heads, keys = (tokens * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
+    width = config.qkv_width // (config.n_head + 2 * config.kv_heads)  # of a head
+    heads, keys = (tokens * n * width // s.tp for n in (config.n_head, config.kv_heads))
     backwards = s.micro_batches * contents(config, stages.values())[0]
     again = recomputed(config, s, stages.values())[0] * (s.recompute in ("attention", "block"))
     both = 2 * backwards + s.micro_batches * again  # forwards and backwards: keys and values go round in each
