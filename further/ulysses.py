@@ -28,9 +28,9 @@ from parallel import groups_of
 #     trades with     1      0      3      2        inside a node
 #     its ring        0 2    1 3    0 2    1 3      between nodes
 #
-# K and V that a rank sends round are (R-1)/N x 2BTC elements, where a ring of N sends (N-1)/N. They are as large in each
-# step, and meanwhile a rank computes U times as long: so links that are U times as slow hide. U heads must be there, not
-# N. With U = 1 it is a ring, with U = N Ulysses.
+# K and V that a rank sends round are (R-1)/N x 2BTC elements, where a ring of N sends (N-1)/N. They are as large in
+# each step, and meanwhile a rank computes U times as long: so links that are U times as slow hide. Heads are needed for
+# U ranks, not for N. With U = 1 it is a ring, with U = N Ulysses.
 # Jacobs et al., "DeepSpeed Ulysses" (2023); Fang and Zhao, "USP" (2024), with a ring.
 
 def heads_for_tokens(x, group):

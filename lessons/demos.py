@@ -38,6 +38,7 @@ from lessons.measuring import demo_fp16, demo_measuring
 from lessons.moving import fsdp_step, ring_states, ring_steps, zero3_step
 from lessons.overlap import demo_overlap
 from lessons.path import demo_path
+from lessons.plan import KINDS
 from lessons.pictures import costs_of, spans_of
 from lessons.together import demo_together, function
 from model import GPT, PRESETS, GPTConfig, shapes
@@ -454,7 +455,7 @@ def main():
             told = HELP[flag] + f" (default: {default})" * bool(default)
             kind = TYPES.get(flag, positive if isinstance(default, int) else str)
             choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"],
-                       "zero": range(4), "cp_kind": ["ring", "ulysses", "ulysses+ring"], "schedule": [*SCHEDULES]}.get(flag)
+                       "zero": range(4), "cp_kind": KINDS, "schedule": [*SCHEDULES]}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
     for many in (puzzles, runs, turns):
         many.add_to(lessons)

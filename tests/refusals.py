@@ -569,7 +569,8 @@ def refusal_of_layout(words, world, here):
 VALUES = """dp=0,1,2,3,4,5,6,7,8 tp=1,2,3,4,5,6,7,8 pp=0,1,2,3,4,5,6,7 cp=1,2,3,4 ep=1,2,3,4 experts=0,1,2,3,4,5,6
     top-k=1,2,3,4,5 expert-every=1,2,3,4,5 n-layer=1,2,3,4,5,6,7,8 n-head=1,2,3,4,5,6 n-embd=12,30,128 seq-len=0,1,20,66
     batch-size=0,1,2,3,4,6,8,12,15,16 micro-batches=0,1,2,3,4,5,6 zero=0,1,2,3 zero-within=1,2,3,4,5,6
-    virtual-stages=1,2,3,4 cp-kind=ulysses,ulysses+ring sp= cuda-graphs=on kernels=triton device=cuda lr=0,nan min-lr=1"""
+    virtual-stages=1,2,3,4 cp-kind=ulysses,ulysses+ring sp= cuda-graphs=on kernels=triton device=cuda lr=0,nan
+    min-lr=1"""
 VALUES = {"schedule": [*train.SCHEDULES]} | {
     flag: values.split(",") for flag, values in (word.split("=") for word in VALUES.split())}
 
