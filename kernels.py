@@ -708,12 +708,12 @@ def _softmax_sums(z_ptr, target_ptr, top_ptr, total_ptr, picked_ptr, first, voca
 
 
 @triton.jit
-def _softmax_minus_onehot(z_ptr, target_ptr, top_ptr, total_ptr, scale_ptr, first, vocab, stride,
+def _softmax_minus_onehot(z_ptr, target_ptr, top_ptr, total_ptr, scale_ptr, scale_stride, first, vocab, stride,
                           BLOCK: tl.constexpr):
     row = this_program()
     target = tl.load(target_ptr + row)
     top = tl.load(top_ptr + row)
-    factor = tl.load(scale_ptr, target >= 0, 0)  # 0 in a row that does not count
+    factor = tl.load(scale_ptr + row * scale_stride, target >= 0, 0)  # 0 in a row that does not count
     share = factor / tl.load(total_ptr + row)
     z_ptr += row * stride
     for start in tl.range(0, vocab, BLOCK):
@@ -744,27 +744,28 @@ def column_of(targets, first, width):
     return ((targets - first) * here).unsqueeze(1), here
 
 
-def summed_loss(top, total, picked, targets):
-    """The sum over the rows whose target counts."""
-    return (total.log() + (top - picked)).masked_fill(targets == IGNORED, 0).sum()
+def loss_of_sums(top, total, picked, targets):
+    """Of each row; 0 where the target does not count."""
+    return (total.log() + (top - picked)).masked_fill(targets == IGNORED, 0)
 
 
 def softmax_minus_onehot(z, targets, top, total, scale, first=0):
-    """(exp(z - top) / total - onehot(t)) scale, for scale a tensor of one number; 0 in rows that do not count. Our
-    kernel writes it over z. first: as for softmax_sums."""
+    """(exp(z - top) / total - onehot(t)) scale, for a scale of each row; 0 in rows that do not count. Our kernel writes
+    it over z. first: as for softmax_sums."""
     if not on_triton(z):
         p = (z - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
         column, here = column_of(targets, first, z.shape[1])
         p.scatter_add_(1, column, -here.to(p.dtype).unsqueeze(1))
         return (p * (scale * (targets != IGNORED)).unsqueeze(1)).to(z.dtype)
-    _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale.float(), first, z.shape[1], z.stride(0), 4096,
-                                     num_warps=4)
+    scale = scale.float()
+    _softmax_minus_onehot[(len(z),)](z, targets, top, total, scale, scale.stride(0), first, z.shape[1], z.stride(0),
+                                     4096, num_warps=4)
     torch.autograd.graph.increment_version(z)
     return z
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Summed loss of logits (rows, V). Keeps them and two numbers a row; backward writes its result over them."""
+    """Loss of each row of logits (rows, V). Keeps them and two numbers a row; backward writes its result over them."""
 
     @staticmethod
     def forward(ctx, z, targets):
@@ -772,22 +773,27 @@ class CrossEntropy(torch.autograd.Function):
         targets = targets.contiguous()
         top, total, picked = softmax_sums(z, targets)
         ctx.save_for_backward(z, targets, top, total)
-        return summed_loss(top, total, picked, targets)
+        return loss_of_sums(top, total, picked, targets)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dloss):
+    def backward(ctx, dloss):                                                                  # (rows)
         z, targets, top, total = ctx.saved_tensors
         return softmax_minus_onehot(z.detach(), targets, top, total, dloss), None
 
 
 def cross_entropy(logits, targets):
-    """Cross-entropy in nats, float32, of logits (rows, V) and int64 targets (rows), summed over the rows whose target
-    counts. `checked_targets` says which do, and what a target outside of 0 .. V-1 does. Our kernel overwrites logits in
-    backward."""
+    """`row_losses`, summed: a number."""
+    return row_losses(logits, targets).sum()
+
+
+def row_losses(logits, targets):
+    """Cross-entropy in nats, float32, of each row of logits (rows, V) and int64 targets (rows); 0 in a row whose target
+    does not count. `checked_targets` says which do, and what a target outside of 0 .. V-1 does. Our kernel overwrites
+    logits in backward."""
     targets, factor = checked_targets(targets, logits.shape[-1])
     if not on_triton(logits):
-        return F.cross_entropy(at_least_float32(logits), targets, ignore_index=IGNORED, reduction="sum") * factor
+        return F.cross_entropy(at_least_float32(logits), targets, ignore_index=IGNORED, reduction="none") * factor
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"cross-entropy of logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: "
                          f"needs (rows, V) and (rows)")

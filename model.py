@@ -162,10 +162,10 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, config.qkv_width, config.biased)   # q, k, v: three thirds, H heads of D
         self.c_proj = Linear(config.heads_width, config.n_embd, config.biased)
 
-    def forward(self, x):                                                                     # (B, T, C)
+    def forward(self, x, **beside):                                                           # (B, T, C)
         qkv = self.c_attn(x)                                                                  # (B, T, 3C)
         B, T, _ = qkv.shape
-        y = self.attention(qkv.view(B, T, 3, -1, self.head_dim))                              # (B, T, H, D)
+        y = self.attention(qkv.view(B, T, 3, -1, self.head_dim), **beside)                    # (B, T, H, D)
         return self.c_proj(y.reshape(B, T, -1))                                               # (B, T, C)
 
 
@@ -190,8 +190,8 @@ class Block(nn.Module):
         self.ln_2 = config.norm()
         self.mlp = config.mlp(number)
 
-    def forward(self, x):                                                                     # (B, T, C)
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x, **beside):                                                           # (B, T, C)
+        x = x + self.attn(self.ln_1(x), **beside)
         return x + self.mlp(self.ln_2(x))                                                     # (B, T, C)
 
 
@@ -235,14 +235,16 @@ class GPT(nn.Module):
         """The positions of this device's tokens, out of `every` position, int64 (T). On one device they are all."""
         return every
 
-    def head(self, x):
-        return self.lm_head(self.ln_f(x))                                                     # (B, T, V)
+    def head(self, x, targets=None):
+        x = self.ln_f(x)
+        return self.lm_head(x) if targets is None else self.lm_head(x, targets)               # (B, T, V), or the loss
 
-    def forward(self, x):
+    def forward(self, x, targets=None, **beside):
+        """targets (B, T): of a head that computes the loss itself, else None. beside: what blocks take besides x."""
         x = self.embed(x) if self.wte else x
         for block in self.h.values():
-            x = block(x)
-        return self.head(x) if self.lm_head else x
+            x = block(x, **beside)
+        return self.head(x, targets) if self.lm_head else x
 
     def generate(self, tokens, n, temperature=1.0, top_k=None, seed=None):
         """Continue tokens (B, T) by n sampled ones: (B, T + n). Other arguments as for `stream`."""

@@ -576,7 +576,7 @@ def local_parameter(param, cut):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of logits (n, V/N), this rank's slice of the vocabulary, against targets (n).
+    """Cross-entropy of each row of logits (n, V/N), this rank's slice of the vocabulary, against targets (n).
 
     loss = log(sum exp z) - z_target: the maximum, the sum of exponentials and the target's logit are all-reduced, 3n
     elements in place of nV. Backward sends nothing: it is softmax minus one-hot, slice by slice.
@@ -592,7 +592,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         ctx.save_for_backward(z, targets, top, sums[0])
         ctx.first = first
-        return kernels.summed_loss(top, *sums, targets)
+        return kernels.loss_of_sums(top, *sums, targets)
 
     @staticmethod
     @once_differentiable
@@ -604,9 +604,13 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def cross_entropy(logits, targets, vocab_size, group=None):
     """Loss in nats of logits (B, T, V), or (B, T, V/N) of each rank of `group`, against targets (B, T), summed over the
     targets that count. Which do, and what others outside of the vocabulary do, says kernels.checked_targets."""
-    logits, targets = logits.flatten(0, 1), targets.flatten()
+    return row_losses(logits.flatten(0, 1), targets.flatten(), vocab_size, group).sum()
+
+
+def row_losses(logits, targets, vocab_size, group=None):
+    """As `cross_entropy`, of each row of logits (n, V) or (n, V/N): (n), 0 where the target does not count."""
     if logits.shape[1] == vocab_size:
-        return kernels.cross_entropy(logits, targets)
+        return kernels.row_losses(logits, targets)
     targets, factor = kernels.checked_targets(targets, vocab_size)
     return VocabParallelCrossEntropy.apply(logits, targets, group, Cut(group, 0).first(vocab_size)) * factor
 
@@ -831,10 +835,11 @@ class MicroBatch:
         self.module = module
         self.loss = loss
 
-    def forward(self, x, target=None):
-        """x: tokens (B, T), or the output of the stage before. Returns this stage's, or the loss, detached."""
+    def forward(self, x, target=None, **beside):
+        """x: tokens (B, T), or the output of the stage before. beside: what else the module takes. Returns this stage's
+        output, or the loss, detached."""
         self.x = x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
-        y = self.module(self.x)
+        y = self.module(self.x, **beside)
         if self.loss:
             y = self.loss(y, target)
         self.edge = get_gradient_edge(y) if y.requires_grad else None  # None: of frozen layers before all others
@@ -866,24 +871,26 @@ class Pipeline:
         self.device = device
         self.cut = cut
 
-    def run(self, actions, x, y, dloss=None, sync=None):
+    def run(self, actions, x, y, dloss=None, sync=None, beside=None):
         """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
 
         dloss: the gradient of each loss, from which its backward starts, a tensor of one number. sync: the optimizer
-        that averages gradients, for its no_sync(); None for forwards alone. After an exception the process group is of
-        no more use, because messages may still be under way.
+        that averages gradients, for its no_sync(); None for forwards alone. beside: of each micro-batch a dict of
+        tensors that all stages' modules take besides x. After an exception the process group is of no more use,
+        because messages may still be under way.
         """
-        self.begin(actions, x, y, dloss, sync)
+        self.begin(actions, x, y, dloss, sync, beside or [{}] * len(x))
         for action in actions:
             with self.around(action):
                 self.do(action)
         self.wait_for_sent(0)
         return self.losses
 
-    def begin(self, actions, x, y, dloss, sync):
+    def begin(self, actions, x, y, dloss, sync, beside):
         """Of the last step nothing is left."""
         self.x = x
         self.y = y
+        self.beside = beside
         self.dloss = dloss
         self.sync = sync
         self.last_backward = {action.stage: action for action in actions if action.kind == "B"}
@@ -907,7 +914,7 @@ class Pipeline:
         _, s, i = action
         x = self.x[i] if s == 0 else self.wait_for(Action("F", s - 1, i))
         micro_batch = self.new_micro_batch(s)
-        out = micro_batch.forward(x, self.y[i])
+        out = micro_batch.forward(x, self.y[i], **self.beside[i])
         if torch.is_grad_enabled():
             self.micro_batches[s, i] = micro_batch
         if s == self.last_stage:

@@ -93,6 +93,7 @@ class Layout:
     recompute: str = flag("none", "what backward computes again",
                           choices=["none", "norms", "mlp", "attention", "block"])
     recompute_blocks: int = flag(0, "in how many blocks of each stage, the first ones; 0: all")
+    loss_chunk: int = flag(0, "tokens whose logits exist at a time, in head and loss; 0: all")
     dtype: torch.dtype = torch.float32  # of the layers
 
     @property
@@ -295,6 +296,9 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
         # remembers its `cuts`, so that `cut_like` can cut its values likewise in step 4.
         cut_layers(model, layout, groups, edition)
         mark_stage(model, len(stage_to_rank), groups)
+        if layout.loss_chunk and model.lm_head:
+            from further.chunked_loss import compute_loss_in
+            compute_loss_in(model.lm_head, layout.loss_chunk, config.vocab_size)
         # 3. Recomputation: what backward runs again. ZeRO-3's hooks go around it, so that it finds whole weights.
         if layout.recompute != "none":
             from further.recompute import recompute
@@ -529,7 +533,9 @@ class ParallelGPT:
         return lists[dist.get_rank(self.groups.pp)]
 
     def loss(self, logits, targets):
-        """Of a micro-batch, summed over the targets that count."""
+        """Of a micro-batch, summed over the targets that count. With loss_chunk the head has computed it."""
+        if self.layout.loss_chunk:
+            return logits
         return parallel.cross_entropy(logits, targets, self.config.vocab_size, self.groups.tp)
 
     def forward_backward(self, x, y, scale=1.0):
@@ -577,7 +583,8 @@ class ParallelGPT:
             from further.context import cut_tokens
             x, y = (cut_tokens(tokens, self.groups) for tokens in (x, y))
         weight = self.weight_of_a_target(y)
-        losses = self.pipeline.run(actions, x, y, scale * weight, sync)
+        beside = [{"targets": targets} for targets in y] if self.layout.loss_chunk else None
+        losses = self.pipeline.run(actions, x, y, scale * weight, sync, beside)
         loss = torch.zeros_like(weight)
         for summed in losses:
             loss += summed * weight

@@ -134,7 +134,7 @@ class Recording(CollectingMicroBatch):
     gathered into the graphs' memory. A freed unit's memory is used again, so it holds two units at a time.
     """
 
-    def __init__(self, module, loss, weight_gradients, totals, kinds, x, target, pool=None, closes=False,
+    def __init__(self, module, loss, weight_gradients, totals, kinds, x, target, beside, pool=None, closes=False,
                  overwrite=False):
         super().__init__(module, loss, weight_gradients)
         totals.begin(overwrite)  # frees all units, because a graph would not gather one that is whole now
@@ -146,6 +146,7 @@ class Recording(CollectingMicroBatch):
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.input = x.detach().clone()
         self.target = target.clone()
+        self.beside = {name: tensor.clone() for name, tensor in beside.items()}
         if weight_gradients:
             weight_gradients.add = self.add
         recorded.make_room()
@@ -155,7 +156,7 @@ class Recording(CollectingMicroBatch):
 
     def record(self, kind):
         if kind == "F":
-            self.output = super().forward(self.input, self.target)
+            self.output = super().forward(self.input, self.target, **self.beside)
             self.dy = torch.empty_like(self.output)
         elif kind == "W":
             super().backward_weights()
@@ -186,10 +187,12 @@ class Recording(CollectingMicroBatch):
         if self.closes and kind == self.kinds[-1]:
             self.totals.replayed(self.averages)
 
-    def forward(self, x, target=None):
+    def forward(self, x, target=None, **beside):
         self.input.detach().copy_(x)
         if self.loss:
             self.target.copy_(target)
+        for name, tensor in beside.items():
+            self.beside[name].copy_(tensor)
         self.replay("F")
         return self.output.clone()
 
@@ -233,8 +236,8 @@ class GraphPipeline(PatientPipeline):
         for weight_gradients in self.weight_gradients.values():
             weight_gradients.add = self.totals.add
 
-    def begin(self, actions, x, y, dloss, sync):
-        super().begin(actions, x, y, dloss, sync)
+    def begin(self, actions, x, y, dloss, sync, beside):
+        super().begin(actions, x, y, dloss, sync, beside)
         self.replaying = sync is not None
         if self.replaying:
             self.actions = actions
@@ -262,7 +265,8 @@ class GraphPipeline(PatientPipeline):
         graphs = self.graphs
         example = self.x[0] if stage == 0 else self.room_for(0).zero_()
         recording = partial(Recording, self.stages[stage], self.loss_of(stage),
-                            self.weight_gradients.get(stage), self.totals, kinds, example, self.y[0])
+                            self.weight_gradients.get(stage), self.totals, kinds, example, self.y[0],
+                            self.beside[0])
         if alone:
             graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []

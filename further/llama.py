@@ -90,7 +90,7 @@ class GroupedAttention(Attention):
         config = self.config
         return angles(config.seq_len, config.head_dim, config.rope_theta, x.device, dtype)
 
-    def forward(self, x):                                                                     # (B, T, C)
+    def forward(self, x, **beside):                                                           # (B, T, C)
         qkv = self.c_attn(x)
         B, T, _ = qkv.shape
         qkv = qkv.view(B, T, self.packed, -1, self.head_dim)                                  # (B, T, G + 2, H/G, D)
@@ -98,7 +98,7 @@ class GroupedAttention(Attention):
             qkv = torch.cat([self.q_norm(qkv[:, :, :-2]), self.k_norm(qkv[:, :, -2:-1]), qkv[:, :, -1:]], 2)
         own = self.positions(torch.arange(T, device=x.device))
         cos, sin = self.table(x)
-        y = self.attention(kernels.table[rotary](qkv, cos[own], sin[own]))                    # (B, T, H, D)
+        y = self.attention(kernels.table[rotary](qkv, cos[own], sin[own]), **beside)          # (B, T, H, D)
         return self.c_proj(y.reshape(B, T, -1))                                               # (B, T, C)
 
 

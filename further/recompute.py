@@ -30,10 +30,10 @@ def recompute(model, part, blocks=0):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def without_norms(block, x):
+def without_norms(block, x, **beside):
     """Block.forward, which keeps no output of a norm: (B, T, C) -> (B, T, C)."""
     y = block.ln_1(x)
-    x = x + forgotten(y, block.attn(y), partial(block.ln_1, x))
+    x = x + forgotten(y, block.attn(y, **beside), partial(block.ln_1, x))
     y = block.ln_2(x)
     return x + forgotten(y, block.mlp(y), partial(block.ln_2, x))
 

@@ -212,9 +212,9 @@ class HalvedMicroBatch(MicroBatch):
     W computes nothing twice.
     """
 
-    def forward(self, x, target=None):
+    def forward(self, x, target=None, **beside):
         with self.module.register_forward_hook(self.note):
-            return super().forward(x, target)
+            return super().forward(x, target, **beside)
 
     def note(self, module, inputs, y):
         """W starts at the stage's output, because the loss may write its gradient over its input."""

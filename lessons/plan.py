@@ -16,6 +16,7 @@ from safe.sizes import BadInput
 from theory.clock import stage_to_rank_in
 from theory.memory import ROOM, needed_bytes
 from theory.speed import Costs, describe_machine, mfu, mfu_note, predict, ring_hides
+from theory.traffic import tokens_of, widths
 from train import Layout, LLAMAS
 
 
@@ -25,6 +26,7 @@ def divisors(n):
 
 WORTH = (  # (schedule, --virtual-stages). GPipe keeps more, V-Min's bubble grows with m, DualPipeV needs an overlap.
     ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 1), ("v-half", 1))
+CHUNK = 4096  # of --loss-chunk, where all logits would take more than a GiB: enough rows for fast products
 SPLIT = "zb-h1", "zb-v", "v-half"  # these split backward: W must come late, so blocks are not recomputed
 
 
@@ -70,10 +72,12 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
                                     micro_batches=m, recompute=recompute, sp=sp, ep=ep)
             if worth and is_taken(s, config, gpus, machine.node):
                 yield s
+                if tokens_of(config, s) * config.vocab_size / s.tp * widths(s)[0] > 2**30:
+                    yield dataclasses.replace(s, loss_chunk=CHUNK)
 
 
 SHOWN = ("dp", "tp", "sp", "pp", "cp", "cp_kind", "ep", "zero", "zero_within", "schedule", "virtual_stages",
-         "micro_batches", "recompute")
+         "micro_batches", "recompute", "loss_chunk")
 
 
 def describe_layout(s):
@@ -106,8 +110,8 @@ def command_of(a, layout):
 
 def rows_of(a):
     """A row of `plan`'s table for each layout that fits, fastest first, of those that take as long the one that needs
-    least memory. A layout gets one row, for its fastest micro-batches and recomputing. `limits`: what takes most of the
-    step beside computing, and its share."""
+    least memory. A layout gets one row, for its fastest micro-batches, recomputing and chunks. `limits`: what takes
+    most of the step beside computing, and its share."""
     for _, tied in itertools.groupby(by_time(a), lambda row: row["ms"]):
         yield from sorted(tied, key=lambda row: row["gib"])
 
@@ -122,7 +126,7 @@ def by_time(a):
     candidates.sort(key=lambda pair: sum(pair[0]))
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
     for costs, s in candidates:
-        key = describe_layout(dataclasses.replace(s, micro_batches=1, virtual_stages=1, recompute="none"))
+        key = describe_layout(dataclasses.replace(s, micro_batches=1, virtual_stages=1, recompute="none", loss_chunk=0))
         if key in seen or max(needed := needed_bytes(config, s)) > ROOM * machine.memory:
             continue
         seen.add(key)

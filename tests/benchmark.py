@@ -96,7 +96,7 @@ TRAFFIC = """
     --pp 2 --micro-batches 4 --schedule interleaved --virtual-stages 2
     --dp 2 --experts 4 --ep 2 --zero 3 --micro-batches 2 --top-k 1
     --arch llama --tp 2 --sp --recompute attention --dtype bf16
-    --arch llama --tp 2 --micro-batches 2
+    --arch llama --tp 2 --micro-batches 2 --loss-chunk 20
     --arch llama --cp 2 --recompute attention
     --arch llama --cp 2 --cp-kind ulysses
     --arch llama --latent 8 --tp 2 --recompute attention --dtype bf16

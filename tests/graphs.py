@@ -132,6 +132,8 @@ REPLAYED = """
     dp=2 pp=2 micro_batches=4 schedule=zb-h1 zero=1
     pp=2 micro_batches=2 schedule=zb-v
     tp=2 micro_batches=2 recompute=block
+    dp=2 micro_batches=2 zero=1,3 loss_chunk=7
+    pp=2 micro_batches=2 schedule=zb-h1 loss_chunk=7
     dp=1 micro_batches=2 zero=3
     dp=2 zero=3
     dp=4 micro_batches=2 zero=2 zero_within=2

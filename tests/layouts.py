@@ -25,6 +25,7 @@ import fast
 import fast.context
 import fast.experts
 import fast.nccl
+import further.chunked_loss
 import further.expert_parallel
 import further.context
 import further.experts
@@ -238,6 +239,14 @@ def ends_apart():
     return patch.object(train, "add_up_twins", lambda params: None)
 
 
+def chunk_left_out():
+    """Of each head that computes the loss in chunks, every second one does not count."""
+    def some_losses(*args, **options):
+        return real(*args, **options) * (next(calls) % 2)
+    real, calls = further.chunked_loss.row_losses, itertools.count()
+    return patch.object(further.chunked_loss, "row_losses", some_losses)
+
+
 def positions_from_zero():
     """A Llama's ranks of cp turn queries and keys as if each had a sequence's first tokens."""
     def cut(module, *options):
@@ -258,8 +267,8 @@ def keys_beside_f():
 
 
 BREAKS = {function.__name__: function for function in (
-    keys_beside_f, positions_from_zero, average_over_copies, sums_of_all_keys, keys_travel_ahead, mean_of_micro_batches,
-    mean_of_replicas, ends_apart)}
+    chunk_left_out, keys_beside_f, positions_from_zero, average_over_copies, sums_of_all_keys, keys_travel_ahead,
+    mean_of_micro_batches, mean_of_replicas, ends_apart)}
 
 
 def rows_in_place():
@@ -441,6 +450,18 @@ holes  holes=1
     dp=4 without=mean_of_replicas,ParallelGPT.weight_of_a_target
     cp=2 tokens=8 without=mean_of_replicas
     tp=2 without=VocabParallelCrossEntropy.forward
+# Head and loss take so many tokens at a time, and what is left over.
+chunked  loss_chunk=7 holes=1 micro_batches=2
+    dp=2 zero=0,1,2 recompute=mlp
+    dp=2 zero=3 optimizer=adamw
+    dp=2 tp=2 sp=1 zero=3 tied=0 recompute=block
+    dp=2 pp=2 schedule=zb-h1 zero=2
+    pp=2 schedule=zb-v n_layer=3 tied=0
+    cp=2 tp=2 tokens=8 arch=llama
+chunked  loss_chunk=7
+    dp=2 zero=3 without=gathering,chunk_left_out
+    tp=2 without=CopyToGroup.backward,VocabParallelCrossEntropy.forward
+    pp=2 schedule=zb-h1 micro_batches=4 without=chunk_left_out,ParallelGPT.add_up_gradients
 tensor
     dp=2 tp=2 tied=0 activation=elu
     tp=4 micro_batches=2
@@ -609,7 +630,8 @@ def parts_of(row):
     """What a row's layout is made of: axes, the ZeRO stage, the schedule and so on."""
     case = {"zero": 0, **case_of(row)}
     axes = [axis for axis in (*AXES, "ep", "sp") if case.get(axis, 1) > 1 or case.get(axis) is True]
-    others = ("zero", "cp_kind", "schedule", "recompute", "arch", "optimizer", "zero_within", "node")
+    others = ("zero", "cp_kind", "schedule", "recompute", "arch", "optimizer", "zero_within", "node",
+              "loss_chunk")
     return {*axes, *(f"{name}={case[name]}" for name in others if name in case)}
 
 
@@ -633,10 +655,10 @@ def only_full(row):
 
 
 def test_how_many_rows_each_edition_has():
-    """None is lost in silence. Of 134 rows 5 force what fast/ alone has, and the lecture's edition refuses 6."""
+    """None is lost in silence. Of 145 rows 5 force what fast/ alone has, and the lecture's edition refuses 6."""
     pairs = Counter((pool, bool(without)) for pool, _, _, without in proofs() if pool != "cuda")
-    assert pairs == {("cpu", False): 134, ("plain", False): 129, ("full", False): 75, ("plain", True): 55,
-                     ("full", True): 57}
+    assert pairs == {("cpu", False): 145, ("plain", False): 140, ("full", False): 78, ("plain", True): 61,
+                     ("full", True): 63}
     assert sum(only_full(row) for _, row, _ in rows()) == 6
 
 
@@ -843,9 +865,9 @@ AROUND = table("""
 FLAGS = {field.name: field.metadata.get("choices") for field in dataclasses.fields(train.Flags)}
 DRAWN = {name: [*FLAGS[name]] for name in ("schedule", "zero", "recompute", "comm", "cp_kind", "activation")}
 SOME = """sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
-    micro_batches=1,2,3 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 n_layer=1,2,3 n_head=2,3,4
-    n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37 optimizer=sgd,adamw,muon tied=False,True inner=0,19 samples=1,2,3
-    holes=False,True arch=gpt2,llama n_kv_head=0,1,2 latent=0,10"""
+    micro_batches=1,2,3 loss_chunk=0,4,9 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 n_layer=1,2,3
+    n_head=2,3,4 n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37 optimizer=sgd,adamw,muon tied=False,True inner=0,19
+    samples=1,2,3 holes=False,True arch=gpt2,llama n_kv_head=0,1,2 latent=0,10"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
 LATER = {*"""model dtype device kernels plain together form schedule_file islands local_steps outer_lr
     outer_momentum""".split()}  # they round, or are tested alone

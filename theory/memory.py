@@ -15,7 +15,7 @@ from model import GPT
 from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import lists_of, most_held, stages_in
-from theory.traffic import contents, recomputed, shards_of, tokens_of, widths
+from theory.traffic import chunks_of, contents, recomputed, shards_of, tokens_of, widths
 
 
 def tensors_in(value):
@@ -40,7 +40,7 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     # Elements on this rank; mine: those that its optimizer steps; muons: of these Muon, which leaves tables to AdamW.
     matrices = vectors = mine = muons = 0
     _, _, first, last = contents(config, pieces)
-    table = config.vocab_size * config.n_embd / s.tp
+    table = table_elements(config, s)
     tables = first * (table + config.seq_len * config.n_embd) + last * table * (not config.tied or s.pp > 1)
     # Of experts ep ranks share out the parameters, and dp x cp / ep keep the same.
     for experts, shared, ranks in (False, 1, shards_of(s)), (True, s.ep, s.dp * s.cp // s.ep):
@@ -99,12 +99,13 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     vocabulary is cut, also row numbers and a mask, 9 bytes a token. The head keeps its input, LN of it, and the logits.
     PyTorch's loss keeps a float32 log-softmax instead of the logits. The loss of a cut vocabulary keeps them as they
     are, and so does a `fused` one, which writes the gradient over them. Every loss keeps the targets, 8 bytes a token;
-    all but PyTorch's keep three float32 numbers a token, too. Where W comes after I, more than this is kept: the output
-    gradients that W needs.
+    all but PyTorch's keep three float32 numbers a token, too. With --loss-chunk it keeps the gradients of LN's output
+    and of the head's weight, and no logits. Where W comes after I, more than this is kept: the output gradients that W
+    needs.
     """
     tokens = tokens_of(config, s)
     c = config.n_embd
-    width = widths(s)[0]
+    width, wide = widths(s)
     tp = s.tp
     tokens_cut = tp if s.sp else 1
     twice = s.cp > 1 and (s.cp_kind != "ring" or config.n_head > tp)
@@ -132,8 +133,14 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
     ids = 8 * positions * (config.arch == "gpt2") + 9 * (tp > 1)
     targets = 8 + 12 * (fused or tp > 1)
-    last = (c * width + norm) / tokens_cut + c * width + logits + targets
-    return int(tokens * (every + first * ids + head * last))
+    of_loss = wide * table_elements(config, s) if s.loss_chunk else tokens * (logits + targets)
+    last = (c * width + norm) / tokens_cut + c * width
+    return int(tokens * (every + first * ids + head * last) + head * of_loss)
+
+
+def table_elements(config, s):
+    """Of this rank's part of the embedding, or of the head's weight."""
+    return config.vocab_size * config.n_embd / s.tp
 
 
 def latent_bytes(config, s, positions, fused):
@@ -216,9 +223,13 @@ ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries
 
 
 def needed_bytes(config, s):
-    """Bytes that each pipeline rank needs on a GPU, with what a block recomputes."""
+    """Bytes that each pipeline rank needs on a GPU, with what a block recomputes, or a chunk of logits."""
     i = min(config.expert_every, config.n_layer) if config.experts else 1
     again, kept = (activation_bytes(config, some, [range(i, i + 1)])  # of a block with experts
                    for some in (dataclasses.replace(s, recompute="none"), s))
     few = min(s.micro_batches, 3 * s.pp)  # of the schedules that are WORTH it more change no peak
-    return [again - kept + sum(memory_bytes(config, s, rank, micro_batches=few).values()) for rank in range(s.pp)]
+    narrow, _ = widths(s)
+    chunk = narrow * (max(chunks_of(config, s)) + config.n_embd) * config.vocab_size / s.tp  # and its term of dW
+    head = [contents(config, stages_in(s, config, rank).values())[3] for rank in range(s.pp)]
+    return [max(again - kept, head[rank] * chunk * (s.loss_chunk > 0))
+            + sum(memory_bytes(config, s, rank, micro_batches=few).values()) for rank in range(s.pp)]

@@ -16,9 +16,9 @@ import parallel
 from further.fits import ulysses_ranks
 from further.pieces import matrices
 from theory.clock import bubble, lists_of, simulate, stage_to_rank_in, stages_in
-from theory.memory import local_elements
+from theory.memory import local_elements, table_elements
 from theory.traffic import (
-    HALVES, contents, in_two_levels, messages, recomputed, sent, shards_of, tokens_of, widths)
+    HALVES, chunks_of, contents, in_two_levels, messages, recomputed, sent, shards_of, tokens_of, widths)
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -197,9 +197,12 @@ def stage_seconds(config, s, machine, stages):
         logits = tokens * config.vocab_size / s.tp
         product = 2 * config.n_embd * logits / machine.matmul
         loss = logits / machine.loss
-        f += product + loss / 3
-        i += product + loss * 2 / 3
-        w += product
+        parts = product + loss / 3, product + loss * 2 / 3, product
+        if s.loss_chunk:  # all in F; each chunk's term of dW is written, read, and added to the sum
+            narrow, wide = widths(s)
+            terms = len(chunks_of(config, s)) * table_elements(config, s) * (2 * narrow + 2 * wide) / machine.hbm
+            parts = sum(parts) + terms, 0.0, 0.0
+        f, i, w = (a + b for a, b in zip((f, i, w), parts))
     if not blocks or s.cuda_graphs == "on":
         return f, i, w
     launch = (blocks + routed * (7 if s.ep > 1 else 3) / 9) * machine.launch * (1 + twice / blocks / 3)

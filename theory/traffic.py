@@ -88,6 +88,13 @@ def tokens_of(config, s):
     return s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
 
 
+def chunks_of(config, s):
+    """How many of a micro-batch's tokens head and loss take at a time: [all], or the sizes of --loss-chunk's chunks."""
+    tokens = tokens_of(config, s)
+    chunk = s.loss_chunk or tokens
+    return [min(chunk, tokens - first) for first in range(0, tokens, chunk)]
+
+
 def shards_of(s):
     """How many ranks ZeRO cuts over."""
     return s.zero_within or s.replicas
@@ -158,7 +165,8 @@ def messages_of_tensors(config, s, stages):
     again = twice * {"none": 0, "norms": 0, "block": 2}.get(s.recompute, 1)  # how many sublayers run again
     # The last g of what runs again does not, because backward does not need its result.
     scatters = m * (4 * blocks + twice * (s.recompute == "block"))
-    yield Message("loss: the maximum, then two sums", "all_reduce", "tp", [tokens, 2 * tokens], wide, m * last)
+    rows = [n * rows for rows in chunks_of(config, s) for n in (1, 2)]
+    yield Message("loss: the maximum, then two sums", "all_reduce", "tp", rows, wide, m * last)
     for op in HALVES if s.sp else ["all_reduce"]:
         yield Message("embedding, head", op, "tp", [tokens * c], narrow, m * (first + last))
     norms_of_heads = 2 * config.head_dim * getattr(config, "qk_norm", False)

@@ -1,0 +1,63 @@
+"""Head and loss in chunks: how many rows of logits exist, and to the bit the loss of all at once. (Layouts that equal
+one process are rows of tests/layouts.py.)"""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import collectives as dist
+import kernels
+from tests.layouts import SMALL, small_gpt, tokens_of
+from tests.pool import on_both, on_ranks, parametrize
+from theory.memory import tensors_in
+
+
+class WidestLogits(TorchDispatchMode):
+    """Notes the most rows of any tensor that is `width` wide, but for transposed weights."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+        self.rows = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        wide = [t.numel() // self.width for t in tensors_in(out)
+                if t.dim() and t.shape[-1] == self.width and t.shape[0] != SMALL.n_embd]
+        self.rows = max([self.rows, *wide])
+        return out
+
+
+@on_both
+@parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "sp": True}, {"dp": 2, "zero": 3}, {"pp": 2, "schedule": "zb-h1"}],
+             ids=str)
+@on_ranks(2)
+def test_no_more_rows_of_logits_exist_than_a_chunk_has(layout):
+    """Neither in forward, nor in backward, nor in evaluation."""
+    layout = {"dp": 2 // layout.get("tp", layout.get("pp", 1)), **layout}
+    head = layout.get("pp", 1) - 1 == dist.get_rank() or layout.get("pp", 1) == 1
+    for chunk in 0, 7:
+        net = small_gpt(**layout, loss_chunk=chunk, dtype=torch.float64)
+        width = SMALL.vocab_size // net.layout.tp + (dist.get_rank(net.groups.tp) < SMALL.vocab_size % net.layout.tp)
+        batch = [[t[:4].to(net.device)] for t in tokens_of(0)]
+        with torch.autograd.set_multithreading_enabled(False), WidestLogits(width) as seen:
+            net.forward(*batch)
+            net.forward_backward(*batch)
+        assert seen.rows == head * (chunk or 40)
+
+
+@on_both
+@parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_a_chunked_loss_is_that_of_all_rows_to_the_bit(dtype):
+    """And gradients are, but for rounding, with our kernels or PyTorch's."""
+    for layout in {"dp": 2, "zero": 3}, {"tp": 2}, {"dp": 2, "optimizer": None}:
+        whole, *others = (small_gpt(**layout, loss_chunk=chunk, dtype=dtype) for chunk in (0, 1, 7, 32, 64))
+        batch = [[t[:4, :8].to(whole.device)] for t in tokens_of(0, holes=True)]
+        for kernel in "torch", "auto":
+            kernels.use(kernel)
+            run = "forward_backward" if whole.optimizer else "forward"
+            losses = [getattr(net, run)(*batch) for net in (whole, *others)]
+            assert all(loss.equal(losses[0]) for loss in losses)
+            for net in (whole, *others) if whole.optimizer else ():
+                net.zero_grad()
+    kernels.use("auto")
