@@ -224,6 +224,7 @@ FLAGS = [
     option("strategies", "--recompute", "as in train.py; PyTorch's side runs whole blocks again",
            choices=["none", "norms", "mlp", "attention", "block"], default="none"),
     number("strategies", "--recompute-blocks", "as in train.py", default=0),
+    number("strategies", "--loss-chunk", "as in train.py", default=0),
     number("strategies", "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
     option("strategies scaling", "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),
     option("kernels collectives strategies", "--plain", "measure the reference alone, without fast/",
@@ -321,7 +322,8 @@ def check_strategies(a):
     given = {"dtype": a.dtype, "device": a.device, "form": "lecture" if a.plain else "fast", "comm": a.comm,
              "batch_size": a.batch_size, "micro_batches": a.micro_batches or 1,
              "cuda_graphs": "off" if a.plain else a.cuda_graphs,
-             "recompute": a.recompute, "recompute_blocks": a.recompute_blocks}
+             "recompute": a.recompute, "recompute_blocks": a.recompute_blocks,
+             "loss_chunk": a.loss_chunk}
     asked = a.config.experts
     a.config, routed, twin = configs_of(a.config)
     every = layouts(a.gpus, a.micro_batches or 8, a.virtual_stages, routed.experts)

@@ -296,14 +296,8 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
         # remembers its `cuts`, so that `cut_like` can cut its values likewise in step 4.
         cut_layers(model, layout, groups, edition)
         mark_stage(model, len(stage_to_rank), groups)
-        if layout.loss_chunk and model.lm_head:
-            from further.chunked_loss import compute_loss_in
-            compute_loss_in(model.lm_head, layout.loss_chunk, config.vocab_size)
-        # 3. Recomputation: what backward runs again. ZeRO-3's hooks go around it, so that it finds whole weights.
-        if layout.recompute != "none":
-            from further.recompute import recompute
-            recompute(model, layout.recompute, layout.recompute_blocks)
-
+        # 3. What is not kept from forward to backward. ZeRO-3's hooks go around it, so that it finds whole weights.
+        keep_less(model, layout)
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if layout.zero == 3 and edition.sharded:
             materialize_buffers(model.to(master), source, device)
@@ -314,6 +308,16 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
         stages[stage] = model
     # 5. The optimizer of the ZeRO stage. It hangs hooks on parameters, so it comes after step 4, which replaces them.
     return ParallelGPT(config, layout, device, mesh, groups, stages, stage_to_rank, optimizer, edition)
+
+
+def keep_less(model, layout):
+    """Let a stage compute its loss in chunks, and activations again in backward, where the layout says so."""
+    if layout.loss_chunk and model.lm_head:
+        from further.chunked_loss import compute_loss_in
+        compute_loss_in(model.lm_head, layout.loss_chunk, model.config.vocab_size)
+    if layout.recompute != "none":
+        from further.recompute import recompute
+        recompute(model, layout.recompute, layout.recompute_blocks)
 
 
 def stage_to_rank_of(config, layout):
