@@ -53,14 +53,15 @@ def forgotten(y, out, again):
     """
     if not out.requires_grad:
         return out
-    storage = y.untyped_storage()
-    size = storage.nbytes()
+    size = y.untyped_storage().nbytes()
+    held = [(y, again)]
 
     @torch.no_grad()
     def fill(grad):
-        storage.resize_(size)
+        y, again = held.pop()  # because this function lives as long as the graph, and y should go with who saved it
+        y.untyped_storage().resize_(size)
         y.data.copy_(again())  # .data: autograd would take y for changed since it was saved
 
     out.register_hook(fill)
-    storage.resize_(0)
+    y.untyped_storage().resize_(0)
     return out

@@ -1,5 +1,6 @@
 """Memory is what the tables predict; 16-bit gradients; overflow."""
 
+import gc
 from functools import partial
 from types import SimpleNamespace
 
@@ -20,11 +21,12 @@ from tests.runs import TINY, output_of, parse
 from fast.adamw import AdamW
 from fast.edition import Fast
 from further.schedules import SCHEDULES, zero_bubble_h1
+from further.recompute import recompute
 from lessons.demos import main
 from lessons.bench.timing import of_all_ranks
 from safe.data import load_data
 from safe.flags import check_layout, model_config
-from safe.reports import measured_bytes, predicted_bytes
+from safe.reports import BirthLog, measured_bytes, predicted_bytes
 
 
 def test_memory_table_is_the_lecture_s():
@@ -107,6 +109,25 @@ def test_memory_is_what_is_predicted(text, bound, flags):
         assert abs(measured[kind] - predicted[kind]) <= some + part * predicted[kind], (kind, measured, predicted)
     shares = of_all_ranks(trainer.share)
     assert ("--ep" in flags) == (len({*shares}) > 1) and abs(sum(shares) / len(shares) - 1) < 1e-6
+
+
+def test_what_backward_computes_again_goes_with_what_saved_it():
+    """As long as the loss is there, its graph is, too, but not the activations that its backward has used."""
+    config = model.GPTConfig(vocab_size=5, seq_len=7, n_layer=3, n_head=2, n_embd=8)
+
+    def left(part):
+        net = model.GPT(config)
+        if part != "none":
+            recompute(net, part)
+        births = BirthLog()
+        with births:
+            loss = net(torch.zeros(3, 7, dtype=torch.int64)).square().sum()
+            loss.backward()
+        gc.collect()
+        return births.alive({}), loss
+
+    none, *others = (left(part)[0] for part in ("none", "norms", "mlp", "attention", "block"))
+    assert others == [none] * 4
 
 
 @on_both
