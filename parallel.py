@@ -6,7 +6,6 @@
     tensor      every matrix is cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
     pipeline    layers are spread over ranks: GPipe and 1F1B, as lists of actions
     norm        one gradient norm over any combination
-    whole       whole tensors from cut ones and back, for checkpoints
     edition     `Lecture`: the classes above that a GPT is trained with. further/full.py and fast/edition.py have others
 
 train.py puts them together, in an order that works: `parallelize`.
@@ -575,6 +574,17 @@ def local_parameter(param, cut):
     return param
 
 
+def whole_shape(param):
+    return placement_of(param).whole or param.shape
+
+
+def cut_like(param, whole):
+    """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
+    for cut in placement_of(param).cuts:
+        whole = cut.part(whole)
+    return whole
+
+
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """Cross-entropy of each row of logits (n, V/N), this rank's slice of the vocabulary, against targets (n).
 
@@ -1063,59 +1073,6 @@ def clip_grad_norm_(parameters, max_norm, groups=None, scale=1.0):
     if max_norm and parameters:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
-
-
-# -------------------------------------------------------------------------------- whole tensors: the inverse of cutting
-#
-# Checkpoints hold whole tensors, so that any layout can go on from them. A rank's part of a whole tensor is what
-# `cut_like` returns. With ZeRO the rank keeps a shard of that part, and the optimizer's `kept` says which. Back: every
-# rank puts what it has where it belongs, and `put_together` merges them. One tensor at a time is whole. (Large models'
-# trainers write shards.)
-
-def whole_shape(param):
-    return placement_of(param).whole or param.shape
-
-
-def cut_like(param, whole):
-    """This rank's part of a whole tensor, where expert and tensor parallelism cut the parameter."""
-    for cut in placement_of(param).cuts:
-        whole = cut.part(whole)
-    return whole
-
-
-# kept: as `ZeRO0.kept` returns it, or with an optimizer's state in place of what is stepped.
-
-def take_part(kept, param, whole):
-    """Copy this rank's part of a whole tensor to where it keeps that. RuntimeError for one of another shape."""
-    stepped, here, there = kept
-    if whole.shape != whole_shape(param):
-        raise RuntimeError(f"size mismatch: {tuple(whole.shape)} for a parameter of {tuple(whole_shape(param))}")
-    stepped.view(-1)[here] = cut_like(param, whole).reshape(-1)[there].to(stepped)
-
-
-def part_here(kept, param):
-    """(which elements of the whole tensor this rank has, their values), as `put_together` takes them."""
-    stepped, here, there = kept
-    shape = whole_shape(param)
-    numbers = torch.arange(math.prod(shape), device=stepped.device).view(shape)  # cut like the tensor, they say which
-    return cut_like(param, numbers).reshape(-1)[there], stepped.detach().reshape(-1)[here]
-
-
-def put_together(shape, here, values, groups):
-    """The whole tensor, of `shape`, on all ranks of the groups, each of which has some of its values. here: where these
-    lie in the flat tensor, a slice or numbers. Four numbers on two ranks:
-
-        rank 0    5  6  0  0        rank 1    0  0  7  8        both    5  6  7  8
-
-    Of each byte the largest is taken: ranks that have a value have the same one, and the others 0, whatever the dtype.
-    (A sum would double what two ranks have.) An all-gather would send half as much, but would have to know who has
-    what.
-    """
-    whole = values.new_zeros(math.prod(shape))
-    whole[here] = values
-    for group in groups:
-        dist.all_reduce(whole.view(torch.uint8), dist.ReduceOp.MAX, group)
-    return whole.view(shape)
 
 
 # -------------------------------------------------------------------------------------------------------------- edition

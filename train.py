@@ -24,11 +24,8 @@ import json
 import math
 import os
 import pathlib
-import shlex
 import sys
 import sysconfig
-import tempfile
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,7 +53,8 @@ def flag(default, help, **more):
 
 MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter: running means of its gradient and of its square
 SCHEDULES = parallel.SCHEDULES     # {name: schedule(p, m, v)} of --schedule
-if importlib.util.find_spec("further"):
+FURTHER = importlib.util.find_spec("further")  # without it, no flag is checked, and nothing saved or sampled
+if FURTHER:
     from further.schedules import SCHEDULES
 
 
@@ -619,36 +617,11 @@ class ParallelGPT:
         """A stage without its FSDP."""
         return getattr(self.stages[stage], "module", self.stages[stage])
 
-    def kept(self, param):
-        """Where this rank keeps a parameter, as the optimizer's method says."""
-        if self.optimizer:
-            return self.optimizer.kept(param)
-        sharded = [model for model in self.stages.values() if param in getattr(model, "bucket_of", ())]
-        return sharded[0].kept(param) if sharded else (param, slice(None), slice(None))
-
-    @torch.no_grad()
     def whole_parameter(self, name, key=None, island=0):
-        """A parameter as one process would hold it, in the master dtype; with `key`, what the optimizer keeps of it
-        (zeros before its first step); or a buffer. Of islands, what this one has. Call it on all ranks."""
-        shape = {**shapes(self.config), **buffers(self.config)}[name]
-        dtype = torch.float32 if name in buffers(self.config) else parallel.master_dtype(self.layout.dtype)
-        part = slice(0), torch.empty(0, device=self.device)  # of a rank that has nothing of it
-        groups = []
-        for model in map(self.module, self.stages):
-            if name in (own := dict(model.named_buffers())):
-                part = slice(None), own[name].view(-1)
-            elif name in (own := dict(model.named_parameters())):
-                stepped, *where = self.kept(own[name])
-                held = stepped
-                if key is not None:
-                    held = self.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
-                part = parallel.part_here((held, *where), own[name])
-                groups = [group for group in parallel.placement_of(stepped).sharded_over if group != self.groups.pp]
-        here, values = part if island == self.island else (slice(0), part[1][:0])
-        groups = [*groups, self.groups.pp]  # a rank of another stage knows pp alone
-        if self.groups.between:
-            groups.append(self.groups.between)
-        return parallel.put_together(shape, here, values.to(dtype), groups)
+        """A parameter as one process would hold it; with `key`, what the optimizer keeps of it (zeros before its first
+        step); or a buffer. Of islands, what this one has. Call it on all ranks."""
+        from further.resume import whole_parameter
+        return whole_parameter(self, name, key, island)
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -701,9 +674,9 @@ class Trainer:
             dist.reset_traffic()  # the log then holds what one step sends
             loss, norm = self.step(step)
             self.report(step + 1, loss, norm)
-            if self.s.out and self.due("save", step + 1):
+            if FURTHER and self.s.out and self.due("save", step + 1):
                 self.save(step + 1)
-        if self.s.sample:
+        if FURTHER and self.s.sample:
             self.show_sample()
 
     def step(self, step):
@@ -783,10 +756,8 @@ class Trainer:
         """Each rank gives its parts; rank 0 gets the GPT that one process would hold, the others its shapes alone.
         Where a rank keeps only parts of the weights, it is on the CPU, because a GPU may not have room for all."""
         layout = self.net.layout
-        device = self.device
-        if layout.zero == 3 or layout.tp * layout.pp * layout.ep > 1:
-            device = "cpu"
-            kernels.use("auto")  # "triton" refuses what is on the CPU
+        in_parts = layout.zero == 3 or layout.tp * layout.pp * layout.ep > 1
+        device = "cpu" if in_parts else self.device
         whole = self.sampler(self.config, seed=None)
         materialize(whole, self.net.whole_parameter, device if dist.get_rank() == 0 else "meta",
                     parallel.master_dtype(layout.dtype))
@@ -802,8 +773,10 @@ class Trainer:
             print(f"--- sample, {self.s.sample} tokens ---\n{text}\n---", flush=True)
 
     def stream(self, whole, prompt):
-        """Yield tokens (1, 1) that go on after the prompt, without end."""
+        """Yield tokens (1, 1) that go on after the prompt, without end. Call it after the last step."""
         start = torch.tensor([prompt], device=whole.wte.weight.device)
+        if start.device.type != self.device.type:
+            kernels.use("auto")  # "triton" refuses what is on the CPU
         return whole.stream(start, self.s.temperature, self.s.top_k_sample, self.s.seed)
 
     # A checkpoint has whole tensors, so every layout can load it. Batches and samples are functions of (seed, step), so
@@ -846,64 +819,6 @@ class Trainer:
 
 # ---------------------------------------------------------------------------------------------------------------- start
 
-def refuse(why):
-    """End with one line, before any process group starts."""
-    print(f"train.py: {why}", file=sys.stderr)
-    sys.exit(2)
-
-
-TASKS = {"SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"), "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
-         "PMI_SIZE": ("mpiexec", "PMI_RANK")}  # how many tasks: (who starts them, which one this is)
-
-
-def started_by_tasks():
-    """What is wrong where srun, mpirun or mpiexec has started this whole program several times; "" if none has. Tasks
-    but the first one end here without a word."""
-    for name, (starter, number) in TASKS.items():
-        tasks = os.environ.get(name, "1")
-        if tasks in ("", "1"):
-            continue
-        if os.environ.get(number, "0") != "0":
-            time.sleep(2)  # the first one must speak before mpirun ends it
-            sys.exit(2)
-        once = "srun --ntasks 1 " * (starter == "srun")
-        return (f"{starter} has started this program {tasks} times ({name}), and each would train by itself: start "
-                f"{once}torchrun --nproc_per_node {tasks} train.py {shlex.join(sys.argv[1:])} (several nodes: "
-                "docs/running.md)")
-    return ""
-
-
-def started():
-    """How many processes torchrun has started; 1 without it."""
-    given = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")]
-    rank, world, port, _ = given
-    whole = all(given) and (rank + world + port).isdigit() and int(rank) < int(world)
-    if (rank or world) and not whole:
-        refuse("the environment has a part of what torchrun sets: start with torchrun, or unset RANK and WORLD_SIZE")
-    if not whole and (why := started_by_tasks()):
-        refuse(why)
-    return int(world or 1)
-
-
-AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within islands local_steps micro_batches batch_size n_layer n_head
-    n_embd inner seq_len vocab_size latent top_k expert_every""".split()}
-
-
-def check_out(out, done):
-    """ValueError unless checkpoints can be written into the folder --out, and none there is of a step after `done`, of
-    the checkpoint to go on from; None: unless no run is there."""
-    try:
-        os.makedirs(out, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out) as file:
-            file.write(b"x")  # which a full disk does not take
-    except OSError as error:
-        raise ValueError(f"--out {out}: {error.strerror}; name a folder that can be written") from None
-    later = [file for file in pathlib.Path(out).glob(f"step-{8 * '[0-9]'}.pt") if int(file.stem[5:]) > (done or 0)]
-    if later or done is None and os.path.exists(os.path.join(out, "log.jsonl")):
-        raise ValueError(f"--out {out} holds a run, which this one would write over: add --resume, or name a new "
-                         f"folder, e.g. --out {out}-2")
-
-
 class Run:
     """What a command line asks for: `s` (Flags), `config`, `data` (as for Trainer), `saved` (a checkpoint, or None) and
     `source` (of initial weights, or None)."""
@@ -912,31 +827,25 @@ class Run:
     trainer = Trainer
 
     def __init__(self, arguments):
-        world = started()
-        s = parse(argparse.ArgumentParser(**ABOUT), self.flags, arguments)
-        for f in dataclasses.fields(s):
-            given, least = getattr(s, f.name), int(f.name in AT_LEAST_1)
-            if f.type is int and given is not None and given < least:
-                refuse(f"{dashed(f.name)} {given}: give {least} or more")
-        if not math.isfinite(s.lr):
-            refuse(f"--lr {s.lr}: give a number, e.g. 0.001")
-        if s.form == "fast":
-            refuse("--plain and --together run the reference alone, without fast/: give --form full")
-        self.edition = edition_of(s.form)
+        try:
+            self.prepare(arguments)
+        except (ValueError, OSError) as why:  # one line, before any process group starts
+            print(f"train.py: {why}", file=sys.stderr)
+            sys.exit(2)
+
+    def prepare(self, arguments):
+        """Read the flags and the files that they name. ValueError or OSError if they cannot be used."""
+        self.s = s = parse(argparse.ArgumentParser(**ABOUT), self.flags, arguments)
+        if FURTHER:
+            from further import refusals
+            refusals.check_start()
+            refusals.check_flags(s, dashed)
+        world = int(os.environ.get("WORLD_SIZE") or 1)
         self.world = 1 if s.together else world
+        self.edition = edition_of(s.form)
         self.processes = processes_of(s, self.world)
         s.device = "cpu" if s.together else device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
-        self.s = s
-        self.saved = self.source = None
-        try:
-            self.read_files()
-        except (ValueError, OSError) as why:
-            refuse(why)
-
-    def read_files(self):
-        """What --tokenizer, --data, --schedule-file and --resume name. ValueError or OSError if it cannot be used."""
-        s = self.s
         vocabulary = vocabulary_of(s.tokenizer)
         if s.tokenizer:
             s.vocab_size = len(vocabulary)
@@ -944,36 +853,27 @@ class Run:
         if s.schedule_file:
             from further.lists import read_schedule
             s.schedule = read_schedule(s)
-        if importlib.util.find_spec("further"):
-            from further.fits import refuse_misfit
-            refuse_misfit(s, self.config, self.world, self.edition, dashed)
-        if self.processes != self.world and not s.together:
-            raise ValueError(f"this layout needs torchrun --nproc_per_node {self.processes}; {self.world} were started")
+        if FURTHER:
+            refusals.check_layout(s, self.config, self.world, self.processes, self.edition, dashed)
         files = [pathlib.Path(s.data)] if s.data else standard_library()
         texts = [file.read_bytes() for file in files]
-        if any(b"\0" in text for text in texts):
-            raise ValueError(f"--data {s.data} has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8")
-        tokens = vocabulary.tokens_of(texts)
-        if tokens.max(initial=0) >= self.config.vocab_size:  # with --tp each rank would take it for another's
-            raise ValueError(f"--vocab-size is too small for the text: give --vocab-size {tokens.max() + 1}")
-        self.data = *split(tokens), vocabulary
-        if len(self.data[1]) <= self.config.seq_len:
-            raise ValueError(f"the held-out tenth is of {len(self.data[1])} tokens: give more text")
+        self.data = *split(vocabulary.tokens_of(texts)), vocabulary
+        self.saved = self.source = None
         if s.resume:
-            from further.resume import lacking, read_checkpoint
+            from further.resume import read_checkpoint
             path = s.out if s.resume == "newest" else s.resume
             self.saved, self.source = read_checkpoint(path, self.config, config_of)
             if s.islands > 1:
                 from further.diloco import source_of_island
                 self.source = source_of_island(self.source, self.saved["tensors"], s.islands)
-            why = lacking(self.saved["flags"], s)
-            if why and s.steps > self.saved["step"]:
-                raise ValueError(why)
-        if s.out:
-            check_out(s.out, self.saved["step"] if self.saved else None)
+        if FURTHER:
+            refusals.check_text(s, self.config, texts, *self.data[:2])
+            refusals.check_checkpoints(s, self.saved)
 
     def start(self):
         """Meet the other processes, train, part."""
+        if self.s.out:
+            os.makedirs(self.s.out, exist_ok=True)
         if self.s.comm == "torch":
             import further.library  # noqa: F401  which adds it to dist.LINKS
         if self.s.together:

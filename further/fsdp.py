@@ -21,9 +21,9 @@ from further.ddp import broadcast_in_one, refuse_new, refuse_other_order, refuse
 from further.lend import Lender, LentParameter
 from further.prefetch import FlatFSDP
 from further.states import whole_of
+from further.whole import take_part
 from further.zero import show_overflow_to_all
-from parallel import (
-    group_or_world, is_matrix, PlacedParameter, placement_of, take_part, whole_shape)
+from parallel import group_or_world, is_matrix, PlacedParameter, placement_of, whole_shape
 
 
 class OfPart:

@@ -19,7 +19,8 @@ from further.buckets import all_reduce_bucket, Averager, make_buckets
 from further.flat import (
     add_to_shard, cast_masters, EveryBackward, FlatBucket, FlatReducer, reduce_scatter_bucket, ShardAverager)
 from further.units import units_of
-from parallel import EMBEDDINGS, group_or_world, is_matrix, take_part
+from further.whole import take_part
+from parallel import EMBEDDINGS, group_or_world, is_matrix
 
 
 class FlatParameter(FlatBucket):

@@ -1,5 +1,6 @@
 """Going on from a checkpoint step-00000100.pt of train.py. Its tensors are whole, so any layout can read it.
 
+    torchrun --nproc_per_node 2 train.py --plain --tp 2 --steps 50 --out runs/plain
     torchrun --nproc_per_node 2 train.py --plain --dp 2 --out runs/plain --resume
 
 Batches and samples are functions of (seed, step), so the number of steps stands for the position in the data and the
@@ -13,7 +14,46 @@ import pathlib
 import torch
 
 import parallel
+from further.whole import part_here, put_together, take_part
+from model import buffers, shapes
 
+
+# --------------------------------------------------------------------------------------------------------------- there
+
+def kept_by(net, param):
+    """Where this rank of a ParallelGPT keeps a parameter, as its optimizer's `kept` says."""
+    if net.optimizer:
+        return net.optimizer.kept(param)
+    sharded = [model for model in net.stages.values() if param in getattr(model, "bucket_of", ())]
+    return sharded[0].kept(param) if sharded else (param, slice(None), slice(None))
+
+
+@torch.no_grad()
+def whole_parameter(net, name, key=None, island=0):
+    """A parameter of a ParallelGPT as one process would hold it, in the master dtype; with `key`, what the optimizer
+    keeps of it (zeros before its first step); or a buffer. Of islands, what this one has. Call it on all ranks."""
+    shape = {**shapes(net.config), **buffers(net.config)}[name]
+    dtype = torch.float32 if name in buffers(net.config) else parallel.master_dtype(net.layout.dtype)
+    part = slice(0), torch.empty(0, device=net.device)  # of a rank that has nothing of it
+    groups = []
+    for model in map(net.module, net.stages):
+        if name in (own := dict(model.named_buffers())):
+            part = slice(None), own[name].view(-1)
+        elif name in (own := dict(model.named_parameters())):
+            stepped, *where = kept_by(net, own[name])
+            held = stepped
+            if key is not None:
+                held = net.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
+            part = part_here((held, *where), own[name])
+            groups = [group for group in parallel.placement_of(stepped).sharded_over if group != net.groups.pp]
+    here, values = part if island == net.island else (slice(0), part[1][:0])
+    groups = [*groups, net.groups.pp]  # a rank of another stage knows pp alone
+    if net.groups.between:
+        groups.append(net.groups.between)
+    return put_together(shape, here, values.to(dtype), groups)
+
+
+# ------------------------------------------------------------------------------------------------------------ and back
 
 KEEPS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("exp_avg",)}  # what each --optimizer keeps of a matrix of a block
 
@@ -85,7 +125,7 @@ def load_state(net, key, source):
     shape."""
     for model in map(net.module, net.stages):
         for name, param in model.named_parameters():
-            stepped, *where = net.kept(param)
+            stepped, *where = kept_by(net, param)
             state = net.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
             whole = source("wte.weight" if net.config.tied and name == "lm_head.weight" else name)
-            parallel.take_part((state, *where), param, whole)
+            take_part((state, *where), param, whole)

@@ -15,11 +15,12 @@ import torch
 
 import parallel
 from further.flat import cast_masters
+from further.whole import part_here, put_together, take_part
 
 
 def whole_of(kept, param, groups):
-    """A parameter's whole tensor, on all ranks of the groups over which it is cut. kept: as parallel.take_part's."""
-    return parallel.put_together(parallel.whole_shape(param), *parallel.part_here(kept, param), groups)
+    """A parameter's whole tensor, on all ranks of the groups over which it is cut. kept: as further/whole.py has it."""
+    return put_together(parallel.whole_shape(param), *part_here(kept, param), groups)
 
 
 @torch.no_grad()
@@ -75,7 +76,7 @@ def load_parts(sharded, whole, optimizer):
                 raise ValueError(f"{key} of {name} is {tuple(value.shape)}, the parameter "
                                  f"{tuple(parallel.whole_shape(param))}")
             room = stepped if key == "master" else states[stepped].setdefault(key, torch.zeros_like(stepped))
-            parallel.take_part((room, *where), param, value)
+            take_part((room, *where), param, value)
     order = [p for group in optimizer.param_groups for p in group["params"]]  # PyTorch numbers them so
     state = {i: states[p] for i, p in enumerate(order) if p in states}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

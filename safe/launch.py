@@ -17,8 +17,8 @@ import torch
 import torch.distributed as torch_dist
 
 from collectives import meeting_place
+from further.refusals import started_by_tasks
 from safe.sizes import BadInput, reject
-from train import started_by_tasks
 
 
 # --------------------------------------------------------------------------------------------------- starting processes

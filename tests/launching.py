@@ -217,7 +217,7 @@ def test_what_others_left_in_the_environment(left, means):
         if isinstance(means, str):
             if "IFNAME" not in str(left):
                 with pytest.raises(SystemExit, match="2"):
-                    train.started()
+                    train.Run([])
             with pytest.raises(BadInput, match=means):
                 safe.launch.started()
             assert not {"RANK", "LOCAL_RANK"} & {*os.environ}  # or `refuse` would leave the line to rank 0

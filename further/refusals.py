@@ -1,0 +1,115 @@
+"""What a command line may not ask for: bad input is refused in one line, before processes meet.
+
+    python train.py --plain --tp 0
+
+`--plain` looks here, and in further/fits.py for what must divide what. safe/ looks at more.
+"""
+
+import math
+import os
+import pathlib
+import shlex
+import sys
+import tempfile
+import time
+
+from further.fits import refuse_misfit
+from further.resume import lacking
+
+
+# ---------------------------------------------------------------------------------------------------------------- start
+
+TASKS = {"SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"), "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
+         "PMI_SIZE": ("mpiexec", "PMI_RANK")}  # how many tasks: (who starts them, which one this is)
+
+
+def started_by_tasks():
+    """What is wrong where srun, mpirun or mpiexec has started this whole program several times; "" if none has. Tasks
+    but the first one end here without a word."""
+    for name, (starter, number) in TASKS.items():
+        tasks = os.environ.get(name, "1")
+        if tasks in ("", "1"):
+            continue
+        if os.environ.get(number, "0") != "0":
+            time.sleep(2)  # the first one must speak before mpirun ends it
+            sys.exit(2)
+        once = "srun --ntasks 1 " * (starter == "srun")
+        return (f"{starter} has started this program {tasks} times ({name}), and each would train by itself: start "
+                f"{once}torchrun --nproc_per_node {tasks} train.py {shlex.join(sys.argv[1:])} (several nodes: "
+                "docs/running.md)")
+    return ""
+
+
+def check_start():
+    """ValueError if the environment has a part of what torchrun sets, or if others have started several processes."""
+    given = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")]
+    rank, world, port, _ = given
+    if all(given) and (rank + world + port).isdigit() and int(rank) < int(world):
+        return
+    if rank or world:
+        raise ValueError("the environment has a part of what torchrun sets: start with torchrun, or unset RANK and "
+                         "WORLD_SIZE")
+    if why := started_by_tasks():
+        raise ValueError(why)
+
+
+# ---------------------------------------------------------------------------------------------------------------- flags
+
+AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within islands local_steps micro_batches batch_size n_layer n_head
+    n_embd inner seq_len vocab_size latent top_k expert_every""".split()}
+
+
+def check_flags(s, called):
+    """ValueError for flags that are wrong whatever the others are. called(field): what users call it."""
+    for name, given in vars(s).items():
+        least = int(name in AT_LEAST_1)
+        if type(given) is int and given < least:
+            raise ValueError(f"{called(name)} {given}: give {least} or more")
+    if not math.isfinite(s.lr):
+        raise ValueError(f"--lr {s.lr}: give a number, e.g. 0.001")
+    if s.form == "fast":
+        raise ValueError("--plain and --together run the reference alone, without fast/: give --form full")
+
+
+def check_layout(s, config, world, processes, edition, called):
+    """ValueError for a layout that the model, the edition or the number of processes does not allow."""
+    refuse_misfit(s, config, world, edition, called)
+    if processes != world and not s.together:
+        raise ValueError(f"this layout needs torchrun --nproc_per_node {processes}; {world} were started")
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+def check_text(s, config, texts, train_data, held_out):
+    """ValueError for texts that this model cannot be trained on. train_data, held_out: their tokens."""
+    if any(b"\0" in text for text in texts):
+        raise ValueError(f"--data {s.data} has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8")
+    largest = max(train_data.max(initial=0), held_out.max(initial=0))
+    if largest >= config.vocab_size:  # with --tp each rank would take it for another's
+        raise ValueError(f"--vocab-size is too small for the text: give --vocab-size {largest + 1}")
+    if len(held_out) <= config.seq_len:
+        raise ValueError(f"the held-out tenth is of {len(held_out)} tokens: give more text")
+
+
+def check_checkpoints(s, saved):
+    """ValueError unless this run can go on from a checkpoint, `saved`, or None, and can write others into --out."""
+    why = saved and lacking(saved["flags"], s)
+    if why and s.steps > saved["step"]:
+        raise ValueError(why)
+    if s.out:
+        check_out(s.out, saved["step"] if saved else None)
+
+
+def check_out(out, done):
+    """ValueError unless checkpoints can be written into the folder --out, and none there is of a step after `done`, of
+    the checkpoint to go on from; None: unless no run is there."""
+    try:
+        os.makedirs(out, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out) as file:
+            file.write(b"x")  # which a full disk does not take
+    except OSError as error:
+        raise ValueError(f"--out {out}: {error.strerror}; name a folder that can be written") from None
+    later = [file for file in pathlib.Path(out).glob(f"step-{8 * '[0-9]'}.pt") if int(file.stem[5:]) > (done or 0)]
+    if later or done is None and os.path.exists(os.path.join(out, "log.jsonl")):
+        raise ValueError(f"--out {out} holds a run, which this one would write over: add --resume, or name a new "
+                         f"folder, e.g. --out {out}-2")
