@@ -1088,8 +1088,9 @@ class Lecture:
 
     zero: the class of each ZeRO stage. sharded: wraps a stage's module at ZeRO-3 before it has weights, so that it
     is never whole on a rank (further/prefetch.py); None: it is whole once, while the model is built. muon: the highest
-    ZeRO stage with --optimizer muon, which needs whole matrices. sequence: f and g of sequence parallelism; None:
-    further/sequence.py's. context, experts: options of context_parallel and expert_parallel.
+    ZeRO stage with --optimizer muon, which needs whole matrices. pipeline: runs gpipe and 1f1b. halved: runs all
+    schedules; None: further/schedules.py's. sequence: f and g of sequence parallelism; None: further/sequence.py's.
+    context, experts: options of context_parallel and expert_parallel.
     """
     zero = ZeRO0, ZeRO1, ZeRO2, ZeRO3
     sharded = None
@@ -1097,6 +1098,7 @@ class Lecture:
     columns = ColumnParallelLinear
     pieces_of = staticmethod(even_pieces)
     pipeline = Pipeline
+    halved = None
     sequence = None
     context = {}
     experts = {}

@@ -478,7 +478,7 @@ class ParallelGPT:
         if layout.schedule not in parallel.SCHEDULES:
             from further.lists import checked
             from further.schedules import HalvedPipeline
-            pipeline = pipeline if issubclass(pipeline, HalvedPipeline) else HalvedPipeline
+            pipeline = edition.halved or HalvedPipeline
             self.lowered_lists = checked
         self.pipeline = pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd, self.device,
                                  layout.tp if layout.sp else 1)

@@ -62,7 +62,7 @@ class Fast(Full):
     flat_optimizer = AheadOptimizer
     columns = RegatheringColumns
     pieces_of = staticmethod(split_pieces)
-    pipeline = PatientPipeline
+    pipeline = halved = PatientPipeline
     sequence = gathered, scattered
     context = {"ring": TunedRing.apply}
     experts = {"travel": visit_under_own_rows}

@@ -33,7 +33,7 @@ class Full(Lecture):
     muon = 2
     sharded = FlatFSDP
     flat_optimizer = FlatOptimizer
-    pipeline = HalvedPipeline
+    pipeline = halved = HalvedPipeline
 
     @classmethod
     def optimizer(cls, zero, params, optimizer_class, group, modules, dtype):

@@ -230,7 +230,7 @@ ENTERED = {  # a layout, and the rows that it enters
     "dp=2 comm=torch": "LINKS.torch",
     "tp=2": "Fast.columns",
     "tp=2 sp=1": "Fast.f Fast.g",
-    "pp=2 micro_batches=2 schedule=zb-h1": "Fast.pipeline",
+    "pp=2 micro_batches=2 schedule=zb-h1": "Fast.pipeline Fast.halved",
     "cp=2 tokens=8 seq_len=8": "Fast.context attention_reference attention_backward_reference",
     "dp=2 ep=2 experts=4": "Experts Fast.experts through_experts grouped_linear",
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11":
