@@ -752,32 +752,15 @@ class Trainer:
         losses = [self.net.forward(*self.micro_batches(self.held_out, self.s.seed, i)) for i in range(batches)]
         return self.mean_over_ranks(torch.stack(losses).mean())
 
-    def whole_model(self):
-        """Each rank gives its parts; rank 0 gets the GPT that one process would hold, the others its shapes alone.
-        Where a rank keeps only parts of the weights, it is on the CPU, because a GPU may not have room for all."""
-        layout = self.net.layout
-        in_parts = layout.zero == 3 or layout.tp * layout.pp * layout.ep > 1
-        device = "cpu" if in_parts else self.device
-        whole = self.sampler(self.config, seed=None)
-        materialize(whole, self.net.whole_parameter, device if dist.get_rank() == 0 else "meta",
-                    parallel.master_dtype(layout.dtype))
-        return whole
-
     def show_sample(self):
         """Rank 0 prints what the model goes on with after the prompt."""
-        whole = self.whole_model()
+        from further.sampling import stream_after
         prompt = self.vocabulary.encode(self.s.prompt or "\n")
+        stream = stream_after(self, prompt)
         if dist.get_rank() == 0:
-            sampled = itertools.islice(self.stream(whole, prompt), self.s.sample)
-            text = self.vocabulary.decode(prompt + [token.item() for token in sampled])
+            sampled = [token.item() for token in itertools.islice(stream, self.s.sample)]
+            text = self.vocabulary.decode(prompt + sampled)
             print(f"--- sample, {self.s.sample} tokens ---\n{text}\n---", flush=True)
-
-    def stream(self, whole, prompt):
-        """Yield tokens (1, 1) that go on after the prompt, without end. Call it after the last step."""
-        start = torch.tensor([prompt], device=whole.wte.weight.device)
-        if start.device.type != self.device.type:
-            kernels.use("auto")  # "triton" refuses what is on the CPU
-        return whole.stream(start, self.s.temperature, self.s.top_k_sample, self.s.seed)
 
     # A checkpoint has whole tensors, so every layout can load it. Batches and samples are functions of (seed, step), so
     # the number of steps stands for the position in the data and the state of every random generator.
@@ -801,12 +784,8 @@ class Trainer:
 
     def save(self, done):
         """Write step-00000100.pt into --out."""
-        tensors = {label: tensor.cpu() for label, tensor in self.whole_tensors() if dist.get_rank() == 0}
-        if dist.get_rank() == 0:
-            path = os.path.join(self.s.out, f"step-{done:08}.pt")
-            torch.save({"step": done, "skipped": self.skipped, "scaler": self.scaler and vars(self.scaler),
-                        "flags": vars(self.s), "tensors": tensors}, path + ".part")
-            os.replace(path + ".part", path)  # a file of that name is whole
+        from further.resume import save
+        save(self, done)
 
     def load(self, saved):
         """Go on after checkpoint `saved`, if there is one; returns how many steps are done."""

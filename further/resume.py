@@ -9,10 +9,12 @@ state of every random generator. What remains is the weights, AdamW's moments an
 
 import argparse
 import dataclasses
+import os
 import pathlib
 
 import torch
 
+import collectives as dist
 import parallel
 from further.whole import part_here, put_together, take_part
 from model import buffers, shapes
@@ -26,6 +28,16 @@ def kept_by(net, param):
         return net.optimizer.kept(param)
     sharded = [model for model in net.stages.values() if param in getattr(model, "bucket_of", ())]
     return sharded[0].kept(param) if sharded else (param, slice(None), slice(None))
+
+
+def save(trainer, done):
+    """Write step-00000100.pt into --out, on rank 0. Call it on all ranks."""
+    tensors = {label: tensor.cpu() for label, tensor in trainer.whole_tensors() if dist.get_rank() == 0}
+    if dist.get_rank() == 0:
+        path = os.path.join(trainer.s.out, f"step-{done:08}.pt")
+        torch.save({"step": done, "skipped": trainer.skipped, "scaler": trainer.scaler and vars(trainer.scaler),
+                    "flags": vars(trainer.s), "tensors": tensors}, path + ".part")
+        os.replace(path + ".part", path)  # a file of that name is whole
 
 
 @torch.no_grad()

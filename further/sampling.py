@@ -11,8 +11,10 @@ from contextlib import contextmanager
 
 import torch
 
+import collectives as dist
 import kernels
-from model import GPT
+from model import GPT, materialize
+from parallel import master_dtype
 
 
 class Cache:
@@ -74,3 +76,27 @@ class CachedGPT(GPT):
             for layer, cache in zip(layers, self.caches):
                 delattr(layer, cache.seam)
                 del layer.positions
+
+
+# ------------------------------------------------------------------------------------------------- a model that is cut
+
+def whole_model(trainer):
+    """Each rank gives its parts; rank 0 gets the GPT that one process would hold, the others its shapes alone.
+    Where a rank keeps only parts of the weights, it is on the CPU, because a GPU may not have room for all."""
+    layout = trainer.net.layout
+    in_parts = layout.zero == 3 or layout.tp * layout.pp * layout.ep > 1
+    device = "cpu" if in_parts else trainer.device
+    whole = trainer.sampler(trainer.config, seed=None)
+    materialize(whole, trainer.net.whole_parameter, device if dist.get_rank() == 0 else "meta",
+                master_dtype(layout.dtype))
+    return whole
+
+
+def stream_after(trainer, prompt):
+    """Tokens (1, 1) with which a Trainer's model goes on after the prompt, without end, for rank 0. Call it on all
+    ranks, after the last step."""
+    whole = whole_model(trainer)
+    start = torch.tensor([prompt], device=whole.wte.weight.device)
+    if start.device.type != trainer.device.type:
+        kernels.use("auto")  # "triton" refuses what is on the CPU
+    return whole.stream(start, trainer.s.temperature, trainer.s.top_k_sample, trainer.s.seed)

@@ -13,6 +13,7 @@ import torch
 
 import collectives as dist
 from further.diloco import source_of_island
+from further.sampling import stream_after
 from safe import launch
 from safe.checkpoints import (
     check_optimizer, check_same_data, checkpoints, differences, find_checkpoint, fingerprint, lock, run_of, start_of,
@@ -187,7 +188,7 @@ class WatchedTrainer(Trainer):
         could time out."""
         progress("sampling")
         tokens = self.vocabulary.encode(self.s.prompt or "\n")
-        stream = self.stream(self.whole_model(), tokens)
+        stream = stream_after(self, tokens)
         for i in range(self.s.sample):
             if i % 10 == 0:
                 self.agree()

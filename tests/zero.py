@@ -17,6 +17,7 @@ import model
 import parallel
 import train
 from further.buckets import make_buckets
+from further.sampling import whole_model
 from further.states import full_optimizer_state, load_optimizer_state
 from tests.data import laid_out, module_and_inputs, stepped_by
 from tests.layouts import SMALL, small_gpt, tokens_of
@@ -192,7 +193,7 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
 def test_a_whole_model_is_on_the_cpu_where_ranks_keep_parts_of_it(layout, device, rank):
     """A GPU, here "meta", may not have room for all."""
     net = small_gpt(SMALL, **layout)
-    whole = train.Trainer.whole_model(types.SimpleNamespace(
+    whole = whole_model(types.SimpleNamespace(
         config=net.config, net=net, device="meta", sampler=train.GPT))
     assert {tensor.device.type for tensor in whole.state_dict().values()} == {"meta" if rank else device}
 
