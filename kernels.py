@@ -316,20 +316,28 @@ def layer_norm(x, weight, bias, eps=1e-5):
 #
 #     m' = max(m, max_j S_j)     l' = l e^(m-m') + sum_j e^(S_j-m')     acc' = acc e^(m-m') + sum_j e^(S_j-m') V_j
 #
-# In the end O = acc / l, and of S and P only L = m + ln l is kept: 4 bytes a row instead of 2 Tk. With L any block of P
-# comes back at the price of one matmul, P = e^(S - L), and with O's gradient dO
+# In the end O = acc / l, and of S and P only L = m + ln l is kept: 4 bytes a row instead of 2 Tk.
+#
+# Backward, with O's gradient dO. O = P V gives dV and dP. Row by row P = softmax(S), whose derivative is
+# dP_ik / dS_ij = P_ik ([j = k] - P_ij), so dS_ij = P_ij (dP_ij - sum_k P_ik dP_ik). S = Q K^T / sqrt(D) gives dQ, dK:
 #
 #     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dQ = dS K / sqrt(D)     dK = dS^T Q / sqrt(D)
 #
-# where delta_i = sum_j P_ij dP_ij, from the derivative of softmax, equals sum_d dO_id O_id, because dP_ij = dO_i . V_j
-# and sum_j P_ij V_j = O_i: no second pass over the keys.
+# delta_i = sum_k P_ik dP_ik would need a pass over all keys. But dP_ik = dO_i . V_k and sum_k P_ik V_k = O_i, so
+# delta_i = dO_i . O_i, which a row knows by itself. And with L any block of P comes back for one matmul, P = e^(S - L).
+# So a block of rows i and keys j needs Q_i, dO_i, L_i, delta_i, K_j and V_j alone, and each kernel is a loop over them:
+#
+#     attention_backward_q_kernel     one program: rows i     loop over j, the keys that i sees     dQ_i += dS_ij K_j
+#     attention_backward_kv_kernel    one program: keys j     loop over i, the rows that see j      dV_j += P_ij^T dO_i
+#                                                                                                   dK_j += dS_ij^T Q_i
+#
+# further/by_hand.py has forward and backward so in PyTorch: `attention_in_blocks`, `attention_backward_in_blocks`.
 #
 # Traffic: Q, K, V read once and O written once is 8 T D bytes a head in bf16; blocks of K and V come again for every
 # block of rows, but from L2. FLOPs: 4 Tq Tk D a head forward, half that under a causal mask, whose blocks above the
 # diagonal are never visited. That is T / 2 FLOPs a byte, or T / 4: the tensor cores are the limit.
-# Backward as written above is 5 matmuls to forward's 2. We do 7: one kernel owns rows (dQ), the other keys (dK, dV),
-# and both make S and dP. One kernel for all would add up dQ over programs in memory, in another order every run
-# (fast/hopper.py has it).
+# Backward as written above is 5 matmuls to forward's 2. We do 7, because both kernels make S and dP. One kernel for all
+# would add up dQ over programs in memory, in another order every run (fast/hopper.py has it).
 #
 # Grouped queries: G heads of queries may share one head of keys and values. Head h then reads that of h // G, from the
 # same place in memory, and dK, dV add up over the G heads. (Ainslie et al. 2023; GPT-2 has G = 1.)

@@ -342,11 +342,10 @@ class ZeRO3(ZeRO2):
         gather again    all bytes              whole     None; then, in backward, the whole gradient
         average         0 bytes                NaN       None; the shard's .grad has grown
 
-    Forward saves a view of `whole[param]` for backward. `free` empties the rows' storage, and the saved view stays,
-    empty; `gather` fills the same storage again, so backward reads the right numbers. .data is NaN meanwhile, so that
-    nobody computes with memory that is not there. A layer makes dX together
-    with dW, so when dW is there, W may go; a tied weight goes when its last layer's dW is there. Vectors (biases and
-    norms, a thousandth of GPT-2's K) stay whole.
+    Forward saves a view of `whole[param]` for backward. `free` empties the storage below the view. `gather` fills the
+    same storage again, so backward reads the right numbers. Meanwhile .data is NaN, so that nobody computes with memory
+    that is not there. A layer makes dX together with dW, so when dW is there, W may go; a tied weight goes when its
+    last layer's dW is there. Vectors (biases and norms, a thousandth of GPT-2's K) stay whole.
 
     `checkpoint` runs a layer's forward again within its backward: in_backward says which matrices must stay then. A
     matrix that was frozen before the optimizer was made has no dW, and goes after dX. A matrix must be used in its own

@@ -1,6 +1,7 @@
-"""Backward by hand: activations and layer norm in PyTorch's operations, and their derivatives without autograd.
+"""By hand: activations, layer norm and flash attention in PyTorch's operations, and their derivatives without autograd.
 
-The math stands in kernels.py, at the heads of "activations" and "layer norm". Its kernels compute the same in one pass.
+The math stands in kernels.py, at the heads of "activations", "layer norm" and "attention". Its kernels compute the
+same: activations and layer norm in one pass, attention in the same loops over blocks.
 
     python -m lessons kernels    errors against float64
 """
@@ -40,3 +41,53 @@ def layer_norm_backward_reference(x, dy, weight, mean, rstd):
     g = dy * weight
     dx = rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
     return dx, (dy * xhat).flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)
+
+
+def attention_in_blocks(q, k, v, size):
+    """Causal attention of one head, q, k, v (T, D): O (T, D) and L (T). `simple_attention_kernel` has the same loop."""
+    o, lse = torch.empty_like(q), q.new_empty(len(q))
+    for rows in torch.arange(len(q)).split(size):                # one program each
+        m = q.new_full((len(rows),), -math.inf)                  # the largest score so far, of each row
+        l = torch.zeros_like(m)                                  # the sum of exp(score - m)
+        acc = torch.zeros_like(q[rows])                          # the sum of exp(score - m) V
+        for keys in torch.arange(rows[-1] + 1).split(size):      # later keys no row sees
+            s = block_of_scores(q, k, rows, keys)
+            m_new = torch.maximum(m, s.amax(1))
+            p = torch.exp(s - m_new[:, None])
+            alpha = torch.exp(m - m_new)                         # l and acc were computed with the old m
+            l = l * alpha + p.sum(1)
+            acc = acc * alpha[:, None] + p @ v[keys]
+            m = m_new
+        o[rows] = acc / l[:, None]
+        lse[rows] = m + l.log()
+    return o, lse
+
+
+def block_of_scores(q, k, rows, keys):
+    """S of these rows and keys; -inf where a row does not see a key."""
+    s = q[rows] @ k[keys].T / math.sqrt(q.shape[1])
+    return s.masked_fill(keys > rows[:, None], -math.inf)
+
+
+def attention_backward_in_blocks(q, k, v, o, lse, do, size):
+    """(dQ, dK, dV) of the same head. A block of P is made again from L. The two outer loops are the two kernels."""
+    scale = 1 / math.sqrt(q.shape[1])
+    delta = (do * o).sum(1)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    blocks = torch.arange(len(q)).split(size)
+
+    def p_and_ds(rows, keys):
+        p = torch.exp(block_of_scores(q, k, rows, keys) - lse[rows, None])
+        dp = do[rows] @ v[keys].T
+        return p, p * (dp - delta[rows, None])
+
+    for n, rows in enumerate(blocks):                            # attention_backward_q_kernel: these rows' dQ
+        for keys in blocks[:n + 1]:
+            _, ds = p_and_ds(rows, keys)
+            dq[rows] += ds @ k[keys] * scale
+    for n, keys in enumerate(blocks):                            # attention_backward_kv_kernel: these keys' dK and dV
+        for rows in blocks[n:]:
+            p, ds = p_and_ds(rows, keys)
+            dv[keys] += p.T @ do[rows]
+            dk[keys] += ds.T @ q[rows] * scale
+    return dq, dk, dv
