@@ -31,6 +31,7 @@ from lessons.explore import explore
 from lessons.extension import demo_extension
 from lessons.forms import demo_forms
 from lessons.graph import demo_graph
+from lessons.ladder import demo_ladder
 from lessons.lecture8 import demo_lecture8
 from lessons.letters import check as check_letters
 from lessons.machine import demo_machine
@@ -414,6 +415,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "links": (links.demo_links, {"ranks": 2, "json": ""}),
     "lecture8": (demo_lecture8, {"ranks": 2}),
     "extension": (demo_extension, {}),
+    "ladder": (demo_ladder, {}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
     "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "form": "lecture", "out": None, "many_ranks": 0,
                                  "break": None, "rank": None}),

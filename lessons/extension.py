@@ -45,24 +45,28 @@ extern "C" void branch(float *x, int ways, long n) {
 """
 
 
-def build(cuda):
-    """The library of these functions, as ctypes sees it: built in a folder that is then removed."""
+def missing(cuda):
+    """What is not on this machine, of what C++ or CUDA is built with."""
     from torch.utils import cpp_extension  # late, because it asks for GPUs: a process that has cannot be forked
+    return [what for what in ("ninja", "nvcc" if cuda else cpp_extension.get_cxx_compiler()) if not shutil.which(what)]
+
+
+def build(name, source, cuda):
+    """The library of a text in C++ or CUDA, as ctypes sees it: built in a folder that is then removed."""
+    from torch.utils import cpp_extension
     with tempfile.TemporaryDirectory() as folder:
-        cpp_extension.load_inline("add", [] if cuda else [LOOP], [KERNELS] if cuda else None, is_python_module=False,
-                                  no_implicit_headers=True, with_cuda=cuda, build_directory=folder)
-        return ctypes.CDLL(os.path.join(folder, "add.so"))
+        cpp_extension.load_inline(
+            name, [] if cuda else [source], [source] if cuda else None, is_python_module=False, with_cuda=cuda,
+            no_implicit_headers=True, extra_cflags=["-std=c++20"], build_directory=folder)
+        return ctypes.CDLL(os.path.join(folder, f"{name}.so"))
 
 
 def demo_extension():
     """Build an addition in C++ or CUDA, run it beside PyTorch's; on a GPU also time branches."""
-    from torch.utils import cpp_extension
     cuda = torch.cuda.is_available()
-    compiler = "nvcc" if cuda else cpp_extension.get_cxx_compiler()
-    missing = [what for what in ("ninja", compiler) if not shutil.which(what)]
-    if missing:
-        return say(f"not built: {' and '.join(missing)} not found")
-    device, library = torch.device("cuda" if cuda else "cpu"), build(cuda)
+    if lacks := missing(cuda):
+        return say(f"not built: {' and '.join(lacks)} not found")
+    device, library = torch.device("cuda" if cuda else "cpu"), build("add", KERNELS if cuda else LOOP, cuda)
     x, y, out = torch.randn(3, 1 << 24, device=device)
     addresses, n = [ctypes.c_void_p(t.data_ptr()) for t in (x, y, out)], ctypes.c_long(len(x))
     library.add(*addresses, n)

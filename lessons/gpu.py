@@ -10,7 +10,9 @@ import kernels
 from further import by_hand
 from kernels import triton
 from lessons.eight_bits import casts_to_fp8, sixteen_and_eight_bits
+from lessons.extension import missing
 from lessons.kernels import tiles_read
+from lessons.ladder import STEPS, timed
 
 
 class Lesson(NamedTuple):
@@ -42,7 +44,12 @@ def columns_and_rows(device, n, side):
 
 
 def columns_and_tiles(device, n, side):
-    """A product column by column, which reads all of A for each, and by PyTorch, in tiles: counted as 128 x 128."""
+    """A product by the lecture's four kernels, each with the sectors that its warps read. On a CPU column by column,
+    which reads all of A for each, and by PyTorch, in tiles: counted as 128 x 128."""
+    if device.type == "cuda" and not missing(cuda=True):
+        side = max(256, side // 2)
+        laws = [law for _, law, _ in STEPS.values()] + [1 / 16]
+        return {name: (*way, law * side**3) for (name, way), law in zip(timed(side).items(), laws)}
     a, b = torch.randn(2, side, side, device=device)
     tile = min(side, 128)
 
@@ -92,7 +99,7 @@ LESSONS = {
                      one_by_one_and_fused(by_hand.gelu_reference, 14, kernels.gelu)),
     "coalescing": Lesson("a burst brings neighbours: use them all", "lessons/gpu.py columns_and_rows",
                          columns_and_rows),
-    "tiling": Lesson("what is read once serves a whole tile", "kernels.py _matmul", columns_and_tiles),
+    "tiling": Lesson("what is read once serves a whole tile", "lessons/ladder.py KERNELS", columns_and_tiles),
     **{f"flash-{tokens}": Lesson("S and P need not exist", "kernels.py simple_attention", in_memory_and_flash(tokens))
        for tokens in (512, 4096)},
     "order": Lesson("programs that run together share L2", "kernels.py tile_of", ungrouped_and_grouped, True),

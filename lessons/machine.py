@@ -30,14 +30,19 @@ LEVELS = {  # of an H100, nearest first: who shares it; its size; bytes/s one wa
 REACHED = {"hbm": "HBM, read plus written,", "link": "between GPUs of a node", "network": "between nodes"}  # of Machine
 
 
-def sectors(stride):
-    """Sectors that one load of a warp touches: its threads read numbers of 4 bytes, `stride` numbers apart."""
-    return len({4 * stride * thread // SECTOR for thread in range(WARP)})
+def apart(stride):
+    """What the threads of a warp read: numbers of 4 bytes, `stride` numbers apart."""
+    return [stride * thread for thread in range(WARP)]
 
 
-def bank_passes(stride):
-    """Passes of shared memory for one load of a warp. In one pass each bank gives one word."""
-    return max(Counter(word % BANKS for word in {stride * thread for thread in range(WARP)}).values())
+def sectors(numbers):
+    """Sectors that one load of a warp touches, one number a thread."""
+    return len({4 * number // SECTOR for number in numbers})
+
+
+def bank_passes(numbers):
+    """Passes of shared memory for one load of a warp. In one pass each bank gives one number."""
+    return max(Counter(number % BANKS for number in {*numbers}).values())
 
 
 def branch_passes(ways):
@@ -98,9 +103,10 @@ def demo_machine(model, machine):
     say(f"  {rates.name} reaches: {reached}")
     show(f"coalescing: a load of a warp of {WARP} threads, numbers of 4 bytes; sectors of {SECTOR} bytes",
          (1, 2, 4, 8, 32), "stride {}",
-         lambda stride: f"{sectors(stride):2} sectors, {4 / sectors(stride):.1%} of their bytes are used", strided)
+         lambda stride: "{:2} sectors, {:.1%} of their bytes are used".format(n := sectors(apart(stride)), 4 / n),
+         strided)
     show(f"shared memory: {BANKS} banks, one word of 4 bytes each at once", (1, 2, 32, 33), "stride {}",
-         lambda stride: f"passes: {bank_passes(stride)}")
+         lambda stride: f"passes: {bank_passes(apart(stride))}")
     x = torch.randn(len(i), generator=torch.Generator().manual_seed(0)) > 0
     ways = {"x > 0, x random": x, "x > 0, x sorted": x.sort()[0], "thread % 4": i % 4, "warp % 4": i // WARP % 4}
     show("divergence: passes of a warp through an `if` (timed by python -m lessons extension)", ways, "{}",

@@ -2,9 +2,11 @@
 
 import re
 
+import pytest
 
 import lessons.demos
-from tests.pool import parametrize
+from lessons.ladder import STEPS
+from tests.pool import in_new_process, parametrize
 from tests.runs import printed_by
 
 # A demo, on how many ranks it runs, and what it prints, which the law gives; "..." is what stands between. Errors below
@@ -302,3 +304,17 @@ def test_a_demo_shows_the_law(plain_pool, name, ranks, shown):
     printed = re.sub(r"\de-1[3-9]|0e\+00", "~0", printed)
     for part in shown.replace("\n        ", "\n").split("\n...\n"):
         assert part.lstrip("\n") in printed, printed
+
+
+def test_cuda_is_played_without_a_gpu():
+    """The kernels' own text gives the product. A warp reads 32 rows of A and one number of B, or one and 32 neighbours;
+    in tiles 2 x 4 sectors for 32 multiply-adds, where a thread has 4 x 4 outputs for 128. Of shared memory it reads two
+    numbers for one multiply-add, or 8 for 16."""
+    printed = in_new_process(printed_by, lessons.demos.demo_ladder)
+    if printed.startswith("not built"):
+        pytest.skip(printed)
+    found = re.findall(r"(?m)^([a-z ]+?) +([\d.]+) +([\d.]+) +([\d.e-]+)", printed)
+    assert [(name, float(sectors), float(passes)) for name, sectors, passes, _ in found] == [
+        ("down columns", 33, 0), ("along rows", 5, 0), ("in shared memory", 8 / 32, 2), ("coarsened", 32 / 512, 8 / 16)]
+    assert all(float(error) < 1e-6 for *_, error in found)
+    assert [law for _, law, _ in STEPS.values()] == [float(sectors) for _, sectors, *_ in found]
