@@ -53,12 +53,17 @@ class CachedGPT(GPT):
         """As in GPT, of the tokens of the call before and one more; or of others, which all run."""
         if self.cached is None or not tokens[:, :-1].equal(self.cached):
             self.caches = [getattr(block.attn, "cache", Cache)(self.config.seq_len) for block in self.h.values()]
-        seen = self.caches[0].seen
-        with self.caching(seen):
-            x = self.embed(tokens[:, seen:])                                                  # (B, t, C)
+        logits = self.logits_after(tokens[:, self.caches[0].seen:])
+        self.cached = tokens
+        return logits
+
+    @torch.inference_mode()
+    def logits_after(self, tokens):
+        """Logits (B, V) after tokens (B, t) that follow those whose keys and values the caches have."""
+        with self.caching(self.caches[0].seen):
+            x = self.embed(tokens)                                                            # (B, t, C)
             for block in self.h.values():
                 x = block(x)
-        self.cached = tokens
         return self.head(x[:, -1:])[:, 0]                                                     # (B, V)
 
     @contextmanager

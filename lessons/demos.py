@@ -41,6 +41,7 @@ from lessons.overlap import demo_overlap
 from lessons.path import demo_path
 from lessons.plan import KINDS
 from lessons.pictures import costs_of, spans_of
+from lessons.sampling import demo_sampling
 from lessons.together import demo_together, function
 from model import GPT, PRESETS, GPTConfig, shapes
 from parallel import average_gradients, make_mesh, tensor_parallel
@@ -416,6 +417,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "lecture8": (demo_lecture8, {"ranks": 2}),
     "extension": (demo_extension, {}),
     "ladder": (demo_ladder, {}),
+    "sampling": (demo_sampling, {"model": "tiny", "steps": 60}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
     "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "form": "lecture", "out": None, "many_ranks": 0,
                                  "break": None, "rank": None}),
@@ -437,7 +439,7 @@ HELP = {  # of the flags
     "ep": "ranks of dp that share out experts, which the blocks have then", "schedule": "of the pipeline",
     "zero_within": "ranks that ZeRO shards over; left out, all of dp x cp",
     "json": "write the machine's rates there, for bench.py plan --machine",
-    "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
+    "steps": "of training before", "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
 ON_RANKS = (demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
             demo_forms, demo_diloco, links.demo_links)

@@ -22,6 +22,7 @@ import torch
 from fast.fp8 import LARGEST, two_copies
 from kernels import dot, exact, tl, triton
 from lessons.bench.timing import off, say
+from lessons.four_bits import few_rows_of_four, in_int4
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def sixteen_and_eight_bits(device, n, side):
     w, x = (torch.randn(rows, side, device=device, dtype=torch.bfloat16) for rows in (side, 8))
     q, scale = in_int8(w)
     ways = {"PyTorch, 16 bits": (torch.mm, [x, w.T]), "16 bits": (few_rows, [x, w, torch.ones_like(scale)]),
-            "8 bits": (few_rows, [x, q, scale])}
+            "8 bits": (few_rows, [x, q, scale]), "4 bits": (few_rows_of_four, [x, *in_int4(w)])}
     exact = x.double() @ w.double().T
     errors = ", ".join(f"{way} {off(f(*given), exact):.2%}" for way, (f, given) in ways.items())
     say(f"eight-bits, relative errors: {errors}")

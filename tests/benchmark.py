@@ -29,7 +29,10 @@ from lessons.bench.rates import BUS, calls_of, fit, sent_in
 from lessons.bench.strategies import (
     communication, configs_of, free_memory, make_trainer, predicted_traffic, routes_of_rows)
 from lessons.bench.timing import interleaved, of_all_ranks, without_collectives
+from further.sampling import CachedGPT
 from lessons.eight_bits import few_rows, in_int8
+from lessons.four_bits import few_rows_of_four, from_int4, in_int4
+from lessons.sampling import BITS, FewBits, weights_read, with_bits
 from tests.collectives import nodes_of
 from tests.kernels import GPUS, KERNEL_DEVICE
 from tests.pool import close, DEVICES, is_plain, on_cpus, on_ranks, parametrize
@@ -323,6 +326,7 @@ def test_bench_lessons(monkeypatch, tmp_path, request, device, fewer):
     wanted = {name for name, lesson in gpu.LESSONS.items() if on_triton or not lesson.on_triton}
     assert all(row["ms"] > 0 for row in rows) and {name for name, _ in found} == wanted
     assert fewer.items() <= found.items() and 1.5 < found.get(("eight-bits", "8 bits"), 1.6) < 2  # tiny rows count
+    assert 2.3 < found.get(("eight-bits", "4 bits"), 2.4) < 3.6
 
 
 @parametrize("rows, width, out", [(1, 64, 64), (8, 300, 70), (16, 520, 33)])
@@ -336,6 +340,47 @@ def test_weights_of_eight_bits_are_off_by_half_a_step(rows, width, out, triton_k
     assert ((q * scale[:, None] - w).abs() <= 0.501 * scale[:, None]).all() and (q[:-1].abs().amax(1) == 127).all()
     assert close(few_rows(x, q, scale), x.double() @ (q * scale.double()[:, None]).T, 2**-8)
     assert close(few_rows(x, w, torch.ones_like(scale)), x.double() @ w.double().T, 2**-8)
+
+
+@parametrize("rows, width, out", [(1, 64, 64), (8, 320, 70), (16, 192, 33)])
+def test_two_weights_of_four_bits_are_in_a_byte(rows, width, out, triton_kernels):
+    """Each is off by half a step of its group at most; the kernel multiplies these weights."""
+    dtype = torch.bfloat16 if GPUS else torch.float16
+    w, x = (torch.randn(count, width, device=KERNEL_DEVICE, dtype=dtype) for count in (out, rows))
+    w[-1] = 0
+    q, scale = in_int4(w)
+    assert q.dtype == torch.int8 and q.shape == (out, width // 2) and scale.shape == (out, width // 64)
+    weights = from_int4(q, scale)
+    assert ((weights - w).abs() <= 0.501 * scale.repeat_interleave(64, 1)).all()
+    assert (weights.unflatten(1, (-1, 64)).abs().amax(2)[:-1] / scale[:-1]).round().eq(7).all()
+    assert close(few_rows_of_four(x, q, scale), x.double() @ weights.double().T, 2**-8)
+
+
+@parametrize("bits", BITS)
+def test_a_cached_gpt_samples_with_few_bits(bits, triton_kernels):
+    """As a GPT whose weights are those numbers, whose kernels run for few rows, and which reads fewer bytes."""
+    config = model.GPTConfig(37, 16, 2, 2, 64)
+    net, same = (kind(config, 3).to(KERNEL_DEVICE) for kind in (CachedGPT, model.GPT))
+    for one, other in zip(net.parameters(), same.parameters()):
+        one.data += torch.randn_like(one) * (one.dim() == 1)  # biases, too
+        other.data = one.data
+    some = with_bits(net, bits)
+    for module, layer in zip(same.modules(), some.modules(), strict=True):
+        if isinstance(layer, FewBits):
+            module.weight = torch.nn.Parameter(layer.floats(layer.weight, layer.scale))
+    products = []
+    for layer in some.modules():
+        if isinstance(layer, FewBits):
+            layer.product = Mock(side_effect=layer.product)
+            products.append(layer.product)
+    tokens = torch.randint(37, (2, 12), device=KERNEL_DEVICE)
+    found = [some.newest_logits(tokens[:, :end]) for end in range(9, 13)]
+    assert [product.call_count for product in products] == [3] * 8 + [4]  # the head of the 18 rows has 2
+    for logits, end in zip(found, range(9, 13)):
+        assert close(logits, same(tokens[:, :end])[:, -1].double(), 1e-4)
+        assert not close(logits, net(tokens[:, :end])[:, -1].double(), 1e-4)
+    fewer = weights_read(net) / weights_read(some)
+    assert 32 / (bits + 1) < fewer < 32 / bits
 
 
 H200 = MACHINES["h200"]
