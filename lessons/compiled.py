@@ -31,13 +31,15 @@ def _copy(x_ptr, y_ptr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 def compiled(kernel, types, constants, num_warps=4):
     """The kernel as an H100 runs it. types: {argument: "*bf16", "i32", ...}; constants: {argument: value}. Pointers and
-    whole numbers are multiples of 16, as Triton finds at a launch, too; else no load may be wide."""
+    whole numbers are multiples of 16, as Triton finds at a launch, too, but for those of type "odd"; else no load may
+    be wide."""
     from triton.backends.compiler import GPUTarget
     names = kernel.arg_names
     source = triton.compiler.ASTSource(
-        kernel, {name: types.get(name, "constexpr") for name in names},
+        kernel, {name: types.get(name, "constexpr").replace("odd", "i32") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind != "fp32"})
+        {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items()
+         if kind not in ("fp32", "odd")})
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
@@ -72,6 +74,8 @@ def cases():
         matrices = dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), f"*{kind}")
         tiles = {"FUNCTION": None, "BM": 128, "BN": 128, "BK": 32, "GROUP": 8, "a_column": 1, "b_column": 1}
         yield f"product, {kind}", kernels._matmul, matrices | sizes, tiles, 8
+        if kind == "bf16":
+            yield "  B's rows of 50,257", kernels._matmul, matrices | sizes | {"N": "odd", "b_row": "odd"}, tiles, 8
 
 
 def demo_compile():

@@ -125,6 +125,9 @@ def demo_sizes():
         sizes = [math.prod(shape) / c.n_embd**2 for leaf, shape in shapes(c).items()
                  if leaf.startswith("h.0.") and len(shape) > 1]
         print(f"{name:32}{''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):8.2f}")
+    xl = PRESETS["gpt2-xl"]
+    print(f"GPT-2 XL beside its blocks: embedding V C = {xl.vocab_size * xl.n_embd:,}, which is the head, too; "
+          f"positions T C = {xl.seq_len * xl.n_embd:,}.\nOf a parameter's 6 FLOPs a token 2 are forward, 4 backward.")
     print("\nwhat a sampler's cache keeps of a token in a layer, numbers")
     for name, c in {"16 heads of 128": wide, "half as many k and v": llama.PRESETS["1b"],
                     "a latent and a rotary key": resized(wide, latent=512)}.items():

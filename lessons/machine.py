@@ -7,6 +7,7 @@ CS336 lectures 5 and 6; Ultra-Scale Playbook, the chapter on GPUs. docs/reading.
 
 import functools
 import math
+import re
 from collections import Counter
 
 import torch
@@ -15,9 +16,10 @@ import kernels
 from lessons.bench.timing import say, seconds_of
 from lessons.kernels import TILES
 from model import PRESETS
-from theory.speed import MACHINES, operations
+from theory.speed import MACHINES, operations, PEAK_TFLOPS
 
 WARP, SECTOR, BANKS, SMS = 32, 32, 32, 132  # threads; bytes; words of 4 bytes that shared memory gives at once; H100's
+CORES, HELD, SHARED = 128, 64, 227 << 10    # of an SM: cores; warps that it holds; bytes of shared memory for a block
 
 LEVELS = {  # of an H100, nearest first: who shares it; its size; bytes/s one way by NVIDIA's papers, if they say so
     "registers": ("a thread", "256 KB an SM", None),
@@ -62,6 +64,12 @@ def reads(rows, columns):
     return (rows + columns) / (rows * columns)
 
 
+def shared_by(tiles):
+    """Bytes of shared memory for tiles of A and B, BM x BK and BK x BN in 16 bits, so many stages of them."""
+    m, n, k, stages = tiles
+    return 2 * (m + n) * k * stages
+
+
 def show(title, cases, label, count, make=None):
     """A line a case: its label, its count and, on a GPU, how long make(case), a function and its inputs, takes."""
     say(f"\n{title}")
@@ -101,6 +109,12 @@ def demo_machine(model, machine):
     reached = ", ".join(f"{what} {getattr(rates, name) / 1e9:,.0f} GB/s{' (estimate)' * (name in rates.estimated)}"
                         for name, what in REACHED.items())
     say(f"  {rates.name} reaches: {reached}")
+    peaks = {gpu: next(tflops for name, tflops in PEAK_TFLOPS.items() if re.fullmatch(name, gpu))
+             for gpu in ("V100", "A100", "H100", "B200")}
+    say(f"  TFLOP/s of 16-bit products, by datasheet: {', '.join(f'{gpu} {peak:,}' for gpu, peak in peaks.items())}\n\n"
+        f"{SMS} multiprocessors (SMs) x {CORES} cores = {SMS * CORES:,}. Of 8 warps of {WARP} threads a block has "
+        f"{8 * WARP}. An SM holds {HELD} warps:\n{HELD // 8} such blocks, {HELD * WARP // CORES} threads a core, which "
+        f"takes turns. So {SMS * HELD // 8:,} such blocks run at a time, and all others wait.")
     show(f"coalescing: a load of a warp of {WARP} threads, numbers of 4 bytes; sectors of {SECTOR} bytes",
          (1, 2, 4, 8, 32), "stride {}",
          lambda stride: "{:2} sectors, {:.1%} of their bytes are used".format(n := sectors(apart(stride)), 4 / n),
@@ -117,6 +131,10 @@ def demo_machine(model, machine):
          lambda n: product(n * TILES[0], TILES[1], 8192))
     show("the last tile, of 256 rows", (1536, 1537, 1600, 1792), "{:,} rows",
          lambda n: "tiles: " + full.format(*waves(n, 256)), lambda n: product(n, 8192, 1600))
+    show(f"shared memory of tiles BM x BN x BK, 16 bits, stages; a block has {SHARED >> 10} KB",
+         ((64, 64, 64, 4), (128, 128, 64, 4), (256, 128, 64, 4), (256, 256, 64, 4)), "{0[0]} x {0[1]} x {0[2]}, {0[3]}",
+         lambda tiles: f"{shared_by(tiles) >> 10} KB: " + (f"{SHARED // shared_by(tiles)} at once on an SM"
+                                                          if shared_by(tiles) <= SHARED else "does not fit"))
     show("coarsening: numbers read for a multiply-add, where one thread or program has n x n outputs",
          (32, 64, 128), "n = {}", lambda n: f"{reads(n, n):.3f}, in place of {reads(1, 1):.0f}",
          lambda n: product(4096, 4096, 4096, (n, n, 32, 8)))

@@ -10,7 +10,7 @@ import math
 import torch
 
 from model import PRESETS
-from theory.speed import MACHINES, overlaps, ring_hides
+from theory.speed import MACHINES, matrices, overlaps, ring_hides
 
 
 def ratios(config, tokens, n, rates):
@@ -50,10 +50,12 @@ def demo_overlap(model, ranks, tokens, machine):
               + "".join(f"{here:>11}{there:>10}" for here, there in zip(cells[::2], cells[1::2])) + said)
     near, far = (max(ring_hides(rates.attention_with(8192), link, torch.bfloat16))
                  for link in (rates.link, rates.network))
-    received = overlaps(config, tokens, n)["pp"][0]
+    received, block = overlaps(config, tokens, n)["pp"][0], sum(matrices(config))
     print(f"cp, ring: hidden from {near:,.0f} tokens of a rank on, between nodes {far:,.0f} (`ring_hides`)\n\n"
           "The playbook's bandwidth counts elements, and K stays in its data-parallel ratio, where it cancels.\n"
           "Where --tp's all-reduces could hide, nothing here hides them: the next product waits for them.\n"
+          f"dp: a bucket of 25 MB takes {25e9 * 2 * (n - 1) / n / rates.link:.2f} ms in a node (2(N-1)/N bucket / W), "
+          f"a block's backward {1e3 * 4 * block * tokens / rates.matmul:.2f} (4 tokens K / F).\n"
           f"pp's row is BTC: what a stage waits for in forward, {received / 1e6:.1f} MB. A stage sends BTC forward and "
           f"BTC backward, 2 BTC a\nmicro-batch, {2 * received / 1e6:.1f} MB (docs/words.md), and receives as much. The "
           f"playbook adds both up: 4 BTC, {4 * received / 1e6:.1f} MB.\n\n"

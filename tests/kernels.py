@@ -575,6 +575,9 @@ def test_a_kernel_compiles_for_a_gpu_that_is_not_there():
     assert "2 ld.global.v4.b32, " in rows["copy, stride 1"] and "8 ld.global.b32, " in rows["copy, stride 2"]
     products = [re.search(r" (\d+) wgmma\S*m64n128k(\d+)\.f32\.(\w+)", rows[f"product, {kind}"])
                 for kind in ("bf16", "fp32")]
+    wide, odd = rows["product, bf16"], rows["  B's rows of 50,257"]  # which no copy of 16 bytes can load
+    assert "ld.global.b16" in odd and "ld.global.b16" not in wide
+    assert int(odd.split(" cp.async.cg")[0].split()[-1]) == int(wide.split(" cp.async.cg")[0].split()[-1]) / 2
     # Two warpgroups share 128 rows, and a round has k = 32. Of float32 three products make one.
     assert [tuple(found.groups()) for found in products] == [("2", "16", "bf16"), ("12", "8", "tf32")]
     assert occupancy(128, 0, 4) == 16 and occupancy(129, 0, 4) == 12 and occupancy(32, 100 << 10, 8) == 16
