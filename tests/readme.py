@@ -295,6 +295,67 @@ def test_commands_of_the_lecture_run(text, tmp_path):
     assert len(lines) == 12 and len(losses) == 3 and losses[0] == losses[1] == losses[2] != []
 
 
+STRATEGIES = """
+import os
+import torch
+import torch.nn.functional as F
+import collectives as dist
+
+def cleanup():
+    torch.distributed.destroy_process_group()
+
+def data_parallelism_main(rank, world_size, data, num_layers, num_steps):
+    setup(rank, world_size)
+    params = [get_init_params(num_dim, num_dim, rank) for _ in range(num_layers)]
+    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    for step in range(num_steps):
+        x = data.chunk(world_size)[rank].to(get_device(rank))
+        for param in params:
+            x = F.gelu(x @ param)
+        x.square().mean().backward()
+        for param in params:
+            dist.all_reduce(tensor=param.grad, op=dist.ReduceOp.AVG, async_op=False)
+        optimizer.step()
+    print("data", *(param.sum().item() for param in params))
+    cleanup()
+
+def tensor_parallelism_main(rank, world_size, data, num_layers):
+    setup(rank, world_size)
+    x, num_dim = data.to(get_device(rank)), data.size(1)
+    for _ in range(num_layers):
+        own = F.gelu(x @ get_init_params(num_dim, num_dim // world_size, rank))
+        parts = [torch.empty_like(own) for _ in range(world_size)]
+        dist.all_gather(tensor_list=parts, tensor=own, async_op=False)
+        x = torch.cat(parts, 1)
+    print("tensor", *summarize_tensor(x))
+    cleanup()
+
+def pipeline_parallelism_main(rank, world_size, data, num_layers, num_micro_batches):
+    setup(rank, world_size)
+    params = [get_init_params(data.size(1), data.size(1), rank) for _ in range(num_layers // world_size)]
+    for x in data.to(get_device(rank)).chunk(num_micro_batches):
+        if rank > 0:
+            dist.recv(tensor=x, src=rank - 1)
+        for param in params:
+            x = F.gelu(x @ param)
+        if rank + 1 < world_size:
+            dist.send(tensor=x, dst=rank + 1)
+    print("pipeline", *summarize_tensor(x))
+    cleanup()
+"""
+
+
+@parametrize("size", [2, 3])
+def test_what_stands_around_lecture_8_s_code_runs_it(size, tmp_path):
+    """The page's code before and after strategies that call what the lecture's call. All ranks end with one model."""
+    before, after = re.findall(r"```python\n(.*?)```", PAGES["docs/lecture.md"], re.DOTALL)
+    file = tmp_path / "lecture.py"
+    file.write_text("\n".join([STRATEGIES, before, after]))
+    said = ran([], size, tmp_path / "log", program=str(file))
+    assert len(set(re.findall("(?m)^data .*", said))) == 1 and said.count("data ") == size
+    assert said.count("tensor 12 12\n") == size and said.count("pipeline 4 12\n") == size
+
+
 # GPUs, nodes, a person; or it is refused
 NEEDS = (r"srun|HOST|nsys|ncu |dist_op|gpt2|eight-bits|bench.py kernels|\.venv|git |pytest|my\.txt|mine|pdb|--help|"
          r"NAME|FILE|--tp 3|--check")
