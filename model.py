@@ -45,6 +45,7 @@ class GPTConfig:
     arch = "gpt2"
     experts = 0
     latent = 0
+    delta_every = 0
     activations = tuple(ACTIVATIONS)
     biased = True              # whether its linear layers have biases
 
@@ -103,7 +104,8 @@ class GPTConfig:
     def norm(self):
         return LayerNorm(self.n_embd, self.norm_eps)
 
-    def attention(self):
+    def attention(self, block):
+        """The attention of block number `block`, counted from 0."""
         return Attention(self)
 
     def activation_function(self):
@@ -111,7 +113,7 @@ class GPTConfig:
         return ACTIVATIONS[self.activation]
 
     def mlp(self, block):
-        """The MLP of block number `block`, counted from 0."""
+        """Its MLP."""
         return MLP(self)
 
     def stacked(self, name):
@@ -186,7 +188,7 @@ class Block(nn.Module):
     def __init__(self, config, number):
         super().__init__()
         self.ln_1 = config.norm()
-        self.attn = config.attention()
+        self.attn = config.attention(number)
         self.ln_2 = config.norm()
         self.mlp = config.mlp(number)
 

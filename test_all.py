@@ -25,6 +25,7 @@ from tests.windows import *  # noqa: E402, F403
 from tests.messages import *  # noqa: E402, F403
 from tests.models import *  # noqa: E402, F403
 from tests.llama import *  # noqa: E402, F403
+from tests.delta import *  # noqa: E402, F403
 from tests.layouts import *  # noqa: E402, F403
 from tests.chunked_loss import *  # noqa: E402, F403
 from tests.muon import *  # noqa: E402, F403

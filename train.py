@@ -116,6 +116,8 @@ class Flags(Layout):
     vocab_size: int = flag(None, "vocabulary, instead of the preset's")
     activation: str = flag(None, "of the MLP, instead of the preset's", choices=list(ACTIVATIONS))
     latent: int = flag(None, "numbers of a Llama's latent attention from which a token's keys and values are made")
+    delta_every: int = flag(None, "of how many blocks of a Llama the last has attention; the others have a gated delta "
+                                  "rule, linear attention; 0: all have attention (0)")
     experts: int = flag(None, "MLPs that a block's router has to choose from, instead of the preset's one")
     top_k: int = flag(None, "experts that a token goes through (2)")
     expert_every: int = flag(None, "of how many blocks the last has experts (1)")
@@ -184,8 +186,9 @@ def config_of(s):
     if s.model not in presets:
         raise ValueError(f"--model {s.model} is no preset of --arch {s.arch or 'gpt2'}: give --model tiny")
     preset = presets[s.model]
-    if s.latent and preset.arch != "llama":
-        raise ValueError(f"--latent {s.latent} is for a Llama: give --arch llama, too")
+    for name in "latent", "delta_every":
+        if getattr(s, name) and preset.arch != "llama":
+            raise ValueError(f"{dashed(name)} {getattr(s, name)} is for a Llama: give --arch llama, too")
     if kinds := {name: getattr(s, name) for name in ("experts", "latent") if getattr(s, name)}:
         from further.experts import resized
         preset = resized(preset, **kinds)
@@ -399,6 +402,9 @@ def cut_layers(model, layout, groups, edition):
     if layout.cp > 1:
         from further.context import context_parallel
         context_parallel(model, groups, **edition.context)
+        if model.config.delta_every:
+            from further.delta_state import delta_over_ranks
+            delta_over_ranks(model, groups)
     if layout.ep > 1:
         from further.expert_parallel import expert_parallel
         expert_parallel(model, groups.ep, groups.same_experts, **edition.experts)
@@ -419,10 +425,13 @@ def tensor_plan(config, f, g, columns):
         plan |= expert_plan(f, g)
     if config.arch == "llama":
         from further.llama import llama_plan
-        plan |= llama_plan(config, f, columns)
+        plan |= llama_plan(f, columns)
     if config.latent:
         from further.latent import latent_plan
         plan |= latent_plan(f, columns)
+    if config.delta_every:
+        from further.delta import delta_plan
+        plan |= delta_plan()
     return plan
 
 

@@ -148,7 +148,7 @@ class LatentConfig(LlamaConfig):
     def flops_per_token(self):
         return super().flops_per_token() + 6 * self.n_layer * self.n_head * self.rope_dim * self.seq_len
 
-    def attention(self):
+    def full_attention(self):
         return LatentAttention(self)
 
 

@@ -120,6 +120,7 @@ class LlamaConfig(GPTConfig):
     rope_theta: float = 10000.0  # of rotary positions: the slowest pair turns once in about 2 pi theta tokens
     qk_norm: bool = False        # a norm of each head's query and key, Qwen 3's
     qkv_bias: bool = False       # Qwen 2's
+    delta_every: int = 0         # of how many blocks the last has attention; the others have further/delta.py's. 0: all
     max_positions: int = 0       # that its weights were trained for, where seq_len is shorter; 0: seq_len
     arch = "llama"
     activations = ("silu",)
@@ -152,7 +153,13 @@ class LlamaConfig(GPTConfig):
     def norm(self):
         return RMSNorm(self.n_embd, self.norm_eps)
 
-    def attention(self):
+    def attention(self, block):
+        if self.delta_every and (block + 1) % self.delta_every:
+            from further.delta import GatedDelta  # which imports this file
+            return GatedDelta(self)
+        return self.full_attention()
+
+    def full_attention(self):
         return GroupedAttention(self)
 
     def activation_function(self):
@@ -191,12 +198,12 @@ def of_some_heads(norm, group):
     return norm
 
 
-def llama_plan(config, f, columns=parallel.ColumnParallelLinear):
+def llama_plan(f, columns=parallel.ColumnParallelLinear):
     """What is cut otherwise than in parallel.gpt2_plan: a rank gets its heads of queries, and the keys and values that
     they read, and both halves of its hidden layer. N must divide H/G."""
     column = functools.partial(columns, f=f)
     return {
-        "attn.c_attn": functools.partial(column, fused=config.fused),
+        "attn.c_attn": lambda layer, group: column(layer, group, fused=parallel.placement_of(layer.weight).fused),
         "attn.q_norm": of_some_heads,
         "attn.k_norm": of_some_heads,
         "mlp.c_fc": functools.partial(column, fused=(1, 1)),

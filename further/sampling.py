@@ -18,7 +18,8 @@ from parallel import master_dtype
 
 
 class Cache:
-    """A block's keys and values of the tokens so far. (further/latent.py keeps less.)"""
+    """A block's keys and values of the tokens so far. (further/latent.py keeps less, further/delta.py
+    a state that does not grow.)"""
     seam = "attention"  # of the layer, which `look` stands in for
 
     def __init__(self, length):

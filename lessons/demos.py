@@ -18,6 +18,7 @@ from further.context import own_tokens, seen
 from further.expert_parallel import split_experts
 from further.experts import count_of_each, ExpertsConfig, resized
 from further.buckets import BucketDDP
+from further.fits import ulysses_ranks
 from further.lists import check, lower
 from further.schedules import SCHEDULES
 from lessons import kernels, links, pages, puzzles, runs, same, turns
@@ -52,7 +53,7 @@ from safe.sizes import BadInput
 from theory.clock import bubble, draw, simulate
 from theory.memory import activation_bytes, memory_bytes
 from theory.speed import MACHINES
-from theory.traffic import messages_of_buckets, sent
+from theory.traffic import messages_of_buckets, messages_of_context, sent
 from train import config_of, layout_of
 
 
@@ -357,6 +358,24 @@ def demo_context(ranks):
         show("busiest", [f"{most:g}" for most in longest], f"{sum(longest):g}")
     print(f"\nA step lasts as long as its busiest rank. All {2 * n * n} blocks, shared out evenly, are {2 * n} a rank, "
           f"and zigzag takes just that.")
+    ways = {"ring": ("ring", 0), "Ulysses": ("ulysses", 0), "Ulysses + ring": ("ulysses+ring", 0),
+            "gated delta rule": ("ring", 2)}
+    if all(n % inside for inside in range(2, n)):
+        del ways["Ulysses + ring"]
+    print(f"\nMiB that a rank sends for one sequence in a block of {4 * n} heads of 128, bf16, forward and backward:")
+    show("tokens", ways, "")
+    for tokens in 2**13, 2**16, 2**19:
+        show(f"{tokens:,}", [f"{sent_for_context(n, tokens, *way) / 2**20:,.1f}" for way in ways.values()], "")
+
+
+def sent_for_context(n, tokens, kind, delta_every):
+    """Bytes that a rank of n sends in a block, for a sequence of so many tokens."""
+    config = llama.LlamaConfig(seq_len=tokens, n_layer=1, n_head=4 * n, n_embd=512 * n, delta_every=delta_every)
+    s = Settings(dp=1, cp=n, cp_kind=kind, batch_size=1, dtype="bf16")
+    inside = ulysses_ranks(s, config, 0)
+    ranks = {"cp": n, "ulysses": inside, "ring": n // inside}
+    return sum(item.times * sent(item.op, elements, item.width, ranks[item.axis])
+               for item in messages_of_context(config, s, {0: range(3)}, 0) for elements in item.elements)
 
 
 def demo_experts():

@@ -80,8 +80,8 @@ def check_numbers(s):
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
-SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "inner", "seq_len", "vocab_size", "latent", "experts",
-         "top_k", "expert_every")
+SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "inner", "seq_len", "vocab_size", "latent", "delta_every",
+         "experts", "top_k", "expert_every")
 LONGEST = 2048  # tokens of a sequence, if only a folder says how many: 16 of a Qwen's 32,768 have 320 GB of logits
 NEED_EXPERTS = "top_k", "expert_every"  # sizes that mean nothing in a model without experts
 
@@ -93,8 +93,9 @@ def model_config(s, checkpoint=None, open_folder=open_hf):
             config = config_of(s)
         except ValueError as error:
             raise BadInput(str(error)) from None
-        reject(config.experts and config.arch == "llama" and s.out, "--out: a Llama with --experts has no name in "
-               "transformers: leave --experts out, or give --plain")
+        for name in "experts", "delta_every":
+            reject(config.arch == "llama" and getattr(config, name) and s.out, f"--out: a Llama with {dashed(name)} "
+                   f"has no name in transformers: leave {dashed(name)} out, or give --plain")
         reject(s.n_kv_head is not None and config.arch == "gpt2", f"--n-kv-head {s.n_kv_head} is for a Llama: give "
                "--arch llama, too")
         reject(s.n_kv_head is not None and config.latent, f"--n-kv-head {s.n_kv_head}: with --latent each head makes "
@@ -203,7 +204,7 @@ def check_device(s, config, world, local_world, processes):
 
 def replayable(s, config):
     """Whether CUDA graphs can replay a micro-batch. Not with experts: the CPU must read their counts in each block."""
-    return not config.experts and (s.zero < 2 or s.pp == 1 and s.schedule == "1f1b")
+    return not config.experts and not config.delta_every and (s.zero < 2 or s.pp == 1 and s.schedule == "1f1b")
 
 
 def check_fp8(s, c):

@@ -19,7 +19,7 @@ def reject(wrong, text):
         raise BadInput(text)
 
 
-MAY_BE_0 = "inner", "experts", "n_kv_head", "head_size", "max_positions", "rope_size"
+MAY_BE_0 = "inner", "experts", "n_kv_head", "head_size", "delta_every", "max_positions", "rope_size"
 
 
 def check_sizes(c, called):

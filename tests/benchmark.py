@@ -119,6 +119,10 @@ TRAFFIC = """
     --cp 4 --zero 3 --micro-batches 2
     --cp 4 --cp-kind ulysses+ring --recompute block --dtype bf16
     --arch llama --cp 4 --cp-kind ulysses+ring
+    --arch llama --delta-every 2 --cp 2 --recompute block --dtype bf16
+    --arch llama --delta-every 3 --cp 2 --cp-kind ulysses
+    --arch llama --delta-every 2 --cp 2 --tp 2 --micro-batches 2
+    --arch llama --delta-every 2 --tp 2 --sp --pp 2
     --cp 2 --tp 2 --sp --zero 1 --recompute mlp
     --tp 2 --sp --recompute block --recompute-blocks 1
     --cp 2 --recompute attention --recompute-blocks 1

@@ -41,6 +41,7 @@ from tests.pool import (
     parametrize, table)
 from fast.edition import Fast
 from fast.graphs import replay_micro_batches
+from further.delta_state import Nothing, OverRanks
 from further.full import Full
 from further.experts import resized, routers
 from further.latent import LatentConfig
@@ -87,7 +88,9 @@ def matrices_in(config, name, weight):
     """Views of the matrices that lie in one of a block's weights, or in each expert's part of it: q, k and v, or a
     Llama's a and b."""
     rows = [weight.shape[-2]]
-    if "c_attn" in name:
+    if "c_attn" in name and rows == [config.n_head * (4 * config.head_dim + 2)]:  # a gated delta rule's
+        rows = [*4 * [config.heads_width], config.n_head, config.n_head]
+    elif "c_attn" in name:
         rows = [config.n_head * config.head_dim, *2 * [config.kv_heads * config.head_dim]]
     elif "c_fc" in name and config.arch == "llama":
         rows = 2 * [config.hidden]
@@ -266,9 +269,19 @@ def keys_beside_f():
     return patch.object(further.latent, "through", through)
 
 
+def no_state_from_others():
+    """A gated delta rule of a rank of cp begins with nothing."""
+    return patch.object(OverRanks, "state", Nothing.state)
+
+
+def no_rows_from_others():
+    """Its convolution sees no other rank's tokens."""
+    return patch.object(OverRanks, "rows", Nothing.rows)
+
+
 BREAKS = {function.__name__: function for function in (
-    chunk_left_out, keys_beside_f, positions_from_zero, average_over_copies, sums_of_all_keys, keys_travel_ahead,
-    mean_of_micro_batches, mean_of_replicas, ends_apart)}
+    chunk_left_out, keys_beside_f, no_state_from_others, no_rows_from_others, positions_from_zero, average_over_copies,
+    sums_of_all_keys, keys_travel_ahead, mean_of_micro_batches, mean_of_replicas, ends_apart)}
 
 
 def rows_in_place():
@@ -606,6 +619,25 @@ latent  arch=llama latent=12 tokens=8
     tp=2 without=CopyToGroup.backward,keys_beside_f
     tp=2 sp=1 without=scatter_tokens,gather_tokens
     cp=2 cp_kind=ulysses without=heads_for_tokens
+# Every second block has a gated delta rule. Over cp its state goes through 2N pieces, or N.
+delta  arch=llama delta_every=2 n_kv_head=4 tokens=8
+    dp=2 zero=1 micro_batches=2 optimizer=adamw tied=0
+    dp=2 zero=3 recompute=block micro_batches=2
+    tp=4 micro_batches=2 n_kv_head=0
+    dp=2 tp=2 sp=1 zero=2 recompute=attention
+    pp=2 schedule=zb-h1 zero=1 micro_batches=2
+    cp=4 zero=3 micro_batches=2
+    cp=2 tp=2 cp_kind=ulysses sp=1 recompute=attention
+    cp=4 cp_kind=ulysses+ring n_layer=3
+    dp=2 cp=2 ep=2 experts=4
+    dp=2 tp=2 optimizer=muon
+    tp=2 n_head=2 n_kv_head=0 without=ParallelGPT.add_up_gradients,CopyToGroup.backward
+    cp=2 without=no_state_from_others,no_rows_from_others,gather_tokens,scatter_tokens
+    cp=2 cp_kind=ulysses without=no_state_from_others,no_rows_from_others
+delta  arch=llama delta_every=2 n_layer=1 seq_len=320 tokens=320 batch=2
+    cp=2
+delta  arch=llama delta_every=2 latent=12 tokens=8
+    cp=2 tp=2
 experts  experts=4 tokens=8 forced=under_own_rows
     dp=2 ep=2 zero=3 recompute=block micro_batches=2 bias=few optimizer=adamw tied=0
     dp=2 ep=2 bias=all top_k=1
@@ -630,7 +662,7 @@ def parts_of(row):
     """What a row's layout is made of: axes, the ZeRO stage, the schedule and so on."""
     case = {"zero": 0, **case_of(row)}
     axes = [axis for axis in (*AXES, "ep", "sp") if case.get(axis, 1) > 1 or case.get(axis) is True]
-    others = ("zero", "cp_kind", "schedule", "recompute", "arch", "optimizer", "zero_within", "node",
+    others = ("zero", "cp_kind", "schedule", "recompute", "arch", "delta_every", "optimizer", "zero_within", "node",
               "loss_chunk")
     return {*axes, *(f"{name}={case[name]}" for name in others if name in case)}
 
@@ -655,10 +687,10 @@ def only_full(row):
 
 
 def test_how_many_rows_each_edition_has():
-    """None is lost in silence. Of 145 rows 5 force what fast/ alone has, and the lecture's edition refuses 6."""
+    """None is lost in silence. Of 160 rows 5 force what fast/ alone has, and the lecture's edition refuses 6."""
     pairs = Counter((pool, bool(without)) for pool, _, _, without in proofs() if pool != "cuda")
-    assert pairs == {("cpu", False): 145, ("plain", False): 140, ("full", False): 78, ("plain", True): 61,
-                     ("full", True): 63}
+    assert pairs == {("cpu", False): 160, ("plain", False): 155, ("full", False): 89, ("plain", True): 69,
+                     ("full", True): 71}
     assert sum(only_full(row) for _, row, _ in rows()) == 6
 
 
@@ -882,14 +914,14 @@ AROUND = table("""
     tp=2 pp=2 schedule=v-half
     cp=2 pp=2 schedule=v-min
     dp=2 tp=2 pp=2 schedule=1f1b""")
-# What may be drawn: a flag's choices, all of them, and some values of the others; the last five are no flags. Odd sizes
-# divide by nothing.
+# What may be drawn: a flag's choices, all of them, and some values of the others; tied, samples, holes are no flags.
+# Odd sizes divide by nothing.
 FLAGS = {field.name: field.metadata.get("choices") for field in dataclasses.fields(train.Flags)}
 DRAWN = {name: [*FLAGS[name]] for name in ("schedule", "zero", "recompute", "comm", "cp_kind", "activation")}
 SOME = """sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
     micro_batches=1,2,3 loss_chunk=0,4,9 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 n_layer=1,2,3
     n_head=2,3,4 n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37 optimizer=sgd,adamw,muon tied=False,True inner=0,19
-    samples=1,2,3 holes=False,True arch=gpt2,llama n_kv_head=0,1,2 latent=0,10"""
+    samples=1,2,3 holes=False,True arch=gpt2,llama n_kv_head=0,1,2 latent=0,10 delta_every=0,2,3"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
 LATER = {*"""model dtype device kernels plain together form schedule_file islands local_steps outer_lr
     outer_momentum""".split()}  # they round, or are tested alone
@@ -898,7 +930,7 @@ OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weig
 IDLE = {  # options that change nothing where one of these is so
     "cp_kind": "cp=1", "schedule": "pp=1", "virtual_stages": "pp=1 schedule=gpipe schedule=1f1b schedule=zb-h1",
     "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "top_k": "experts=0", "expert_every": "experts=0",
-    "activation": "arch=llama", "n_kv_head": "arch=gpt2", "latent": "arch=gpt2"}
+    "activation": "arch=llama", "n_kv_head": "arch=gpt2", "latent": "arch=gpt2", "delta_every": "arch=gpt2"}
 
 
 def draw_layout(draw, around, left):

@@ -81,6 +81,9 @@ MEMORY = """
     0.01  4  --arch llama --latent 24 --tp 2 --sp --cp 2 --cp-kind ulysses --n-head 4
     0.01  2  --arch llama --latent 24 --cp 2
     0.03  2  --pp 2 --micro-batches 8 --batch-size 8 --n-layer 6 --n-embd 64 --schedule v-min      stages held unequally
+    0.04  1  --arch llama --delta-every 2
+    0.03  2  --arch llama --delta-every 2 --cp 2 --dtype bf16
+    0.02  2  --arch llama --delta-every 2 --tp 2 --recompute attention
     0.02  1  --experts 4 --n-embd 64 --batch-size 4                     a router's counts are on no list
     0.02  1  --experts 4 --n-embd 64 --batch-size 4 --dtype bf16 --top-k 1
     0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2 --recompute attention   by tokens that come

@@ -10,12 +10,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from further.expert_parallel import expert_plan
+from further.delta import CHUNK, delta_plan
 from further.latent import latent_plan
+from further.llama import of_some_heads
 from model import GPT
 from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import lists_of, most_held, stages_in
-from theory.traffic import chunks_of, contents, recomputed, shards_of, tokens_of, widths
+from theory.traffic import (
+    chunks_of, contents, delta_rules, recomputed, runs_again, shards_of, tokens_of, widths)
 
 
 def tensors_in(value):
@@ -63,7 +66,7 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
         "activations": most_held(actions, sizes)}
 
 
-PLAN = gpt2_plan(None, None) | expert_plan(None, None) | latent_plan(None)  # what it names is cut
+PLAN = gpt2_plan(None, None) | expert_plan(None, None) | latent_plan(None) | delta_plan()  # what it names is cut
 
 
 @functools.cache
@@ -74,7 +77,7 @@ def local_elements(config, tp, pieces):
         for name, param in GPT(config, seed=None, pieces=run).named_parameters():
             layer, _, leaf = name.rpartition(".")
             how = planned(layer, PLAN)
-            whole = how is None or getattr(how, "func", None) is RowParallelLinear and leaf == "bias"
+            whole = how in (None, of_some_heads) or getattr(how, "func", None) is RowParallelLinear and leaf == "bias"
             count[".experts." in name, is_matrix(param)] += param.numel() / (1 if whole else tp)
     return count
 
@@ -127,9 +130,12 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     norms = blocks * 2 * c * width / tokens_cut
     others = {"norms": blocks - routed, "mlp": blocks - routed - twice + twice_routed}.get(s.recompute, 0)
     norms += others * config.hidden * width / tp
-    dropped = {"none": 0, "norms": norms, "mlp": norms + mlps, "attention": twice * attention,
-               "block": twice * (rest + attention - c * width / tokens_cut) + mlps}[s.recompute]
-    every = blocks * (rest + attention) + (blocks - routed) * mlp + routed * mlp_of_experts - dropped
+    extra = rule_bytes(config, s) - attention if config.delta_every else 0
+    attentions = blocks * attention + delta_rules(config, pieces) * extra
+    again = twice * attention + delta_rules(config, runs_again(config, s, pieces)) * extra
+    dropped = {"none": 0, "norms": norms, "mlp": norms + mlps, "attention": again,
+               "block": twice * (rest - c * width / tokens_cut) + again + mlps}[s.recompute]
+    every = blocks * rest + attentions + (blocks - routed) * mlp + routed * mlp_of_experts - dropped
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
     ids = 8 * positions * (config.arch == "gpt2") + 9 * (tp > 1)
     targets = 8 + 12 * (fused or tp > 1)
@@ -159,6 +165,15 @@ def latent_bytes(config, s, positions, fused):
     heads = 4 * config.n_head * config.query_width + config.heads_width
     return (heads * width + 4 * config.n_head) / s.tp + (norm + config.shared_width * width) / tokens_cut + (
         config.shared_width + s.sp * config.n_embd) * width + max(width, 4) * config.rope_dim * positions
+
+
+def rule_bytes(config, s):
+    """Bytes a token that a gated delta rule keeps for backward. The rule computes in float32 or float64. Products
+    over a chunk of C keep H C; A, B and S of each chunk H D^2 / C. The factors were counted in what is kept."""
+    width = widths(s)[0]
+    chunk = min(CHUNK, config.seq_len // (s.cp if s.cp == 1 or s.cp_kind == "ulysses" else 2 * s.cp))
+    of_rule = 17 * config.heads_width + config.n_head * (6 * chunk + 3 * config.head_dim ** 2 / chunk + 12)
+    return (15 * config.heads_width * width + of_rule * max(width, 4)) / s.tp
 
 
 def mlp_width(config, fused):

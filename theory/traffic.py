@@ -71,10 +71,21 @@ def contents(config, runs):
     return len(blocks), routed, pieces.count(0), pieces.count(config.n_layer + 1)
 
 
-def recomputed(config, s, runs):
-    """(blocks, blocks with experts) of a rank's runs of pieces of which backward runs a part again."""
+def delta_rules(config, runs):
+    """How many blocks in a rank's runs of pieces have a gated delta rule, not attention."""
+    every = config.delta_every or 1
+    return sum(i % every > 0 for run in runs for i in run if 1 <= i <= config.n_layer)
+
+
+def runs_again(config, s, runs):
+    """The blocks of a rank's runs of pieces of which backward runs a part again."""
     blocks = [[i for i in run if 1 <= i <= config.n_layer][:s.recompute_blocks or None] for run in runs]
-    return contents(config, blocks if s.recompute != "none" else [])[:2]
+    return blocks if s.recompute != "none" else []
+
+
+def recomputed(config, s, runs):
+    """How many these are: (blocks, blocks with experts)."""
+    return contents(config, runs_again(config, s, runs))[:2]
 
 
 def widths(s):
@@ -169,12 +180,13 @@ def messages_of_tensors(config, s, stages):
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", rows, wide, m * last)
     for op in HALVES if s.sp else ["all_reduce"]:
         yield Message("embedding, head", op, "tp", [tokens * c], narrow, m * (first + last))
-    norms_of_heads = 2 * config.head_dim * getattr(config, "qk_norm", False)
+    rules = delta_rules(config, stages.values())
+    norms_of_heads = config.head_dim * (2 * (blocks - rules) * getattr(config, "qk_norm", False) + rules)
     shared = [tokens * config.shared_width] if config.latent else []  # by all heads: f takes it, too
     if not s.sp:  # a block: g twice forward, f twice backward
-        yield Message("gradients of latents, rotary keys", "all_reduce", "tp", shared, narrow, m * blocks)
+        yield Message("gradients of latents, rotary keys", "all_reduce", "tp", shared, narrow, m * (blocks - rules))
         if norms_of_heads:
-            own = blocks * norms_of_heads // (shards_of(s) if s.zero in (1, 2) else 1)
+            own = norms_of_heads // (shards_of(s) if s.zero in (1, 2) else 1)
             yield Message("gradients of norms of heads", "all_reduce", "tp", [own], wide)
         yield Message("activations: 4 a block", "all_reduce", "tp", [tokens * c], narrow, scatters)
         return
@@ -182,18 +194,20 @@ def messages_of_tensors(config, s, stages):
     # gathered, except for experts, which keep their rows, so a block with experts takes 9 halves, not 10.
     gathers = m * (6 * blocks + again - routed)
     # The layer of a latent attention's queries keeps what f has gathered, too.
-    gathers -= m * blocks * bool(config.latent)
-    attentions = m * (blocks + twice * (s.recompute in ("attention", "block")))
+    latents = (blocks - rules) * bool(config.latent)
+    gathers -= m * latents
+    rules_again = delta_rules(config, runs_again(config, s, stages.values()))
+    attentions = m * (latents + (twice - rules_again) * (s.recompute in ("attention", "block")))
     yield Message("latents, rotary keys", GATHER, "tp", shared, narrow, attentions)
-    yield Message("their gradients", SCATTER, "tp", shared, narrow, m * blocks)
+    yield Message("their gradients", SCATTER, "tp", shared, narrow, m * latents)
     yield Message("activations: 6 of 10 halves", GATHER, "tp", [tokens * c], narrow, gathers)
     yield Message("activations: 4 of 10 halves", SCATTER, "tp", [tokens * c], narrow, scatters)
     # tp leaves whole, of matrices, routers, positions and what makes a latent; of vectors, norms and biases of
     # row-parallel layers.
     a_norm = config.parameters(lambda name: name.startswith("ln_f."))
     matrices = routed * config.experts * c + first * config.parameters(lambda name: name == "wpe.weight")
-    matrices += blocks * config.parameters(lambda name: name == "h.0.attn.c_down.weight")
-    vectors = blocks * (2 * a_norm + 2 * c * config.biased + norms_of_heads + config.latent)
+    matrices += latents and latents * c * config.shared_width
+    vectors = blocks * (2 * a_norm + 2 * c * config.biased) + norms_of_heads + latents * config.latent
     vectors += last * a_norm - routed * c
     seen = matrices // (shards_of(s) if s.zero else 1) + vectors // (shards_of(s) if s.zero in (1, 2) else 1)
     yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
@@ -203,14 +217,19 @@ def messages_of_context(config, s, stages, node):
     """Messages of context parallelism. Recomputing runs attention's forward again, with both of Ulysses' all-to-alls,
     because c_proj's weight gradient needs the second one's result. What goes round a ring is as large within Ulysses: U
     times the tokens, an Uth of the heads."""
+    yield Message("loss", "all_reduce", "cp", [1], widths(s)[1])
+    rules = delta_rules(config, stages.values())
+    rules_again = delta_rules(config, runs_again(config, s, stages.values())) * (s.recompute in ("attention", "block"))
+    if rules:
+        yield from messages_of_delta_rules(config, s, node, s.micro_batches * rules, s.micro_batches * rules_again)
     narrow, wide = widths(s)
     inside = ulysses_ranks(s, config, node)
     others = s.cp // inside - 1
     tokens = tokens_of(config, s)
     width = config.qkv_width // (config.n_head + 2 * config.kv_heads)  # of a head
     heads, keys = (tokens * n * width // s.tp for n in (config.n_head, config.kv_heads))
-    backwards = s.micro_batches * contents(config, stages.values())[0]
-    again = recomputed(config, s, stages.values())[0] * (s.recompute in ("attention", "block"))
+    backwards = s.micro_batches * (contents(config, stages.values())[0] - rules)
+    again = recomputed(config, s, stages.values())[0] * (s.recompute in ("attention", "block")) - rules_again
     both = 2 * backwards + s.micro_batches * again  # forwards and backwards: keys and values go round in each
     if others:
         yield Message("keys and values", "isend", "ring", [2 * keys], narrow, others * both)
@@ -218,7 +237,19 @@ def messages_of_context(config, s, stages, node):
     if inside > 1:
         yield Message("heads for tokens", "all_to_all_single", "ulysses", [heads + 2 * keys], narrow, both)
         yield Message("tokens for heads", "all_to_all_single", "ulysses", [heads], narrow, both)
-    yield Message("loss", "all_reduce", "cp", [1], wide)
+
+
+def messages_of_delta_rules(config, s, node, times, again):
+    """Messages of gated delta rules over cp: A and B of every piece, and three of its tokens' q, k, v. They do not grow
+    with T. times: how often a rule runs, again: of these once more in backward."""
+    narrow, wide = widths(s)
+    pieces = s.cp * (1 if ulysses_ranks(s, config, node) == s.cp else 2)
+    sequences = s.batch_size // s.dp // s.micro_batches
+    maps = sequences * pieces * 2 * config.head_dim * config.heads_width // s.tp
+    rows = sequences * pieces * min(3, config.seq_len // pieces) * 3 * config.heads_width // s.tp
+    for what, elements, width in ("A and B of pieces", maps, wide), ("ends of pieces", rows, narrow):
+        yield Message(what, GATHER, "cp", [elements], width, times + again)
+        yield Message(f"gradients of {what}", SCATTER, "cp", [elements], width, times)
 
 
 def messages_of_pipeline(config, s, stages, tp_rank):
