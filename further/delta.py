@@ -26,7 +26,7 @@ from parallel import Cut, set_placement
 #
 #     S_t = a S_(t-1) + k d^T        d = b (v - (a S_(t-1))^T k)        o = S_t^T q
 #
-# T steps one after the other would leave a GPU idle. A chunk of C tokens can be computed at once. With c_t the product
+# T steps one after the other would leave a GPU idle. A chunk of J tokens can be computed at once. With c_t the product
 # of all a of the chunk up to t, and S that of its begin, each d depends on S and on the d before it:
 #
 #     d_t + sum over i < t of  b_t (c_t / c_i) (k_t . k_i) d_i  =  b_t v_t - b_t c_t S^T k_t
@@ -34,7 +34,7 @@ from parallel import Cut, set_placement
 # On the left is a triangular matrix (its inverse is the "UT transform"). Solved for the columns on the right it gives
 # U and W with d = U - W S. So a chunk's end is an affine function of its begin, and a few products do all else:
 #
-#     S_end = A S + B        A = c_C I - K'^T W        B = K'^T U        K': keys, each times c_C / c_t
+#     S_end = M S + Z        M = c_J I - K'^T W        Z = K'^T U        K': keys, each times c_J / c_t
 #
 # Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (2024), "Gated Delta Networks" (2024).
 
@@ -53,27 +53,27 @@ def recurrent(q, k, v, log_a, b):
 
 
 def in_chunks(x):
-    """(B, T, H, ...) -> (B, H, n, C, ...). The last chunk is filled up with zeros, which leave S as it is."""
+    """(B, T, H, ...) -> (B, H, n, J, ...). The last chunk is filled up with zeros, which leave S as it is."""
     size = min(CHUNK, x.shape[1])
     x = F.pad(x.transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, -x.shape[1] % size))
     return x.unflatten(2, (-1, size))
 
 
 def chunked(q, k, v, log_a, b, start):
-    """As `recurrent`. start(A, B) gives S of the first chunk (B, H, D, D), from all chunks' A and B (B, H, n, D, D)."""
+    """As `recurrent`. start(M, Z) gives S of the first chunk (B, H, D, D), from all chunks' M and Z (B, H, n, D, D)."""
     tokens = q.shape[1]
     q, k, v, log_c, b = map(in_chunks, (q, k, v, log_a, b))
-    log_c, b = log_c.cumsum(3).unsqueeze(4), b.unsqueeze(4)                                   # (B, H, n, C, 1)
+    log_c, b = log_c.cumsum(3).unsqueeze(4), b.unsqueeze(4)                                   # (B, H, n, J, 1)
     since = (log_c - log_c.mT).tril().exp().tril()                                            # c_t / c_i
     left = (b * k @ k.mT * since).tril(-1)                     # and ones on the diagonal, which the solver adds
     right = torch.cat([b * v, b * k * log_c.exp()], 4)
     u, w = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True).chunk(2, 4)
     until_end = (k * (log_c[..., -1:, :] - log_c).exp()).mT                                   # K'^T
-    a_chunk = log_c[..., -1:, :].exp() * torch.eye(k.shape[4], dtype=k.dtype, device=k.device) - until_end @ w
-    b_chunk = until_end @ u
-    states = [start(a_chunk, b_chunk)]
-    for a, b in zip(a_chunk.unbind(2), b_chunk.unbind(2)):
-        states.append(a @ states[-1] + b)
+    m = log_c[..., -1:, :].exp() * torch.eye(k.shape[4], dtype=k.dtype, device=k.device) - until_end @ w
+    z = until_end @ u
+    states = [start(m, z)]
+    for m_chunk, z_chunk in zip(m.unbind(2), z.unbind(2)):
+        states.append(m_chunk @ states[-1] + z_chunk)
     s = torch.stack(states[:-1], 2)                                                           # (B, H, n, D, D)
     o = q * log_c.exp() @ s + (q @ k.mT * since) @ (u - w @ s)
     return o.flatten(2, 3)[:, :, :tokens].transpose(1, 2)                                     # (B, T, H, D)

@@ -22,15 +22,15 @@ class Nothing:
         """The three tokens (B, 3, 3 H D) before x, q, k, v of tokens (B, T, 3 H D)."""
         return x.new_zeros(len(x), 3, x.shape[2])
 
-    def state(self, a, b):
-        """S (B, H, D, D) before the first chunk. a, b (B, H, n, D, D): A and B of each chunk."""
-        return torch.zeros_like(b[:, :, 0])
+    def state(self, m, z):
+        """S (B, H, D, D) before the first chunk. m, z (B, H, n, D, D): M and Z of each chunk."""
+        return torch.zeros_like(z[:, :, 0])
 
 
-def through_chunks(state, a, b):
-    """S after chunks of these A and B."""
-    for a_chunk, b_chunk in zip(a.unbind(2), b.unbind(2)):
-        state = a_chunk @ state + b_chunk
+def through_chunks(state, m, z):
+    """S after chunks of these M and Z."""
+    for m_chunk, z_chunk in zip(m.unbind(2), z.unbind(2)):
+        state = m_chunk @ state + z_chunk
     return state
 
 
@@ -48,16 +48,16 @@ class Sampled(Nothing):
         self.newest = torch.cat([before, x], 1)[:, -3:]
         return before
 
-    def state(self, a, b):
-        before = super().state(a, b) if self.reached is None else self.reached
-        self.reached = through_chunks(before, a, b)
+    def state(self, m, z):
+        before = super().state(m, z) if self.reached is None else self.reached
+        self.reached = through_chunks(before, m, z)
         return before
 
 
 # ------------------------------------------------------------------------------------- context parallel: a prefix scan
 #
-# Of a sequence over N ranks, each needs S from before its tokens. It knows its tokens' A and B without S. All ranks
-# gather these, and each goes through the ones before its own: S <- A S + B, from 0 on. That is 2 H D^2 numbers of a
+# Of a sequence over N ranks, each needs S from before its tokens. It knows its tokens' M and Z without S. All ranks
+# gather these, and each goes through the ones before its own: S <- M S + Z, from 0 on. That is 2 H D^2 numbers of a
 # piece, however long it is. The other blocks' attention wants the zigzag, in which a rank holds two pieces that are no
 # neighbours, so 2N of them are gathered, not N. The convolution gathers three tokens of each piece.
 # A rank sends (N-1) P x B (2 H D^2 + 9 H D) elements in forward, P = 2 pieces, and as many in backward.
@@ -86,14 +86,14 @@ class OverRanks(Nothing):
         nothing = super().rows(ends[0])
         return self.own([torch.cat([nothing, *ends[:i]], 1)[:, -3:] for i in range(len(ends))])
 
-    def state(self, a, b):
-        maps = zip(a.unbind(2), b.unbind(2))
+    def state(self, m, z):
+        maps = zip(m.unbind(2), z.unbind(2))
         whole = functools.reduce(lambda one, two: (two[0] @ one[0], two[0] @ one[1] + two[1]), maps)
         pieces = self.in_order(torch.cat(whole, 3))
         states = [torch.zeros_like(pieces[0].chunk(2, 3)[1])]
         for piece in pieces[:-1]:
-            a, b = piece.chunk(2, 3)
-            states.append(a @ states[-1] + b)
+            m, z = piece.chunk(2, 3)
+            states.append(m @ states[-1] + z)
         return self.own(states)
 
 

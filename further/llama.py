@@ -153,8 +153,16 @@ class LlamaConfig(GPTConfig):
     def norm(self):
         return RMSNorm(self.n_embd, self.norm_eps)
 
+    def has_delta_rule(self, block):
+        return self.delta_every > 0 and block % self.delta_every < self.delta_every - 1
+
+    def flops_per_token(self):
+        """A gated delta rule takes 18 H D^2, three products of a token with S, where attention takes 12 C T."""
+        rules = sum(map(self.has_delta_rule, range(self.n_layer)))
+        return super().flops_per_token() + rules * self.heads_width * (18 * self.head_dim - 12 * self.seq_len)
+
     def attention(self, block):
-        if self.delta_every and (block + 1) % self.delta_every:
+        if self.has_delta_rule(block):
             from further.delta import GatedDelta  # which imports this file
             return GatedDelta(self)
         return self.full_attention()

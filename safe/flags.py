@@ -188,7 +188,7 @@ def check_device(s, config, world, local_world, processes):
     able = s.device == "cuda" and s.form == "fast" and replayable(s, config)
     on_triton = kernels.HAVE_TRITON and s.dtype != "fp64" and (kernels.INTERPRETED or s.device == "cuda")
     reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --form fast, --zero 0 or 1 (2 or "
-           "3 with --pp 1 --schedule 1f1b) and no --experts: leave it out")
+           "3 with --pp 1 --schedule 1f1b) and no --experts or --delta-every: leave it out")
     reject(s.kernels == "triton" and not on_triton, "--kernels triton is for CUDA, or TRITON_INTERPRET=1, in fp32, "
            "bf16 or fp16, and needs the package triton: give --kernels auto")
     reject(s.kernels == "triton" and config.head_dim not in kernels.HEAD_DIMS, f"--kernels triton: --n-embd "
@@ -214,8 +214,8 @@ def check_fp8(s, c):
     able = s.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9) and kernels.HAVE_TRITON
     reject(not able or s.kernels == "torch" or s.form != "fast", "--dtype fp8 is for the kernels of --form fast, on "
            "GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16")
-    reject(s.tp * s.pp * s.cp > 1 or c.experts, "--dtype fp8 is for layers that no rank cuts: leave --tp, --pp, --cp "
-           "and --experts out, or give --dtype bf16")
+    reject(s.tp * s.pp * s.cp > 1 or c.experts or c.delta_every, "--dtype fp8 is for layers that no rank cuts, and for "
+           "attention: leave --tp, --pp, --cp, --experts and --delta-every out, or give --dtype bf16")
     tokens = s.batch_size // (s.dp * s.micro_batches) * c.seq_len
     for what, width in ("--n-embd", c.n_embd), ("tokens of a micro-batch on a rank:", tokens):
         reject(width % 16, f"--dtype fp8: {what} {width} is no multiple of 16: give --dtype bf16")

@@ -165,7 +165,9 @@ REFUSED = {
         --top-k 1                           | --top-k is for a model with experts
         --expert-every 2                    | --expert-every is for a model with experts: give --experts 4
         --experts 4 --expert-every 5        | give --expert-every 4
-        --cuda-graphs on --experts 4        | and no --experts: leave it out
+        --cuda-graphs on --experts 4        | and no --experts or --delta-every: leave it out
+        --delta-every 2                     | --delta-every 2 is for a Llama: give --arch llama, too
+        --arch llama --delta-every 2 --out runs/d | has no name in transformers: leave --delta-every out
 
         --init-from /no/such/folder         | --init-from
         --init-from HF --n-layer 3          | --n-layer 3

@@ -169,7 +169,7 @@ def latent_bytes(config, s, positions, fused):
 
 def rule_bytes(config, s):
     """Bytes a token that a gated delta rule keeps for backward. The rule computes in float32 or float64. Products
-    over a chunk of C keep H C; A, B and S of each chunk H D^2 / C. The factors were counted in what is kept."""
+    over a chunk of J keep H J; M, Z and S of each chunk H D^2 / J. The factors were counted in what is kept."""
     width = widths(s)[0]
     chunk = min(CHUNK, config.seq_len // (s.cp if s.cp == 1 or s.cp_kind == "ulysses" else 2 * s.cp))
     of_rule = 17 * config.heads_width + config.n_head * (6 * chunk + 3 * config.head_dim ** 2 / chunk + 12)

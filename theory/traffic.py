@@ -240,14 +240,14 @@ def messages_of_context(config, s, stages, node):
 
 
 def messages_of_delta_rules(config, s, node, times, again):
-    """Messages of gated delta rules over cp: A and B of every piece, and three of its tokens' q, k, v. They do not grow
+    """Messages of gated delta rules over cp: M and Z of every piece, and three of its tokens' q, k, v. They do not grow
     with T. times: how often a rule runs, again: of these once more in backward."""
     narrow, wide = widths(s)
     pieces = s.cp * (1 if ulysses_ranks(s, config, node) == s.cp else 2)
     sequences = s.batch_size // s.dp // s.micro_batches
     maps = sequences * pieces * 2 * config.head_dim * config.heads_width // s.tp
     rows = sequences * pieces * min(3, config.seq_len // pieces) * 3 * config.heads_width // s.tp
-    for what, elements, width in ("A and B of pieces", maps, wide), ("ends of pieces", rows, narrow):
+    for what, elements, width in ("M and Z of pieces", maps, wide), ("ends of pieces", rows, narrow):
         yield Message(what, GATHER, "cp", [elements], width, times + again)
         yield Message(f"gradients of {what}", SCATTER, "cp", [elements], width, times)
 
