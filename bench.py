@@ -44,7 +44,7 @@ from lessons.bench.optimizers import KINDS, optimizers
 from lessons.bench.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
 from lessons.bench.strategies import configs_of, layouts, OF_EDITION, pieces, strategies
 from lessons.bench.timing import (
-    interleaved, of_all_ranks, readable, ROWS, say, seconds_of, Table, traffic_of, write_json)
+    clock_and_power, interleaved, of_all_ranks, readable, ROWS, say, seconds_of, Table, traffic_of, write_json)
 from lessons.demos import positive
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
@@ -76,16 +76,22 @@ def measure_kernels(a):
     say(f"copy {hbm / 1e12:.2f} TB/s, bf16 product of {side} x {side} {peak / 1e12:.0f} TFLOP/s. The roofline is "
         f"the longer time: bytes at the first rate, or FLOPs at the second\n"
         f"to see what torch.compile has written: TORCH_LOGS=output_code python bench.py kernels --only elu")
-    table = Table("TB/s: the fewest bytes that must move, over seconds", {
-        "op": "operation:<30", "way": "way:<8", "who": "who:<14", "ms": "ms:>9.3f", "tb": "TB/s:>6.2f",
-        "tflops": "TFLOP/s:>8.0f", "share": "% of roofline:>13.0f"}, device)
+    hot = {"mhz": "MHz:>5.0f", "watts": "W:>4.0f"} if device.type == "cuda" else {}
+    said = ". MHz, W: of the card while our forward runs, so that a hot one is seen" * bool(hot)
+    table = Table("TB/s: the fewest bytes that must move, over seconds" + said, {
+        "op": "operation:<30", "way": "way:<8", "who": "who:<16", "ms": "ms:>9.3f", "tb": "TB/s:>6.2f",
+        "tflops": "TFLOP/s:>8.0f", "share": "% of roofline:>13.0f", **hot}, device)
     for case in itertools.chain(*(CASES[name](Size(device, torch.bfloat16, n)) for name in a.only)):
         x = case.inputs[0]
+        name = f"{case.name} {str(x.dtype)[6:]}"
         for who, seconds in seconds_of(case.who(), device, repeats).items():
+            mhz, watts = clock_and_power(device, case.ours, case.inputs) if who == "ours" else (None, None)
             for way, t, passes, flops in zip(("forward", "backward"), seconds, case.passes, case.flops):
                 moved = passes * x.nbytes
-                table.row(op=f"{case.name} {str(x.dtype)[6:]}", way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12,
+                table.row(op=name, way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12, mhz=mhz, watts=watts,
                           tflops=flops / t / 1e12 if flops else None, share=100 * max(moved / hbm, flops / peak) / t)
+        for who, tflops in (case.published or {}).items():
+            table.row(op=name, way="forward", who=who, tflops=tflops)
         torch._dynamo.reset()
     write_json(a, device, table)
 

@@ -28,6 +28,7 @@ class Case(NamedTuple):
     flops: tuple = (0, 0)
     peers: dict = None      # {who: (function, its inputs)} to time beside ours; None: `plain`, eager and compiled
     reference: bool = True  # whether kernels.py has this operation, too; fast/ fuses some
+    published: dict = None  # {who: TFLOP/s of forward}, from a paper, on an H100
 
     def who(self):
         peers = self.peers or {"eager": (self.plain, self.inputs),
@@ -79,17 +80,24 @@ def cross_entropy(size):
                [size.random(rows, v)], (1, 2))
 
 
+# {(D, T): TFLOP/s of forward}: Shah et al., "FlashAttention-3" (2024), figure 5. Causal, 16,384 tokens, FP16, an H100.
+FLASH_3 = {(64, 1024): 265, (64, 4096): 420, (64, 8192): 460, (64, 16384): 473,
+           (128, 1024): 423, (128, 4096): 579, (128, 8192): 602, (128, 16384): 616}
+
+
 def attention(size):
     causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
     backends = {"FLASH": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
     backends = backends if size.device.type == "cuda" else {"math": SDPBackend.MATH}
-    for d, t in itertools.product((64, 128), (1024, 4096, 16384)):
+    for d, t in itertools.product((64, 128), (1024, 4096, 8192, 16384)):
+        published = {"FA-3, its paper": FLASH_3[d, t]} if size.large else {}
         b, h, t = (16384 // t, 2048 // d, t) if size.large else (1, 2, t // 64)
         packed, qkv = size.random(b, t, 3, h, d), [size.random(b, h, t, d) for _ in range(3)]
         yield Case(f"attention T={t} D={d} causal", kernels.attention,
                    lambda packed: causal(*packed.permute(2, 0, 3, 1, 4)).transpose(1, 2), [packed], (4 / 3, 8 / 3),
                    (2 * b * h * t * t * d, 5 * b * h * t * t * d),
-                   {f"SDPA {key}": (sdpa_kernel(backend)(causal), qkv) for key, backend in backends.items()})
+                   {f"SDPA {key}": (sdpa_kernel(backend)(causal), qkv) for key, backend in backends.items()},
+                   published=published)
 
 
 def grouped(size):

@@ -3,10 +3,13 @@
 import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import re
+import subprocess
 import sys
+from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -28,7 +31,7 @@ from lessons.bench import peers, strategies
 from lessons.bench.rates import BUS, calls_of, fit, sent_in
 from lessons.bench.strategies import (
     communication, configs_of, free_memory, make_trainer, predicted_traffic, routes_of_rows)
-from lessons.bench.timing import interleaved, of_all_ranks, without_collectives
+from lessons.bench.timing import clock_and_power, interleaved, of_all_ranks, without_collectives
 from further.sampling import CachedGPT
 from lessons.eight_bits import few_rows, in_int8
 from lessons.four_bits import few_rows_of_four, from_int4, in_int4
@@ -311,6 +314,24 @@ def test_a_dense_twin_takes_as_many_flops():
 def test_line_through_times_is_found():
     messages, sizes = np.array([1, 1, 2, 6, 6]), np.array([1e2, 1e4, 1e5, 1e6, 1e8])
     assert np.allclose(fit(messages, sizes, 3e-5 * messages + sizes / 2e11), (3e-5, 2e11))
+
+
+@parametrize("says, want", [("1755, 612.4", (1755, 612.4)), ("1755, [N/A]", (None, None)), (None, (None, None))])
+def test_a_card_s_clock_and_power_are_read_while_it_runs(monkeypatch, says, want):
+    ran = []
+
+    def smi(command, **options):
+        if says is None:
+            raise FileNotFoundError
+        assert command[0] == "nvidia-smi" and command[command.index("--id") + 1] == "GPU-0a"
+        left = iter([None, None, 0])
+        return SimpleNamespace(poll=lambda: next(left), stdout=io.StringIO(says))
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0a"))
+    monkeypatch.setattr(subprocess, "Popen", smi)
+    assert clock_and_power(torch.device("cuda"), ran.append, [1]) == want and len(ran) > 3
+    assert clock_and_power(torch.device("cpu"), ran.append, []) == (None, None)
 
 
 @parametrize("device, fewer", [  # a lesson, a way, and how many times fewer bytes that moves
