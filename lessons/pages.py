@@ -257,7 +257,7 @@ def markdown(text, home):
         text = re.sub(rf"(?<![\w`])\[{re.escape(name)}\](?![(:])", f"[{name}]({target})", text)
     text = re.sub(r"^\[.+\]: .+$", "", text, flags=re.M)
     parts = re.split(r"^ *```\w*\n(.*?)^ *```$", text, flags=re.M | re.S)  # every second one is code
-    return "".join(f"<pre>{html.escape(textwrap.dedent(part).strip())}</pre>\n" if i % 2 else told(part, home)
+    return "".join(f"<pre>{html.escape(textwrap.dedent(part).rstrip())}</pre>\n" if i % 2 else told(part, home)
                    for i, part in enumerate(parts))
 
 

@@ -86,6 +86,7 @@ SHOWN = {  # a page, and what stands in it: names lead to their definitions, the
     "reading.html": ('"further.context.html#RingAttention"', '<a href="words.html">words.md</a>'),
     "lecture.html": ('<a href="stop-5.html">5</a>', '<a href="words.html#the-axes">'),
     "stop-5.html": ('"stop-4.html" title="4. ZeRO 3">', '"stop-6.html" title=', "stop 5 of 13</a>", "Then answer."),
+    "stop-4.html": (f"<pre>{'rank 0':>38}  ",),  # the first line of a drawing stands as far in as the others say
     "stop-6.html": ('<a href="ring.html">',), "stop-8.html": ("<svg",), "ring.html": ("stop 6 of 13</a>",)}
 
 
