@@ -363,9 +363,10 @@ def demo_context(ranks):
     if all(n % inside for inside in range(2, n)):
         del ways["Ulysses + ring"]
     print(f"\nMiB that a rank sends for one sequence in a block of {4 * n} heads of 128, bf16, forward and backward:")
-    show("tokens", ways, "")
+    show("tokens", [*ways][:-1], [*ways][-1])
     for tokens in 2**13, 2**16, 2**19:
-        show(f"{tokens:,}", [f"{sent_for_context(n, tokens, *way) / 2**20:,.1f}" for way in ways.values()], "")
+        *cells, last = [f"{sent_for_context(n, tokens, *way) / 2**20:,.1f}" for way in ways.values()]
+        show(f"{tokens:,}", cells, last)
 
 
 def sent_for_context(n, tokens, kind, delta_every):

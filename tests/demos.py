@@ -321,7 +321,11 @@ SHOWN = [
           rank 1  1,6 x 1,6: 2      1,6 x 0: 2        6 x 3,4: 2        6 x 2,5: 2        8
           rank 2  2,5 x 2,5: 2      2,5 x 1: 2        2,5 x 0: 2        5 x 3,4: 2        8
           rank 3  3,4 x 3,4: 2      3,4 x 2: 2        3,4 x 1: 2        3,4 x 0: 2        8
-          busiest 2                 2                 2                 2                 8""")]
+          busiest 2                 2                 2                 2                 8
+        ...
+          tokens  ring              Ulysses           Ulysses + ring    gated delta rule
+          8,192   192.0             48.0              96.0              24.4
+          65,536  1,536.0           384.0             768.0             24.4""")]
 
 
 @parametrize("name, ranks, shown", SHOWN)
