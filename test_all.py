@@ -37,6 +37,7 @@ from tests.forms import *  # noqa: E402, F403
 from tests.zero import *  # noqa: E402, F403
 from tests.memory import *  # noqa: E402, F403
 from tests.schedules import *  # noqa: E402, F403
+from tests.pairs import *  # noqa: E402, F403
 from tests.demos import *  # noqa: E402, F403
 from tests.puzzles import *  # noqa: E402, F403
 from tests.pages import *  # noqa: E402, F403

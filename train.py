@@ -82,6 +82,8 @@ class Layout:
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(SCHEDULES))  # or the text of --schedule-file
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
+    pairs: bool = flag(False, "run each F of the schedule with a B beside it, so that one's tokens travel to experts "
+                              "while the other computes")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
     islands: int = flag(1, "DiLoCo: parts of dp that train apart, and average their weights each --local-steps")
@@ -489,6 +491,10 @@ class ParallelGPT:
             from further.schedules import HalvedPipeline
             pipeline = edition.halved or HalvedPipeline
             self.lowered_lists = checked
+        if layout.pairs:
+            from further.pairs import checked_pairs, paired
+            pipeline = paired(pipeline)
+            self.lowered_lists = checked_pairs
         self.pipeline = pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd, self.device,
                                  layout.tp if layout.sp else 1)
         self.island = dist.get_rank(groups.between) if groups.between else 0  # its number

@@ -108,10 +108,10 @@ def exchange_counts(counts, group):
     return both[1], *both.sum(2).tolist()
 
 
-def visit(mlps, group, rows, counts):
+def visit(mlps, group, rows, counts, exchange=exchange):
     """`Experts.mlps` of experts that lie on the ranks of a group: rows (R, C), sorted by expert, counts (E) -> (R, C).
 
-    mlps: the same of this rank's E/N experts.
+    mlps: the same of this rank's E/N experts. exchange: how rows travel.
     """
     arriving, sends, receives = exchange_counts(counts, group)
     there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))

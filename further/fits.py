@@ -63,7 +63,7 @@ def what_ranks_divide(s, c, world=1, node=None):
     how many of them are on a node; None: all."""
     node = node or s.dp * s.tp * s.pp * s.cp
     return itertools.chain(what_tp_and_cp_divide(s, c, world, node), what_ep_divides(s, c, world),
-                           what_islands_divide(s, c, world), what_dp_divides(s))
+                           what_islands_divide(s, c, world), what_dp_divides(s), what_pairs_need(s))
 
 
 def what_tp_and_cp_divide(s, c, world, node):
@@ -132,6 +132,14 @@ def what_ep_divides(s, c, world):
     more_ranks = f" or --dp {multiple(s.dp, s.ep)}" if world == 1 and c.experts % s.ep == 0 else ""
     yield s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}{more_ranks}"
     yield c.experts % s.ep, f"--ep {s.ep} does not divide the {c.experts} experts: give --ep {shared}"
+
+
+def what_pairs_need(s):
+    yield s.pairs and s.ep == 1, (
+        "--pairs hides how tokens travel to experts of other ranks: give --ep 2, or leave it out")
+    yield s.pairs and s.zero == 3, (
+        "--pairs: with --zero 3 one pass would free the weights of a layer that the other is in: give --zero 2")
+    yield s.pairs and s.together, "--pairs takes two threads a rank, and --together has one: leave --together out"
 
 
 def what_stages_divide(s, c):

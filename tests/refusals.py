@@ -356,6 +356,8 @@ UNDIVIDED = """
     --dp 4 --islands 3                      | give --dp 6 or --islands 1
     --dp 4 --islands 2 --zero 1 --zero-within 4 | give --zero-within 2
     --dp 2 --islands 2 --experts 4          | islands see parts: leave --experts out
+    --dp 2 --experts 4 --pairs              | give --ep 2, or leave it out
+    --dp 2 --experts 4 --ep 2 --pairs --zero 3 | give --zero 2
     --pp 7                                  | give --pp 6 or fewer
     --pp 4 --schedule zb-v                  | give --pp 3 or fewer
     --pp 2 --virtual-stages 2               | is for --schedule interleaved and --pp 2 or more: leave it out

@@ -59,7 +59,7 @@ def layouts(n, m, virtual, experts):
     # pipelines late, because after them ranks have made different numbers of windows, and `make_window` makes no more
     every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in SCHEDULES}
     every["interleaved"]["virtual_stages"] = virtual
-    return every | last
+    return every | last | {"pairs": last["experts"] | {"pairs": True}}  # of --micro-batches
 
 
 def configs_of(config):
