@@ -930,7 +930,7 @@ SOME = """sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
     samples=1,2,3 holes=False,True arch=gpt2,llama n_kv_head=0,1,2 latent=0,10 delta_every=0,2,3
     pairs=False,True"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
-LATER = {*"""model dtype device kernels plain together form schedule_file islands local_steps outer_lr
+LATER = {*"""model dtype device kernels plain together form schedule_file recompute_blocks islands local_steps outer_lr
     outer_momentum""".split()}  # they round, or are tested alone
 OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weight_decay seed eval_every log_every
     sample prompt temperature top_k_sample tokenizer out save_every resume""".split()}
