@@ -112,8 +112,7 @@ def table(title, heads, rows, device):
 
 
 def forward(net, tokens, seen):
-    """A call that runs tokens (B, T) behind the first `seen`, whose keys and values it finds in caches; so each time.
-    """
+    """A call that runs tokens (B, T) behind the first `seen` of them, whose keys and values are in its own caches."""
     net.newest_logits(tokens[:, :max(1, seen)])
     caches = net.caches
 
