@@ -58,6 +58,8 @@ def forgotten(y, out, again):
 
     @torch.no_grad()
     def fill(grad):
+        if not held:  # a W after its I: y is there
+            return
         y, again = held.pop()  # because this function lives as long as the graph, and y should go with who saved it
         y.untyped_storage().resize_(size)
         y.data.copy_(again())  # .data: autograd would take y for changed since it was saved
