@@ -347,9 +347,8 @@ class ZeRO3(ZeRO2):
     that is not there. A layer makes dX together with dW, so when dW is there, W may go; a tied weight goes when its
     last layer's dW is there. Vectors (biases and norms, a thousandth of GPT-2's K) stay whole.
 
-    `checkpoint` runs a layer's forward again within its backward: in_backward says which matrices must stay then. A
-    matrix that was frozen before the optimizer was made has no dW, and goes after dX. A matrix must be used in its own
-    layer's forward alone. (nn.MultiheadAttention uses its out_proj's.)
+    `checkpoint` runs a layer's forward again within its backward: in_backward says which matrices must stay then. Every
+    matrix must be trained, and used in its own layer's forward alone. (nn.MultiheadAttention uses its out_proj's.)
     """
 
     def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
@@ -364,8 +363,6 @@ class ZeRO3(ZeRO2):
                 layer.register_forward_hook(partial(self.free, matrices))
                 if not isinstance(layer, EMBEDDINGS):  # nn.Embedding and the cut one: their backward needs tokens alone
                     layer.register_full_backward_pre_hook(partial(self.begin_backward, matrices))
-                    if frozen := [param for param in matrices if not param.requires_grad]:
-                        layer.register_full_backward_hook(partial(self.end_backward, frozen))
 
     # *_: the layer and more, which PyTorch's hooks pass.
 
@@ -381,10 +378,6 @@ class ZeRO3(ZeRO2):
         self.gather(matrices)
         self.in_backward.update(matrices)
 
-    def end_backward(self, matrices, *_):
-        self.in_backward.difference_update(matrices)
-        self.free(matrices)
-
     def free(self, matrices, *_):
         for param in matrices:
             if param not in self.in_backward:
@@ -394,7 +387,8 @@ class ZeRO3(ZeRO2):
     def average(self, param):
         super().average(param)
         if is_matrix(param):
-            self.end_backward([param])
+            self.in_backward.discard(param)
+            self.free([param])
 
     @torch.no_grad()
     def step(self):
