@@ -347,8 +347,10 @@ class ZeRO3(ZeRO2):
     that is not there. A layer makes dX together with dW, so when dW is there, W may go; a tied weight goes when its
     last layer's dW is there. Vectors (biases and norms, a thousandth of GPT-2's K) stay whole.
 
-    `checkpoint` runs a layer's forward again within its backward: in_backward says which matrices must stay then. Every
-    matrix must be trained, and used in its own layer's forward alone. (nn.MultiheadAttention uses its out_proj's.)
+    `checkpoint` runs a layer's forward again within its backward: in_backward says which matrices must stay then. (Without
+    it a matrix of in_backward is one whose dW is still to come, and `free` could do without its `if`.) A frozen matrix
+    has no dW, so it stays whole until zero_grad. A matrix must be used in its own layer's forward alone.
+    (nn.MultiheadAttention uses its out_proj's.)
     """
 
     def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
@@ -356,7 +358,7 @@ class ZeRO3(ZeRO2):
         for shard in self.stepped.values():
             shard.data = shard.data.clone()  # as a view it would go with the rows
         self.in_backward = set()
-        self.zero_grad()
+        self.zero_grad()  # frees the matrices
         for layer in [layer for module in modules for layer in module.modules()]:
             if matrices := [param for param in layer.parameters(recurse=False) if is_matrix(param)]:
                 layer.register_forward_pre_hook(partial(self.gather, matrices))
