@@ -347,9 +347,9 @@ class ZeRO3(ZeRO2):
     that is not there. A layer makes dX together with dW, so when dW is there, W may go; a tied weight goes when its
     last layer's dW is there. Vectors (biases and norms, a thousandth of GPT-2's K) stay whole.
 
-    `checkpoint` runs a layer's forward again within its backward: in_backward says which matrices must stay then. (Without
-    it a matrix of in_backward is one whose dW is still to come, and `free` could do without its `if`.) A frozen matrix
-    has no dW, so it stays whole until zero_grad. A matrix must be used in its own layer's forward alone.
+    `checkpoint` runs a layer's forward again within its backward: in_backward says which matrices must stay then.
+    (Without it a matrix goes as soon as its dW is there, and `free` could do without its `if`.) A frozen matrix has no
+    dW, so it stays whole until zero_grad. A matrix must be used in its own layer's forward alone.
     (nn.MultiheadAttention uses its out_proj's.)
     """
 
