@@ -123,6 +123,7 @@ class Flags(Layout):
     experts: int = flag(None, "MLPs that a block's router has to choose from, instead of the preset's one")
     top_k: int = flag(None, "experts that a token goes through (2)")
     expert_every: int = flag(None, "of how many blocks the last has experts (1)")
+    shared_experts: int = flag(None, "of a block with experts, those that every token goes through besides (0)")
     balance_rate: float = flag(1e-3, "what a step adds to an expert's bias, or takes from it, to even out the load")
     steps: int = flag(450, "optimizer steps")
     batch_size: int = flag(16, "sequences a step, over all ranks")
@@ -192,7 +193,7 @@ def config_of(s):
         if getattr(s, name) and preset.arch != "llama":
             raise ValueError(f"{dashed(name)} {getattr(s, name)} is for a Llama: give --arch llama, too")
     if kinds := {name: getattr(s, name) for name in ("experts", "latent") if getattr(s, name)}:
-        from further.experts import resized
+        from further.kinds import resized
         preset = resized(preset, **kinds)
     flags = {field.name: getattr(s, field.name, None) for field in dataclasses.fields(preset)}
     return dataclasses.replace(preset, **{name: size for name, size in flags.items() if size is not None})
@@ -425,6 +426,9 @@ def tensor_plan(config, f, g, columns):
     if config.experts:
         from further.expert_parallel import expert_plan
         plan |= expert_plan(f, g)
+        if config.shared_experts:
+            from further.shared import shared_plan
+            plan |= shared_plan(config, f, g, columns)
     if config.arch == "llama":
         from further.llama import llama_plan
         plan |= llama_plan(f, columns)

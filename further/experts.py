@@ -6,7 +6,7 @@ further/expert_parallel.py lets ranks share them out.
     python train.py --plain --experts 4
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -101,13 +101,20 @@ class ExpertsConfig(GPTConfig):
     experts: int = 4           # E: MLPs that a block has to choose from
     top_k: int = 2             # k: experts that a token goes through
     expert_every: int = 1      # of how many blocks the last has experts
+    shared_experts: int = 0    # that every token goes through besides
 
     def has_experts(self, block):
         """Whether the block of this number, from 0, has experts."""
         return block % self.expert_every == self.expert_every - 1
 
     def mlp(self, block):
-        return MixtureOfExperts(self) if self.has_experts(block) else super().mlp(block)
+        return self.mixture() if self.has_experts(block) else super().mlp(block)
+
+    def mixture(self):
+        if self.shared_experts:
+            from further.shared import SharedMixture
+            return SharedMixture(self)
+        return MixtureOfExperts(self)
 
     def active_parameters(self):
         return self.parameters() - self.parameters(self.stacked) // self.experts * (self.experts - self.top_k)
@@ -116,21 +123,6 @@ class ExpertsConfig(GPTConfig):
         """["h.0.mlp.experts.0.c_fc.weight", ...] of "h.0.mlp.experts.c_fc.weight"."""
         numbered = name.replace(".experts.", ".experts.{}.")
         return [numbered.format(e) for e in range(self.experts)] if numbered != name else []
-
-
-def resized(config, **sizes):
-    """A config with some sizes changed, and arch: an ExpertsConfig if there are experts then, else a GPTConfig, or a
-    Llama's, or one with latent attention."""
-    given = {"arch": config.arch} | asdict(config) | sizes
-    kinds = GPTConfig, ExpertsConfig
-    if given.get("latent"):
-        from further.latent import KINDS as kinds
-    elif given["arch"] == "llama":
-        from further.llama import KINDS as kinds
-    kind = kinds[bool(given.get("experts"))]
-    if kind.arch != config.arch:
-        given["activation"] = kind.activation
-    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
 
 
 def grouped_linear(x, weight, bias, counts):

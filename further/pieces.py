@@ -23,7 +23,8 @@ def split_pieces(config, stages):
     """
     n = config.n_layer + 2
     attention, mlp = matrices(config)
-    mlps = [config.top_k if config.experts and config.has_experts(i) else 1 for i in range(config.n_layer)]
+    met = config.top_k + config.shared_experts if config.experts else 1
+    mlps = [met if config.experts and config.has_experts(i) else 1 for i in range(config.n_layer)]
     attention += config.seq_len * config.heads_width
     cost = [0] + [attention + mlp * k for k in mlps] + [config.n_embd * config.vocab_size]
 

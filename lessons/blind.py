@@ -116,8 +116,8 @@ def laid_out(case, dtype):
     """(config, layout) of a row."""
     import model
     import train
-    from further import experts
-    config = experts.resized(model.GPTConfig(37, 10, 2, 8, 32), **case)
+    from further import kinds
+    config = kinds.resized(model.GPTConfig(37, 10, 2, 8, 32), **case)
     layout = {name: value for name, value in case.items() if hasattr(train.Layout, name)}
     return config, train.Layout(**layout | {"dtype": dtype})
 

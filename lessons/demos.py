@@ -16,7 +16,8 @@ import fast
 from further import expert_parallel, llama
 from further.context import own_tokens, seen
 from further.expert_parallel import split_experts
-from further.experts import count_of_each, ExpertsConfig, resized
+from further.experts import count_of_each, ExpertsConfig
+from further.kinds import resized
 from further.buckets import BucketDDP
 from further.fits import ulysses_ranks
 from further.lists import check, lower

@@ -219,7 +219,8 @@ def parameters_in_words(config):
     said = f"{config.parameters():,} parameters"
     if not config.experts:
         return said
-    return f"{said} ({config.active_parameters():,} a token: {config.top_k} of {config.experts} experts)"
+    shared = f" and {config.shared_experts} shared" * bool(config.shared_experts)
+    return f"{said} ({config.active_parameters():,} a token: {config.top_k} of {config.experts} experts{shared})"
 
 
 def about_vocabulary(trainer):

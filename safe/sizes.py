@@ -19,7 +19,8 @@ def reject(wrong, text):
         raise BadInput(text)
 
 
-MAY_BE_0 = "inner", "experts", "n_kv_head", "head_size", "delta_every", "max_positions", "rope_size"
+MAY_BE_0 = ("inner", "experts", "n_kv_head", "head_size", "delta_every", "max_positions", "rope_size",
+            "shared_experts")
 
 
 def check_sizes(c, called):

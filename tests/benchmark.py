@@ -135,6 +135,9 @@ TRAFFIC = """
     --dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute block
     --dp 2 --tp 2 --sp --experts 4 --ep 2 --recompute block --recompute-blocks 1
     --dp 2 --pp 2 --experts 4 --ep 2 --expert-every 2 --micro-batches 2
+    --tp 2 --experts 4 --shared-experts 1 --recompute mlp --micro-batches 2
+    --tp 2 --sp --experts 4 --shared-experts 2 --recompute block
+    --arch llama --dp 2 --tp 2 --sp --experts 4 --shared-experts 1 --ep 2
     --dp 2 --cp 2 --experts 4 --ep 2 --zero 2 --recompute mlp"""
 
 

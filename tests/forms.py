@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import collectives as dist
 import parallel
-from further.experts import resized
+from further.kinds import resized
 from lessons import forms, lecture8
 from lessons.bench.timing import of_all_ranks, patched
 from tests.layouts import SMALL

@@ -13,6 +13,7 @@ import fast.context
 import fast.experts
 import further.context
 import further.experts
+import further.kinds
 import kernels
 import model
 from fast import grouped
@@ -46,7 +47,7 @@ def test_products_leave_room_for_a_transfer_until_it_has_been_waited_for():
 
 
 def test_a_router_takes_the_lower_number_of_equal_scores_and_counts_what_backward_has_passed_once():
-    router = further.experts.Router(further.experts.resized(SMALL, experts=5, top_k=2))
+    router = further.experts.Router(further.kinds.resized(SMALL, experts=5, top_k=2))
     nn.init.zeros_(router.weight)
     router.bias, x = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0]), torch.randn(2, 3, 32, device="cpu").requires_grad_()
     with torch.no_grad():
@@ -66,7 +67,7 @@ def test_a_router_takes_the_lower_number_of_equal_scores_and_counts_what_backwar
 
 def test_a_router_computes_in_float32():
     """Of bf16 tokens and weights, too."""
-    router = further.experts.Router(further.experts.resized(SMALL, experts=4, top_k=1)).bfloat16()
+    router = further.experts.Router(further.kinds.resized(SMALL, experts=4, top_k=1)).bfloat16()
     x = torch.randn(1, 50, 32).bfloat16()
     nn.init.zeros_(router.bias), nn.init.normal_(router.weight)
     chosen, gates = router(x)
@@ -79,7 +80,7 @@ def test_a_router_computes_in_float32():
 def test_experts_are_mlps_of_their_own(k):
     """A token's output is the weighted sum of k dense MLPs' outputs, and autograd's gradients are ours, the router's
     included. The bias enters the choice alone. Each expert begins as its name says."""
-    config = further.experts.resized(SMALL, experts=3, top_k=k)
+    config = further.kinds.resized(SMALL, experts=3, top_k=k)
     net = model.GPT(config).double()
     mixture, x, dy = net.h["0"].mlp, *torch.randn(2, 2, 5, 32, dtype=torch.float64)
     router, fc, proj = mixture.router, mixture.experts.c_fc, mixture.experts.c_proj

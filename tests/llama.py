@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import model
 import safe.huggingface
 import train
-from further.experts import resized
+from further.kinds import resized
 from further.latent import LatentConfig
 from further.llama import PRESETS, LlamaConfig
 from further.sampling import CachedGPT

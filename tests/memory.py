@@ -88,6 +88,7 @@ MEMORY = """
     0.02  1  --experts 4 --n-embd 64 --batch-size 4 --dtype bf16 --top-k 1
     0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2 --recompute attention   by tokens that come
     0.02  2  --experts 4 --dp 2 --ep 2 --seq-len 8 --kernels triton --n-layer 1
+    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --tp 2 --shared-experts 2
     0.02  4  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --tp 2 --sp --ep 2 --expert-every 2
 """
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import model
 import safe.huggingface
-from further.experts import resized
+from further.kinds import resized
 from safe.files import read_safetensors, write_safetensors
 from safe.huggingface import load, save
 from tests.pool import parametrize

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import collectives as dist
-from further.experts import resized
+from further.kinds import resized
 from further.lists import checked
 from further.pairs import checked_pairs, in_pairs, Turns
 from further.schedules import SCHEDULES

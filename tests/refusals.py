@@ -32,7 +32,7 @@ import train
 from further.bpe import END, LETTERS
 from safe.checkpoints import crc_of
 from safe.files import crc_of_file
-from further.experts import resized
+from further.kinds import resized
 from safe.flags import check_layout, check_numbers, model_config
 from safe.huggingface import save
 from safe.sizes import BadInput
@@ -163,6 +163,7 @@ REFUSED = {
         --experts 4 --top-k 5               | less than the 5 that a token goes through: give --top-k 4 or --experts 5
         --experts 1                         | give --top-k 1 or --experts 4
         --top-k 1                           | --top-k is for a model with experts
+        --shared-experts 1                  | --shared-experts is for a model with experts: give --experts 4
         --expert-every 2                    | --expert-every is for a model with experts: give --experts 4
         --experts 4 --expert-every 5        | give --expert-every 4
         --cuda-graphs on --experts 4        | and no --experts or --delta-every: leave it out

@@ -19,7 +19,7 @@ from tests.layouts import freezing, SMALL, small_gpt, tokens_of
 from fast.linear import WeightGradients
 from fast.pipeline import CollectingMicroBatch
 from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, runs_kernels, table
-from further.experts import resized
+from further.kinds import resized
 from further.lists import check, checked, lower, parse, ScheduleError
 from further.pieces import split_pieces
 from further.tensor import tensor_parallel

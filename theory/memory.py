@@ -13,7 +13,8 @@ from further.expert_parallel import expert_plan
 from further.delta import CHUNK, delta_plan
 from further.latent import latent_plan
 from further.llama import of_some_heads
-from model import GPT
+from further.shared import shared_plan
+from model import GPT, GPTConfig
 from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import lists_of, most_held, stages_in
@@ -66,7 +67,8 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
         "activations": most_held(actions, sizes)}
 
 
-PLAN = gpt2_plan(None, None) | expert_plan(None, None) | latent_plan(None) | delta_plan()  # what it names is cut
+PLAN = {**gpt2_plan(None, None), **expert_plan(None, None), **shared_plan(GPTConfig(), None, None),
+        **latent_plan(None), **delta_plan()}  # what it names is cut
 
 
 @functools.cache
@@ -124,7 +126,7 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
         norm += c * (2 * max(width, 4) - width)
     rest = (4 * c * width + 2 * norm) / tokens_cut
     mlp = mlp_width(config, fused) * width / tp
-    mlp_of_experts = routed and routed_bytes(config, s, load, fused)
+    mlp_of_experts = routed and routed_bytes(config, s, load, fused) + config.shared_experts * mlp
     twice, twice_routed = recomputed(config, s, pieces)
     mlps = (twice - twice_routed) * mlp + twice_routed * mlp_of_experts
     norms = blocks * 2 * c * width / tokens_cut

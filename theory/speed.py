@@ -121,7 +121,7 @@ def passes(config, tp=1, sp=False, ep=1, routed=False):
     and back once more.
     """
     c = config.n_embd
-    k = config.top_k if routed else 1
+    k = config.top_k + config.shared_experts if routed else 1
     own = c / tp if sp else c
     rows = k * c
     inner = k * config.hidden / tp
@@ -160,7 +160,9 @@ def block_seconds(config, s, machine, routed):
     for one micro-batch. routed: the block has experts."""
     narrow, wide = widths(s)
     tokens = tokens_of(config, s)
-    met, here = (config.top_k, config.experts // s.ep) if routed else (1, 1)  # MLPs: a token's, this rank's
+    met = here = 1  # MLPs: a token's, this rank's
+    if routed:
+        met, here = (n + config.shared_experts for n in (config.top_k, config.experts // s.ep))
     attention, mlp = matrices(config, s.tp)
     product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long

@@ -172,19 +172,23 @@ def messages_of_tensors(config, s, stages):
     tokens = tokens_of(config, s)
     narrow, wide = widths(s)
     blocks, routed, first, last = contents(config, stages.values())
-    twice = recomputed(config, s, stages.values())[0]
+    twice, twice_routed = recomputed(config, s, stages.values())
     again = twice * {"none": 0, "norms": 0, "block": 2}.get(s.recompute, 1)  # how many sublayers run again
     # The last g of what runs again does not, because backward does not need its result.
     scatters = m * (4 * blocks + twice * (s.recompute == "block"))
+    # Shared experts have an f and a g of their own.
+    shared = routed if config.experts and config.shared_experts else 0
+    shared_again = twice_routed * bool(shared) * (s.recompute in ("mlp", "block"))
+    scatters += m * (2 * shared + shared_again)
     rows = [n * rows for rows in chunks_of(config, s) for n in (1, 2)]
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", rows, wide, m * last)
     for op in HALVES if s.sp else ["all_reduce"]:
         yield Message("embedding, head", op, "tp", [tokens * c], narrow, m * (first + last))
     rules = delta_rules(config, stages.values())
     norms_of_heads = config.head_dim * (2 * (blocks - rules) * getattr(config, "qk_norm", False) + rules)
-    shared = [tokens * config.shared_width] if config.latent else []  # by all heads: f takes it, too
+    of_heads = [tokens * config.shared_width] if config.latent else []  # what they share: f takes it, too
     if not s.sp:  # a block: g twice forward, f twice backward
-        yield Message("gradients of latents, rotary keys", "all_reduce", "tp", shared, narrow, m * (blocks - rules))
+        yield Message("gradients of latents, rotary keys", "all_reduce", "tp", of_heads, narrow, m * (blocks - rules))
         if norms_of_heads:
             own = norms_of_heads // (shards_of(s) if s.zero in (1, 2) else 1)
             yield Message("gradients of norms of heads", "all_reduce", "tp", [own], wide)
@@ -195,11 +199,11 @@ def messages_of_tensors(config, s, stages):
     gathers = m * (6 * blocks + again - routed)
     # The layer of a latent attention's queries keeps what f has gathered, too.
     latents = (blocks - rules) * bool(config.latent)
-    gathers -= m * latents
+    gathers += m * (3 * shared + shared_again - latents)
     rules_again = delta_rules(config, runs_again(config, s, stages.values()))
     attentions = m * (latents + (twice - rules_again) * (s.recompute in ("attention", "block")))
-    yield Message("latents, rotary keys", GATHER, "tp", shared, narrow, attentions)
-    yield Message("their gradients", SCATTER, "tp", shared, narrow, m * latents)
+    yield Message("latents, rotary keys", GATHER, "tp", of_heads, narrow, attentions)
+    yield Message("their gradients", SCATTER, "tp", of_heads, narrow, m * latents)
     yield Message("activations: 6 of 10 halves", GATHER, "tp", [tokens * c], narrow, gathers)
     yield Message("activations: 4 of 10 halves", SCATTER, "tp", [tokens * c], narrow, scatters)
     # tp leaves whole, of matrices, routers, positions and what makes a latent; of vectors, norms and biases of
@@ -208,7 +212,7 @@ def messages_of_tensors(config, s, stages):
     matrices = routed * config.experts * c + first * config.parameters(lambda name: name == "wpe.weight")
     matrices += latents and latents * c * config.shared_width
     vectors = blocks * (2 * a_norm + 2 * c * config.biased) + norms_of_heads + latents * config.latent
-    vectors += last * a_norm - routed * c
+    vectors += last * a_norm + (shared - routed) * c * config.biased
     seen = matrices // (shards_of(s) if s.zero else 1) + vectors // (shards_of(s) if s.zero in (1, 2) else 1)
     yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
 

@@ -14,7 +14,7 @@ import kernels
 import parallel
 from fast.nccl import Direct
 from fast.edition import FusedBlock
-from further.experts import resized
+from further.kinds import resized
 from lessons.bench.timing import interleaved, readable
 from model import GPTConfig
 from safe.sizes import reject

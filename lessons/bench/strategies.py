@@ -24,7 +24,7 @@ from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
 from fast.pipeline import PatientPipeline
 from further import experts, rms_norm
-from further.experts import resized
+from further.kinds import resized
 from further.prefetch import FlatFSDP, FlatParameter, Prefetcher
 from further.schedules import SCHEDULES
 from lessons.bench import peers
