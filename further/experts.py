@@ -52,13 +52,17 @@ class Router(nn.Module):
     def choose(self, x):
         """(the numbers of k experts (B, T, k), the weights of their outputs (B, T, k), how often each is chosen (E))"""
         x, weight = kernels.at_least_float32(x), kernels.at_least_float32(self.weight)
-        scores = (x @ weight.T).sigmoid()  # each expert's own: a softmax would tie it to the others'; (B, T, E)
+        scores = self.scores(x @ weight.T)                                                    # (B, T, E)
         ranked = (scores.detach() + self.bias).sort(descending=True, stable=True).indices     # equals: the first leads
         chosen = ranked[..., :self.top_k]                                                     # (B, T, k)
-        gates = scores.gather(-1, chosen)
-        if self.top_k > 1:  # with one expert its share is always 1, which would give the router no gradient
-            gates = gates / gates.sum(-1, keepdim=True)
-        return chosen, gates, count_of_each(chosen, len(weight))
+        return chosen, self.shares(scores.gather(-1, chosen)), count_of_each(chosen, len(weight))
+
+    def scores(self, logits):
+        return logits.sigmoid()  # each expert's own: a softmax would tie it to the others'
+
+    def shares(self, gates):
+        """With one expert its share is always 1, which would give the router no gradient."""
+        return gates / gates.sum(-1, keepdim=True) if self.top_k > 1 else gates
 
     def count_in_backward(self, gates, counts):
         """Once, though a backward in halves comes here twice."""
@@ -109,6 +113,9 @@ class ExpertsConfig(GPTConfig):
 
     def mlp(self, block):
         return self.mixture() if self.has_experts(block) else super().mlp(block)
+
+    def router(self):
+        return Router(self)
 
     def mixture(self):
         if self.shared_experts:
@@ -183,7 +190,7 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.router, self.experts = Router(config), kernels.table[Experts](config)
+        self.router, self.experts = config.router(), kernels.table[Experts](config)
 
     def forward(self, x):                                                                     # (B, T, C)
         return self.experts(x, *self.router(x))

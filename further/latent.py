@@ -10,7 +10,7 @@ Read with: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1. CS336 lecture 3.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,10 @@ from torch import nn
 
 import kernels
 import parallel
-from further.llama import angles, LlamaConfig, LlamaExpertsConfig, turned
+from further.experts import Router
+from further.llama import angles, gated, LlamaConfig, LlamaExpertsConfig, turned
 from further.rms_norm import RMSNorm
-from model import GPT, Attention, Linear
+from model import GPT, MLP, Attention, Linear
 
 
 # ----------------------------------------------------------------------------------------------------- latent attention
@@ -154,7 +155,35 @@ class LatentConfig(LlamaConfig):
 
 @dataclass(frozen=True)
 class LatentExpertsConfig(LlamaExpertsConfig, LatentConfig):
-    """Of such a model of which some blocks have experts."""
+    """Of such a model of which some blocks have experts: DeepSeek-V3, or with a softmax V2."""
+    first_dense: int = 0         # blocks before the first that has experts
+    dense_inner: int = 0         # width of the MLP's hidden layer in blocks without experts; 0: an expert's
+    softmax: bool = False        # of scores
+
+    def has_experts(self, block):
+        return block >= self.first_dense and super().has_experts(block)
+
+    def router(self):
+        return SoftmaxRouter(self) if self.softmax else super().router()
+
+    def mlp(self, block):
+        if self.has_experts(block) or not self.dense_inner:
+            return super().mlp(block)
+        return gated(MLP(replace(self, inner=self.dense_inner)))
+
+
+class SoftmaxRouter(Router):
+    """DeepSeek-V2's: k shares of a softmax, as they are. It has no bias to even out the load: theirs was evened out by
+    a loss that depends on the layout."""
+
+    def scores(self, logits):
+        return logits.softmax(-1)
+
+    def shares(self, gates):
+        return gates
+
+    def balance(self, load, rate):
+        pass
 
 
 KINDS = LatentConfig, LatentExpertsConfig  # without and with experts

@@ -16,6 +16,7 @@ import parallel
 from further.fits import misfit, multiple, what_muon_needs, what_ranks_divide, what_stages_divide
 from further.lists import check, lower, read_schedule, schedule_of
 from further.refusals import AT_LEAST_1
+from safe import deepseeks
 from safe.files import tell
 from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, checked_use, reject
@@ -93,14 +94,16 @@ def model_config(s, checkpoint=None, open_folder=open_hf):
             config = config_of(s)
         except ValueError as error:
             raise BadInput(str(error)) from None
-        for name in "experts", "delta_every":
+        nameless = ["delta_every"] + ["experts"] * (not config.latent)
+        for name in nameless:
             reject(config.arch == "llama" and getattr(config, name) and s.out, f"--out: a Llama with {dashed(name)} "
                    f"has no name in transformers: leave {dashed(name)} out, or give --plain")
         reject(s.n_kv_head is not None and config.arch == "gpt2", f"--n-kv-head {s.n_kv_head} is for a Llama: give "
                "--arch llama, too")
         reject(s.n_kv_head is not None and config.latent, f"--n-kv-head {s.n_kv_head}: with --latent each head makes "
                "keys of its own: leave one of them out")
-        reject(config.latent and s.out, "--out: a model with --latent has no name in transformers yet: give --plain")
+        if config.latent and s.out:
+            deepseeks.hf_config(config)  # refuses what has no name in transformers
         for name in NEED_EXPERTS:
             reject(getattr(s, name) is not None and not config.experts, f"{dashed(name)} is for a model with experts: "
                    "give --experts 4, say, too")

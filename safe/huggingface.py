@@ -1,4 +1,5 @@
-"""GPT-2 as a Hugging Face folder: `load(folder)`, `save(model, folder)`. safe/llamas.py says how Llamas differ."""
+"""GPT-2 as a Hugging Face folder: `load(folder)`, `save(model, folder)`. safe/llamas.py and
+safe/deepseeks.py say how others differ."""
 
 import contextlib
 import json
@@ -12,7 +13,7 @@ import torch
 
 from further.kinds import resized
 from model import GPT, buffers, GPTConfig, materialize, shapes
-from safe import llamas
+from safe import deepseeks, llamas
 from safe.files import read_safetensors, write_blocks, write_file, write_safetensors
 from safe.sizes import BadInput, check_sizes, reject
 
@@ -41,8 +42,8 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D
 
 
 def load(folder):
-    """Load a Hugging Face folder of a GPT-2, a Llama, a Qwen 2 or 3, config.json with model.safetensors, in float32 on
-    the CPU.
+    """Load a Hugging Face folder of a GPT-2, a Llama, a Qwen 2 or 3, a DeepSeek-V2-Lite, config.json with
+    model.safetensors, in float32 on the CPU.
 
     Raises BadInput, a ValueError that names the file, if it is another model, if a name or shape is wrong, if it is cut
     short.
@@ -74,16 +75,20 @@ def parts_of(config, name):
 
 def joined(config, name, parts):
     """Our parameter of a folder's parts."""
+    if config.latent:
+        return deepseeks.ours(config, name, llamas.joined(config, name, parts))
     if config.arch == "llama":
-        return torch.cat(parts)
+        return llamas.joined(config, name, parts)
     whole = torch.stack(parts) if config.stacked(name) else parts[0]
     return whole.mT if name.endswith(TRANSPOSED) else whole
 
 
 def taken_apart(config, name, whole):
     """A folder's parts of our parameter."""
+    if config.latent:
+        return llamas.taken_apart(config, name, deepseeks.theirs(config, name, whole))
     if config.arch == "llama":
-        return whole.split([shape[0] for shape in llamas.parts_of(config, name).values()])
+        return llamas.taken_apart(config, name, whole)
     whole = whole.mT if name.endswith(TRANSPOSED) else whole
     return whole if config.stacked(name) else [whole]
 
@@ -92,6 +97,11 @@ def shapes_there(config):
     """{name: shape} of a folder's tensors: parameters, then buffers."""
     names = *shapes(config), *buffers(config)
     return {part: shape for name in names for part, shape in parts_of(config, name).items()}
+
+
+def family(config):
+    """The module that knows what config.json says of a Llama."""
+    return deepseeks if config.latent else llamas
 
 
 # --------------------------------------------------------------------------------------------------------------- read
@@ -106,7 +116,9 @@ def open_hf(folder):
         tensors |= found
         where |= dict.fromkeys(found, file)
     config = with_the_head_there(config, tensors)
-    keys = llamas.KEYS if config.arch == "llama" else {field: key_of(hf, field) for field in KEYS}
+    keys = {field: key_of(hf, field) for field in KEYS}
+    if config.arch == "llama":
+        keys = family(config).keys_of(config)
     whose = "the default" if config.arch == "llama" else "a GPT-2's"
     said = ", ".join(f"{key} {getattr(config, field)}" + f", {whose}, as there is none in the file"
                      * (key not in hf) for field, key in keys.items() if config.experts or field not in OF_EXPERTS)
@@ -222,18 +234,20 @@ def expected(config):
     `shapes_there` would not end."""
     first_norm = "model.layers.{}.input_layernorm.weight" if config.arch == "llama" else "h.{}.ln_1.weight"
     yield first_norm.format(config.n_layer - 1), (config.n_embd,)
-    if config.experts:
+    if config.experts and config.arch == "gpt2":
         yield f"h.{config.expert_every - 1}.mlp.router.weight", (config.experts, config.n_embd)
     yield from shapes_there(config).items()
 
 
 def config_from(hf):
     """The GPTConfig that a config.json describes. BadInput names the key."""
-    known = "gpt2", WITH_EXPERTS, *llamas.ARCHITECTURES
+    known = "gpt2", WITH_EXPERTS, *llamas.ARCHITECTURES, *deepseeks.ARCHITECTURES
     reject(not isinstance(hf, dict) or hf.get("model_type", "gpt2") not in known,
            "not the config of a GPT-2 (model_type is not 'gpt2'), nor of one of " + ", ".join(known[2:]))
     if hf.get("model_type") in llamas.ARCHITECTURES:
         return llamas.config_from(hf)
+    if hf.get("model_type") in deepseeks.ARCHITECTURES:
+        return deepseeks.config_from(hf)
     kind = hf.get("model_type")
     experts = hf.get("num_experts")
     sizes = {field: hf.get(key_of(hf, field), default) for field, (_, default) in KEYS.items()}
@@ -282,7 +296,7 @@ def changes(config, dtype, came):
         return ours
     before = config_from(came)
     if config.arch == "llama":
-        keys = {field: (key, key) for field, key in llamas.KEYS.items()}
+        keys = {field: (key, key) for field, key in family(config).keys_of(config).items()}
     else:
         keys = {field: (key, key_of(came, field)) for field, (key, _) in KEYS.items()
                 if config.experts or field not in OF_EXPERTS}
@@ -301,7 +315,7 @@ def hf_config(config, dtype):
     """The contents of a config.json, of a model that came from none."""
     every = {"dtype": str(dtype).removeprefix("torch.")}
     if config.arch == "llama":
-        return every | llamas.hf_config(config)
+        return every | family(config).hf_config(config)
     kind, name = (WITH_EXPERTS, "RingGPTMixtureOfExperts") if config.experts else ("gpt2", "GPT2LMHeadModel")
     fields = [field for field in KEYS if config.experts or field not in OF_EXPERTS]
     return {"model_type": kind, "architectures": [name], **every, **HF_FIXED, **ALSO_WRITTEN,

@@ -20,7 +20,7 @@ def reject(wrong, text):
 
 
 MAY_BE_0 = ("inner", "experts", "n_kv_head", "head_size", "delta_every", "max_positions", "rope_size",
-            "shared_experts")
+            "shared_experts", "first_dense", "dense_inner")
 
 
 def check_sizes(c, called):

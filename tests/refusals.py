@@ -111,6 +111,7 @@ REFUSED = {
         --init-from HF --inner 65           | --inner 65: the model in --init-from has 64; leave the flag out
         --n-kv-head 2                       | --n-kv-head 2 is for a Llama: give --arch llama, too
         --latent 8                          | --latent 8 is for a Llama: give --arch llama, too
+        --arch llama --latent 8 --experts 4 --out x | is written as a deepseek_v3, which has shared experts, too: give
         --arch llama --latent 8 --n-kv-head 2 | each head makes keys of its own: leave one of them out
         --cp 3 --cp-kind ulysses --seq-len 12 | does not divide the 4 heads of a rank: give --cp 1 or
         --data /no/such/file                | /no/such/file
