@@ -79,6 +79,8 @@ class Layout:
     cp_kind: str = flag("ring", "keys and values go round, tokens are traded for heads, or these inside a node and "
                                 "those between", choices=["ring", "ulysses", "ulysses+ring"])
     ep: int = flag(1, "ranks of dp that share out the experts")
+    dispatch: str = flag("expert", "tokens travel as a row for each expert, or once to each node",
+                         choices=["expert", "node"])
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(SCHEDULES))  # or the text of --schedule-file
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
@@ -360,6 +362,14 @@ def groups_of_islands(layout):
     return parallel.groups_of(torch.arange(dist.get_world_size()).view(1, layout.islands, -1))
 
 
+def groups_of_dispatch(mesh, layout):
+    """(who share out a node's experts, who send tokens between nodes) of --dispatch node, else (None, None)."""
+    if layout.dispatch == "expert" or layout.ep == 1:
+        return None, None
+    from further.by_node import split_nodes
+    return split_nodes(mesh, layout.ep)
+
+
 def make_groups(mesh, layout, stage_to_rank, config):
     """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
 
@@ -369,6 +379,7 @@ def make_groups(mesh, layout, stage_to_rank, config):
                       are the ranks with the same shard, or None. (HSDP's groups of these names)
     ulysses, ring     of cp: who trade tokens for heads, and around whom keys and values go; None: nobody
     ep, same_experts  of `split_experts`, or None
+    ep_inside, ep_between  of `groups_of_dispatch`
     embedding         the two ranks that keep a tied embedding, of the first and the last stage, else None
     """
     groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
@@ -391,6 +402,7 @@ def make_groups(mesh, layout, stage_to_rank, config):
     if layout.ep > 1:
         from further.expert_parallel import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
+    groups.ep_inside, groups.ep_between = groups_of_dispatch(mesh, layout)
     groups.island, groups.between = groups_of_islands(layout)
     groups.embedding = None
     ends = [stage_to_rank[0], stage_to_rank[len(stage_to_rank) - 1]]
@@ -410,7 +422,10 @@ def cut_layers(model, layout, groups, edition):
             delta_over_ranks(model, groups)
     if layout.ep > 1:
         from further.expert_parallel import expert_parallel
-        expert_parallel(model, groups.ep, groups.same_experts, **edition.experts)
+        expert_parallel(model, groups.ep, groups.same_experts, within=groups.ep_inside, **edition.experts)
+    if groups.ep_between:
+        from further.by_node import dispatch_by_node
+        dispatch_by_node(model, groups.ep_between)
     if layout.tp > 1 and layout.sp:
         from further.sequence import gathered, scattered, sequence_parallel
         f, g = edition.sequence or (gathered, scattered)

@@ -132,11 +132,11 @@ def through_experts(mlps, rows, counts):
     return y.index_select(0, order.argsort())
 
 
-def expert_parallel(module, group, same_experts, travel=visit):
+def expert_parallel(module, group, same_experts, travel=visit, within=None):
     """Let each rank of the group keep E/N of a GPT's experts, in place. same_experts: their group. travel: how rows go
-    there and back."""
+    there and back. within: among whom; None: all of the group."""
     for experts in [part for part in module.modules() if isinstance(part, mixture.Experts)]:
         for layer in (experts.c_fc, experts.c_proj):
             for param in cut_in_place(layer, Cut(group, 0)).parameters():
                 set_placement(param, average_over=same_experts, divide_by=dist.get_world_size(group))
-        experts.mlps = partial(travel, experts.mlps, group)
+        experts.mlps = partial(travel, experts.mlps, within or group)

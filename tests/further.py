@@ -18,7 +18,9 @@ import kernels
 import model
 from fast import grouped
 from tests.kernels import plain_gelu
-from tests.layouts import SMALL, case_of, differences_in
+from lessons.blind import intercepted
+from tests.collectives import nodes_of
+from tests.layouts import SMALL, case_of, differences_in, small_gpt, tokens_of
 from tests.links import DirectGlooLink, served_by
 from tests.pool import close, needs_kernels, on_cpus, on_ranks, parametrize
 
@@ -124,3 +126,41 @@ def test_ring_attention_on_kernels(dtype, error, rank, size):
         assert (ours.double() - theirs[:, mine]).norm() < error * theirs[:, mine].norm()
     sent, keys_and_values = sum(t.bytes for t in dist.traffic().values()), part.numel() * 2 // 3
     assert sent == (size - 1) * keys_and_values * (2 * dtype.itemsize + 4)
+
+
+def crossing(layout, node):
+    """[bytes of rows that this rank sends to the other node in forward, its tokens' experts there, nodes that they meet
+    there]. Rows come in the ranks' order, so send counts say which cross."""
+    with nodes_of(node):
+        net = small_gpt(further.kinds.resized(SMALL, experts=8, top_k=3, n_layer=1), dp=4, ep=4, **layout,
+                        dtype=torch.float64)
+        sent, rank = [], dist.get_rank()
+
+        def count(name, code, given):
+            if name == "all_to_all_single" and given["input"].is_floating_point():
+                ranks = torch.distributed.get_process_group_ranks(given["group"])
+                parts = given["input_split_sizes"]
+                sent.extend(n * given["input"][0].nbytes for n, other in zip(parts, ranks) if n
+                            and other // node != rank // node)
+            return given
+
+        x, y = ([t.split(2)[rank]] for t in tokens_of(0, tokens=8))
+        chosen = []
+        net.routers[0].register_forward_hook(lambda router, inputs, output: chosen.append(output[0]))
+        with intercepted(count):
+            net.forward(x, y)
+    elsewhere = chosen[0] // 4 != rank // node
+    return sum(sent), int(elsewhere.sum()), int(elsewhere.any(-1).sum())
+
+
+@on_cpus
+@on_ranks(4)
+def test_a_token_crosses_to_a_node_once():
+    """C numbers there and C back for each token that has experts there, and k weights; by experts, for each expert."""
+    C, k = SMALL.n_embd, 3
+    by_expert, experts, tokens = crossing({}, 2)
+    by_node, *_ = crossing({"dispatch": "node"}, 2)
+    of_all = torch.tensor([by_expert, experts, by_node, tokens])
+    dist.all_reduce(of_all)
+    by_expert, experts, by_node, tokens = of_all.tolist()
+    assert by_expert == 8 * 2 * C * experts and by_node == 8 * (2 * C + k) * tokens and tokens < experts

@@ -601,6 +601,15 @@ shared  experts=4 shared_experts=1 tokens=8 n_layer=1
     tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward
     tp=2 sp=1 without=scatter_tokens
     dp=2 ep=2 without=exchange,averaging
+# Of two nodes: a token goes to each once.
+by-node  experts=8 tokens=8 node=2 dispatch=node
+    dp=4 ep=4 zero=1 micro_batches=2 top_k=3 optimizer=adamw
+    dp=4 ep=4 zero=3 recompute=block bias=few experts=4
+    dp=4 ep=4 bias=all experts=4 top_k=1 holes=1
+    dp=4 tp=2 ep=4 sp=1 node=4 micro_batches=2
+    dp=4 ep=2 node=1 shared_experts=1 expert_every=2
+by-node  experts=8 tokens=8 node=2 dispatch=node n_layer=1
+    dp=4 ep=4 without=exchange
 muon  optimizer=muon
     dp=2 zero=1 without=OwnedBucket.reduce_scatter,OwnedBucket.all_gather
     tp=2 without=directions
@@ -705,10 +714,10 @@ def only_full(row):
 
 
 def test_how_many_rows_each_edition_has():
-    """None is lost in silence. Of 172 rows 5 force what fast/ alone has, and the lecture's edition refuses 6."""
+    """None is lost in silence. Of 178 rows 5 force what fast/ alone has, and the lecture's edition refuses 6."""
     pairs = Counter((pool, bool(without)) for pool, _, _, without in proofs() if pool != "cuda")
-    assert pairs == {("cpu", False): 172, ("plain", False): 167, ("full", False): 93, ("plain", True): 75,
-                     ("full", True): 77}
+    assert pairs == {("cpu", False): 178, ("plain", False): 173, ("full", False): 97, ("plain", True): 76,
+                     ("full", True): 78}
     assert sum(only_full(row) for _, row, _ in rows()) == 6
 
 
@@ -913,13 +922,13 @@ AROUND = table("""
 # What may be drawn: a flag's choices, all of them, and some values of the others; tied, samples, holes are no flags.
 # Odd sizes divide by nothing.
 FLAGS = {field.name: field.metadata.get("choices") for field in dataclasses.fields(train.Flags)}
-DRAWN = {name: [*FLAGS[name]] for name in ("schedule", "zero", "recompute", "comm", "cp_kind", "activation")}
+DRAWN = {name: [*FLAGS[name]]
+         for name in ("schedule", "zero", "recompute", "comm", "cp_kind", "activation", "dispatch")}
 SOME = """sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
     micro_batches=1,2,3 loss_chunk=0,4,9 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 shared_experts=0,1
-    n_layer=1,2,3
-    n_head=2,3,4 n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37 optimizer=sgd,adamw,muon tied=False,True inner=0,19
-    samples=1,2,3 holes=False,True arch=gpt2,llama n_kv_head=0,1,2 latent=0,10 delta_every=0,2,3
-    pairs=False,True"""
+    n_layer=1,2,3 n_head=2,3,4 n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37 optimizer=sgd,adamw,muon
+    tied=False,True inner=0,19 samples=1,2,3 holes=False,True arch=gpt2,llama n_kv_head=0,1,2 latent=0,10
+    delta_every=0,2,3 pairs=False,True"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
 LATER = {*"""model dtype device kernels plain together form schedule_file recompute_blocks islands local_steps outer_lr
     outer_momentum""".split()}  # they round, or are tested alone
@@ -927,9 +936,9 @@ OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weig
     sample prompt temperature top_k_sample tokenizer out save_every resume""".split()}
 IDLE = {  # options that change nothing where one of these is so
     "cp_kind": "cp=1", "schedule": "pp=1", "virtual_stages": "pp=1 schedule=gpipe schedule=1f1b schedule=zb-h1",
-    "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "top_k": "experts=0", "expert_every": "experts=0",
-    "shared_experts": "experts=0", "activation": "arch=llama", "n_kv_head": "arch=gpt2", "latent": "arch=gpt2",
-    "delta_every": "arch=gpt2", "pairs": "ep=1 experts=0 dp=1 zero=3"}
+    "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "dispatch": "experts=0 dp=1", "top_k": "experts=0",
+    "expert_every": "experts=0", "shared_experts": "experts=0", "activation": "arch=llama", "n_kv_head": "arch=gpt2",
+    "latent": "arch=gpt2", "delta_every": "arch=gpt2", "pairs": "ep=1 experts=0 dp=1 zero=3"}
 
 
 def draw_layout(draw, around, left):
