@@ -126,6 +126,8 @@ class Flags(Layout):
     top_k: int = flag(None, "experts that a token goes through (2)")
     expert_every: int = flag(None, "of how many blocks the last has experts (1)")
     shared_experts: int = flag(None, "of a block with experts, those that every token goes through besides (0)")
+    expert_groups: int = flag(None, "groups of neighbouring experts (1)")
+    top_groups: int = flag(None, "of these groups, those in which a token's experts lie (1)")
     balance_rate: float = flag(1e-3, "what a step adds to an expert's bias, or takes from it, to even out the load")
     steps: int = flag(450, "optimizer steps")
     batch_size: int = flag(16, "sequences a step, over all ranks")

@@ -1,9 +1,9 @@
 """Dispatch by node: how often must a token cross the network?
 
 Of a token's k experts several may lie on one node. As rows for experts it goes there several times. Here it goes to a
-node once, where it is shared out, and one sum of outputs comes back.
+node once, where it is shared out, and one sum of outputs comes back. Routers can also be held to few nodes.
 
-    torchrun --nnodes 2 ... train.py --plain --dp 4 --ep 4 --experts 8 --dispatch node
+    torchrun --nnodes 2 ... train.py --plain --dp 4 --ep 4 --experts 8 --dispatch node --expert-groups 2
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 
 import collectives as dist
 from further.expert_parallel import exchange, exchange_counts
-from further.experts import count_of_each, Experts
+from further.experts import count_of_each, Experts, Router
 from further.sequence import Conjugate
 from parallel import groups_of
 
@@ -31,6 +31,8 @@ from parallel import groups_of
 # of 2 times its experts there. Of E = 64 experts, k = 6 and M = 4 nodes, by chance: 2.5 in place of 4.5. Inside of a
 # node as many rows travel as before, and those that came from elsewhere.
 #
+# If each node's experts are a group, `GroupRouter` bounds how many nodes a token meets. It changes the model, whichever
+# ranks train it, and its groups are the config's, so a layout may have other nodes, or none.
 # DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.2; "DeepSeek-V3" (2024), sections 2.1.2 and 3.2.2.
 
 def split_nodes(mesh, n):
@@ -82,3 +84,19 @@ def dispatch_by_node(module, between):
     """Let tokens of a GPT with expert parallelism, whose `mlps` work inside of a node, come from all nodes."""
     for experts in [part for part in module.modules() if isinstance(part, Experts)]:
         experts.forward = partial(through_nodes, experts, between)
+
+
+class GroupRouter(Router):
+    """DeepSeek-V3's: a token's k experts lie in a few groups of neighbours, whose two best experts have the largest sums
+    of biased scores."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.groups, self.top_groups = config.expert_groups, config.top_groups
+
+    def allowed(self, scores):                                                                # (B, T, E)
+        scores = scores.unflatten(-1, (self.groups, -1))                                      # (B, T, groups, E/groups)
+        best = scores.topk(min(2, scores.shape[-1]), -1).values.sum(-1)
+        chosen = best.sort(descending=True, stable=True).indices[..., :self.top_groups]
+        others = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
+        return scores.masked_fill(others.unsqueeze(-1), -math.inf).flatten(-2)

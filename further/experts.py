@@ -53,12 +53,17 @@ class Router(nn.Module):
         """(the numbers of k experts (B, T, k), the weights of their outputs (B, T, k), how often each is chosen (E))"""
         x, weight = kernels.at_least_float32(x), kernels.at_least_float32(self.weight)
         scores = self.scores(x @ weight.T)                                                    # (B, T, E)
-        ranked = (scores.detach() + self.bias).sort(descending=True, stable=True).indices     # equals: the first leads
+        allowed = self.allowed(scores.detach() + self.bias)
+        ranked = allowed.sort(descending=True, stable=True).indices                           # equals: the first leads
         chosen = ranked[..., :self.top_k]                                                     # (B, T, k)
         return chosen, self.shares(scores.gather(-1, chosen)), count_of_each(chosen, len(weight))
 
     def scores(self, logits):
         return logits.sigmoid()  # each expert's own: a softmax would tie it to the others'
+
+    def allowed(self, scores):
+        """Biased scores (B, T, E), -inf where no expert may be chosen."""
+        return scores
 
     def shares(self, gates):
         """With one expert its share is always 1, which would give the router no gradient."""
@@ -106,6 +111,8 @@ class ExpertsConfig(GPTConfig):
     top_k: int = 2             # k: experts that a token goes through
     expert_every: int = 1      # of how many blocks the last has experts
     shared_experts: int = 0    # that every token goes through besides
+    expert_groups: int = 1     # of neighbouring experts
+    top_groups: int = 1        # in how many of them a token's experts lie
 
     def has_experts(self, block):
         """Whether the block of this number, from 0, has experts."""
@@ -115,6 +122,9 @@ class ExpertsConfig(GPTConfig):
         return self.mixture() if self.has_experts(block) else super().mlp(block)
 
     def router(self):
+        if self.expert_groups > 1:
+            from further.by_node import GroupRouter
+            return GroupRouter(self)
         return Router(self)
 
     def mixture(self):

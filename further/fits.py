@@ -44,6 +44,16 @@ def what_sizes_divide(c, called):
         yield c.experts < c.top_k, (
             f"{experts} {c.experts} is less than the {c.top_k} that a token goes through: give {top_k} {c.experts} or "
             f"{experts} {max(4, c.top_k)}")
+        groups, top_groups = map(called, ("expert_groups", "top_groups"))
+        yield c.experts % c.expert_groups, (
+            f"{groups} {c.expert_groups} does not divide {experts} {c.experts}: give {groups} "
+            f"{math.gcd(c.expert_groups, c.experts)}")
+        yield c.top_groups > c.expert_groups, (
+            f"{top_groups} {c.top_groups} is more than {groups} {c.expert_groups}: give {top_groups} {c.expert_groups}")
+        in_groups = c.top_groups * (c.experts // c.expert_groups)
+        yield c.top_k > in_groups, (
+            f"{top_k} {c.top_k} is more than the {in_groups} experts of {top_groups} {c.top_groups}: give {top_groups} "
+            f"{-(-c.top_k * c.expert_groups // c.experts)}")
         yield c.expert_every > c.n_layer, (
             f"{expert_every} {c.expert_every} must be at most the number of blocks, {c.n_layer}: give {expert_every} "
             f"{c.n_layer}")

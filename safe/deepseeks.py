@@ -35,24 +35,30 @@ FIXED = {  # our models have these values; a config.json with others is refused
     "topk_method": ("greedy", "noaux_tc", None), "n_group": (1, None), "topk_group": (1, None), "moe_layer_freq": (1,)}
 
 
+OF_GROUPS = {"expert_groups": "n_group", "top_groups": "topk_group"}  # V3's
+
+
 def keys_of(config):
     """{field of the config: key in config.json}."""
-    return KEYS | OF_EXPERTS if config.experts else KEYS
+    if not config.experts:
+        return KEYS
+    return KEYS | OF_EXPERTS | ({} if config.softmax else OF_GROUPS)
 
 
 def config_from(hf):
     """The LatentConfig that a config.json describes, or the LatentExpertsConfig. BadInput names the key."""
     kind = hf["model_type"]
     hf = DEFAULTS[kind] | hf
-    for key, values in FIXED.items():
-        reject(hf.get(key, values[0]) not in values, f"{key} is {hf.get(key)!r}, only {values[0]} is supported")
     softmax = kind == "deepseek_v2"
+    is_dense = hf["first_k_dense_replace"] == hf["num_hidden_layers"] or not hf["n_routed_experts"]
+    keys = KEYS if is_dense else KEYS | OF_EXPERTS | ({} if softmax else OF_GROUPS)
+    for key, values in FIXED.items():
+        reject(key not in keys.values() and hf.get(key, values[0]) not in values,
+               f"{key} is {hf.get(key)!r}, only {values[0]} is supported")
     norm = hf["norm_topk_prob"]
     reject(norm == softmax, f"norm_topk_prob is {norm}, only {not softmax} is supported")
     reject(hf["v_head_dim"] != hf["qk_nope_head_dim"], f"v_head_dim {hf['v_head_dim']!r} is not qk_nope_head_dim "
            f"{hf['qk_nope_head_dim']!r}: only equal ones are supported")
-    is_dense = hf["first_k_dense_replace"] == hf["num_hidden_layers"] or not hf["n_routed_experts"]
-    keys = KEYS if is_dense else KEYS | OF_EXPERTS
     sizes = {field: hf[key] for field, key in keys.items()} | {"rope_theta": llamas.theta_of(hf)}
     config = LatentConfig(**sizes) if is_dense else LatentExpertsConfig(**sizes, softmax=softmax)
     check_sizes(config, lambda field: keys.get(field, field))
@@ -66,6 +72,7 @@ def hf_config(config):
     if config.experts:
         reject(config.expert_every > 1, f"{why} has experts in each block: leave --expert-every out")
         reject(not config.shared_experts, f"{why} has shared experts, too: give --shared-experts 1")
+        reject(config.softmax and config.expert_groups > 1, f"{why} has no groups of experts here: leave them out")
         reject(kind == "deepseek_v3" and config.top_k == 1, f"{why} weighs one expert by 1: give --top-k 2")
     sizes = {key: getattr(config, field) for field, key in KEYS.items()}
     sizes |= {"max_position_embeddings": config.max_positions or config.seq_len, "head_dim": config.rope_dim}
@@ -73,7 +80,7 @@ def hf_config(config):
               "intermediate_size": config.hidden, "num_key_value_heads": config.n_head, "n_routed_experts": 1,
               "num_experts_per_tok": 1, "first_k_dense_replace": config.n_layer}
     if config.experts:
-        sizes |= {key: getattr(config, field) for field, key in OF_EXPERTS.items()}
+        sizes |= {key: getattr(config, field) for field, key in (OF_EXPERTS | OF_GROUPS).items()}
         sizes |= {"moe_intermediate_size": config.hidden, "intermediate_size": config.dense_inner or config.hidden}
     fixed = {key: values[0] for key, values in FIXED.items()}
     v3 = {"norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}

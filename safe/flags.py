@@ -82,9 +82,10 @@ def check_numbers(s):
 
 
 SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "inner", "seq_len", "vocab_size", "latent", "delta_every",
-         "experts", "top_k", "expert_every", "shared_experts")
+         "experts", "top_k", "expert_every", "shared_experts", "expert_groups", "top_groups")
 LONGEST = 2048  # tokens of a sequence, if only a folder says how many: 16 of a Qwen's 32,768 have 320 GB of logits
-NEED_EXPERTS = "top_k", "expert_every", "shared_experts"  # sizes that mean nothing in a model without experts
+# Sizes that mean nothing in a model without experts.
+NEED_EXPERTS = "top_k", "expert_every", "shared_experts", "expert_groups", "top_groups"
 
 
 def model_config(s, checkpoint=None, open_folder=open_hf):

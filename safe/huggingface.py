@@ -22,8 +22,9 @@ KEYS = {  # field of GPTConfig: (key in config.json, value if the key is missing
     "n_head": ("n_head", 12), "n_embd": ("n_embd", 768), "inner": ("n_inner", None),
     "activation": ("activation_function", "gelu_new"), "tied": ("tie_word_embeddings", True),
     "norm_eps": ("layer_norm_epsilon", 1e-5), "experts": ("num_experts", 0), "top_k": ("num_experts_per_tok", 2),
-    "expert_every": ("decoder_sparse_step", 1), "shared_experts": ("n_shared_experts", 0)}
-OF_EXPERTS = "experts", "top_k", "expert_every", "shared_experts"
+    "expert_every": ("decoder_sparse_step", 1), "shared_experts": ("n_shared_experts", 0),
+    "expert_groups": ("n_group", 1), "top_groups": ("topk_group", 1)}
+OF_EXPERTS = "experts", "top_k", "expert_every", "shared_experts", "expert_groups", "top_groups"
 ALSO_CALLED = {"n_positions": "max_position_embeddings", "n_embd": "hidden_size", "n_layer": "num_hidden_layers",
                "n_head": "num_attention_heads"}  # names that transformers takes, too, and first
 HF_FIXED = {  # our model has these values; a config.json with others is refused

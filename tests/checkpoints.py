@@ -35,7 +35,7 @@ from safe.sizes import BadInput
 
 # The flags that are not in NUMBERS: a run's identity has these as its model, its data and its start.
 KNOWN_OTHERWISE = {*"""arch model n_layer n_head n_kv_head n_embd seq_len vocab_size activation latent delta_every
-    experts top_k expert_every shared_experts inner tokens tokenizer init_from""".split()}
+    experts top_k expert_every shared_experts expert_groups top_groups inner tokens tokenizer init_from""".split()}
 # And these decide no losses, but for rounding.
 NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep dispatch pp schedule schedule_file virtual_stages pairs zero
     zero_within recompute recompute_blocks loss_chunk device kernels form comm plain together eval_every

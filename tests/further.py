@@ -164,3 +164,16 @@ def test_a_token_crosses_to_a_node_once():
     dist.all_reduce(of_all)
     by_expert, experts, by_node, tokens = of_all.tolist()
     assert by_expert == 8 * 2 * C * experts and by_node == 8 * (2 * C + k) * tokens and tokens < experts
+
+
+def test_a_token_s_experts_lie_in_the_best_groups():
+    """As many as asked for, and no group that is left out has a better pair."""
+    config = further.kinds.resized(SMALL, experts=12, top_k=3, expert_groups=4, top_groups=2)
+    router = config.router()
+    nn.init.normal_(router.weight)
+    router.bias = torch.linspace(-0.1, 0.1, 12)
+    x = torch.randn(5, 7, SMALL.n_embd)
+    groups = router(x)[0] // 3
+    pairs = ((x @ router.weight.T).sigmoid() + router.bias).unflatten(-1, (4, 3)).topk(2).values.sum(-1)
+    best = pairs.topk(2).indices
+    assert (groups.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).all() and len(groups.unique()) == 4

@@ -164,6 +164,7 @@ REFUSED = {
         --experts 4 --top-k 5               | less than the 5 that a token goes through: give --top-k 4 or --experts 5
         --experts 1                         | give --top-k 1 or --experts 4
         --top-k 1                           | --top-k is for a model with experts
+        --top-groups 1                      | --top-groups is for a model with experts: give --experts 4
         --shared-experts 1                  | --shared-experts is for a model with experts: give --experts 4
         --expert-every 2                    | --expert-every is for a model with experts: give --experts 4
         --experts 4 --expert-every 5        | give --expert-every 4
@@ -336,6 +337,9 @@ UNDIVIDED = """
     --arch llama --n-embd 12                | give --n-embd 16
     --arch llama --latent 8 --n-embd 24     | rotary keys of 3 numbers, and rotary positions turn pairs: give --n-em
     --experts 4 --top-k 5                   | give --top-k 4 or --experts 5
+    --experts 4 --expert-groups 3           | give --expert-groups 1
+    --experts 4 --top-groups 2              | give --top-groups 1
+    --experts 8 --expert-groups 4 --top-k 3 | give --top-groups 2
     --experts 4 --expert-every 5            | give --expert-every 4
     --tp 3                                  | give --tp 1
     --arch llama --tp 4                     | give --tp 2
