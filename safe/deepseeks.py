@@ -3,6 +3,8 @@
 V2-Lite and other models that do not compress queries. V2 chooses experts by a softmax, V3 by sigmoids and a bias.
 """
 
+from dataclasses import replace
+
 import torch
 
 from further.latent import LatentConfig, LatentExpertsConfig
@@ -62,7 +64,9 @@ def config_from(hf):
     sizes = {field: hf[key] for field, key in keys.items()} | {"rope_theta": llamas.theta_of(hf)}
     config = LatentConfig(**sizes) if is_dense else LatentExpertsConfig(**sizes, softmax=softmax)
     check_sizes(config, lambda field: keys.get(field, field))
-    return config
+    usual = {"head_size": config.n_embd / config.n_head, "rope_size": config.head_dim // 2, "dense_inner": config.inner}
+    zeros = {field: 0 for field, value in usual.items() if getattr(config, field, None) == value}
+    return replace(config, **zeros)  # as flags have it
 
 
 def hf_config(config):
