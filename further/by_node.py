@@ -87,8 +87,8 @@ def dispatch_by_node(module, between):
 
 
 class GroupRouter(Router):
-    """DeepSeek-V3's: a token's k experts lie in a few groups of neighbours, whose two best experts have the largest sums
-    of biased scores."""
+    """DeepSeek-V3's: a token's k experts lie in a few groups of neighbours, whose two best experts have the largest
+    sums of biased scores."""
 
     def __init__(self, config):
         super().__init__(config)

@@ -139,7 +139,7 @@ def what_ep_divides(s, c, world):
         instead = "" if of_a_folder else f"give --experts {2 * s.ep}, say, or "
         yield s.ep > 1, f"--ep {s.ep} shares out experts, and the model has none: {instead}leave --ep out"
     yield s.dispatch == "node" and s.ep == 1, (
-        "--dispatch node is for experts that ranks share out: give --ep 2, say, or leave it out")
+        "--dispatch node is for experts that ranks share out: give --dp 2 --ep 2, say, or leave it out")
     shared = math.gcd(s.ep, s.dp, c.experts)
     more_ranks = f" or --dp {multiple(s.dp, s.ep)}" if world == 1 and c.experts % s.ep == 0 else ""
     yield s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}{more_ranks}"

@@ -353,7 +353,7 @@ UNDIVIDED = """
     --cp 4 --cp-kind ulysses+ring --tp 4    | give --cp-kind ring
     --cp 4 --cp-kind ulysses+ring --seq-len 20 | give --seq-len 24
     --dp 2 --ep 2                           | give --experts 4, say, or leave --ep out
-    --experts 4 --dispatch node             | give --ep 2, say, or leave it out
+    --experts 4 --dispatch node             | give --dp 2 --ep 2, say, or leave it out
     --ep 2 --experts 4                      | give --ep 1 or --dp 2
     --dp 4 --ep 4 --experts 6               | give --ep 2
     --dp 3                                  | give e.g. --batch-size 18
