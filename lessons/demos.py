@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections import Counter
+from functools import partial
 
 import torch
 
@@ -410,9 +411,9 @@ def demo_experts():
         "other rank, so that the\nother rank knows how many rows it will receive.")
 
 
-def positive(text):
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1, e.g. 4")
+def positive(text, least=1):
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}, e.g. 4")
     return int(text)
 
 
@@ -449,7 +450,8 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "blind": (demo_blind, {"quick": False, "out": None}),
     "pages": (pages.pages, {"out": "runs/site"}),
     "explore": (explore, {"port": 0})}
-TYPES = {"port": int, "zero": int, "zero_within": positive, "break": function, "rank": int}  # else a text, or positive
+TYPES = {"port": int, "zero": int, "zero_within": positive, "break": function, "rank": int,
+         "steps": partial(positive, least=0)}  # else a text, or positive
 HELP = {  # of the flags
     "model": "preset of the GPT", "machine": "whose rates count", "ranks": "how many", "dp": "replicas",
     "tp": "ranks each layer is cut over", "pp": "ranks the layers are spread over", "stages": "of the pipeline",
