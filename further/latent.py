@@ -41,8 +41,8 @@ from model import GPT, MLP, Attention, Linear
 #            └─ W_r ── r ──────────┘       └───────────────┘
 #
 # Who lets c alone go through f, because W_up's layer has one, leaves out the gradient of r from the other ranks' heads.
-# Shapes and the first loss are right then, and the norm almost. W_down, W_r and the norm stay whole, and their gradients
-# are whole. In backward f sends BT (R + r) elements, besides the BTC of W_q's f.
+# Shapes and the first loss are right then, and the norm almost. W_down, W_r and the norm stay whole, and so do their
+# gradients. In backward f sends BT (R + r) elements, besides the BTC of W_q's f.
 #
 # Kernels take heads of one width, so values get r zeros behind their D numbers. P V then takes (D + r) / D times as
 # long, all of attention (D + r) / (D + r/2) times, 1.2 where r = D/2; --cp sends the zeros, too.
