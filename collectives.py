@@ -109,7 +109,11 @@ def tree(link, root, group_root):
     """(parent, [(child, d), ...] with the nearest child first, ranks in my subtree); parent, child: ranks of the group.
 
     In gather and scatter, row i is rank r + i's, so rows d to 2d-1 are those of the child at distance d. Callers
-    name the root by its global rank or by its rank in the group.
+    name the root by its global rank or by its rank in the group. Of six ranks, with root 0:
+
+        rank 0    (None, [(1, 1), (2, 2), (4, 4)], 6)
+        rank 2    (0, [(3, 1)], 2)
+        rank 4    (0, [(5, 1)], 2)
     """
     root = torch_dist.get_group_rank(link.group, root or 0) if group_root is None else group_root
     v = (link.rank - root) % link.size

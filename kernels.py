@@ -525,7 +525,8 @@ def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H
 def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr,
                                  D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """dK and dV of BN keys of one head, summed over its G heads of queries. 4 matmuls a block, of S^T and dP^T, as dV
-    and dK need them."""
+    and dK need them. (To read it first: with Tq = Tk and G = 1 `start` is n0 rounded down to BM, and `h` has one value.
+    In the other kernel a program has BM rows of queries in place of BN keys.)"""
     b = tl.program_id(1) // (H // G)
     shared = tl.program_id(1) % (H // G)
     n0 = tl.program_id(0) * BN
@@ -534,7 +535,8 @@ def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk,
     v = load_rows(V, b, shared, n0)
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
-    start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0               # rows before see none of these keys
+    # Row i sees keys up to i + Tk - Tq, so rows before n0 + Tq - Tk see none of these.
+    start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0
     for h in range(shared * G, shared * G + G):
         for m0 in range(start, Tq, BM):
             rows = m0 + tl.arange(0, BM)

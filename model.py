@@ -139,7 +139,7 @@ class Linear(nn.Linear):
             super().reset_parameters()
 
     def forward(self, x):
-        return kernels.table[F.linear](x, self.weight, self.bias)
+        return kernels.table[F.linear](x, self.weight, self.bias)  # F.linear itself, unless fast/ is on
 
 
 class LayerNorm(nn.LayerNorm):
@@ -323,7 +323,7 @@ def materialize(module, source, device="cpu", dtype=torch.float32, place=lambda 
             if old not in made:
                 value = place(old, source(f"{prefix}.{leaf}" if prefix else leaf))
                 made[old] = type(old)(value.to(device, dtype, copy=True).contiguous(), old.requires_grad)
-                made[old].__dict__.update(old.__dict__)
+                made[old].__dict__.update(old.__dict__)  # its placement: how it was cut
             setattr(owner, leaf, made[old])
     materialize_buffers(module, source, device)
 

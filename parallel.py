@@ -223,7 +223,7 @@ class ZeRO0:
             return param
         master = placed(param.detach().clone(), param)
         param.data = param.to(dtype)
-        param.grad_dtype = master.dtype
+        param.grad_dtype = master.dtype  # PyTorch's: autograd casts what it adds to .grad to this dtype
         return master
 
     def no_sync(self):
@@ -343,9 +343,11 @@ class ZeRO3(ZeRO2):
         average         0 bytes                NaN       None; the shard's .grad has grown
 
     Forward saves a view of `whole[param]` for backward. `free` empties the storage below the view. `gather` fills the
-    same storage again, so backward reads the right numbers. Meanwhile .data is NaN, so that nobody computes with memory
+    same storage again, so backward reads the right numbers. (Autograd sees no change: `.data =` keeps the parameter's
+    version counter, and the gather writes under `whole`'s.) Meanwhile .data is NaN, so that nobody computes with memory
     that is not there. A layer makes dX together with dW, so when dW is there, W may go; a tied weight goes when its
-    last layer's dW is there. Vectors (biases and norms, a thousandth of GPT-2's K) stay whole.
+    last layer's dW is there, because autograd adds up both uses and then calls the hook once. Vectors (biases and
+    norms, a thousandth of GPT-2's K) stay whole.
 
     `checkpoint` runs a layer's forward again within its backward: in_backward says which matrices must stay then.
     (Without it a matrix goes as soon as its dW is there, and `free` could do without its `if`.) A frozen matrix has no
@@ -445,7 +447,8 @@ def placed(values, param):
 # a rank keeps all of X and 1/N of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
 class CopyToGroup(torch.autograd.Function):
-    """f: forward identity, backward all-reduce: X went into every rank's columns of A, so dX adds up."""
+    """f: forward identity, backward all-reduce: X went into every rank's columns of A, so dX adds up. Nothing is
+    computed while it travels. (With --sp fast/sequence.py computes dA meanwhile.)"""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -741,8 +744,8 @@ def needs(action, stages):
     the gradient that B0 of stage 1 has made. stages: all that there are. (I and W: halves of a B, further/schedules.py)
     """
     kind, s, i = action
-    needed = {"F": [Action("F", s - 1, i)], "W": [Action("B", s, i)]}
-    needed = needed.get(kind, [Action("F", s, i), Action("B", s + 1, i)])
+    backward = [Action("F", s, i), Action("B", s + 1, i)]
+    needed = {"F": [Action("F", s - 1, i)], "B": backward, "I": backward, "W": [Action("B", s, i)]}[kind]
     return [action for action in needed if action.stage in stages]  # not before the first one, or after the last
 
 
@@ -791,6 +794,7 @@ def lower(lists, ordered=in_order):
         rank 0    F0 F1 B0 B1        F0 SF0 F1 SF1 RB0 B0 RB1 B1
         rank 1    F0 B0 F1 B1        RF0 RF1 F0 B0 SB0 F1 B1 SB1
 
+    RF1 stands before F0, because in turn 2 of `in_order` rank 0's F1 comes before rank 1's F0.
     Why there is no deadlock: number the transfers as they are appended. Each list then has them in rising order:
 
         rank 0    F0 S1 F1 S2 R3 B0 R4 B1          S1: transfer 1 is sent

@@ -344,73 +344,30 @@ def stage_to_rank_of(config, layout):
     return stage_to_rank
 
 
-def over_nodes(group, groups):
-    """Let a group work in two levels where there are several nodes. groups: as for `two_levels`."""
-    if dist.node_of(dist.get_world_size() - 1) > 0:
-        from further.nodes import two_levels
-        two_levels(group, groups)
-
-
-def ranks_of_dp_cp(mesh):
-    """The ranks that keep the same parameters, those of dp and cp: a row for each place in pp and tp. For pp 2, dp 2,
-    tp 2 [[0, 2], [1, 3], [4, 6], [5, 7]]."""
-    return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)                             # (pp tp, dp cp)
-
-
-def groups_of_islands(layout):
-    """[all ranks of this one's island, the ranks at its place in each island]; without islands None twice."""
-    if layout.islands == 1:
-        return None, None
-    return parallel.groups_of(torch.arange(dist.get_world_size()).view(1, layout.islands, -1))
-
-
-def groups_of_dispatch(mesh, layout):
-    """(who share out a node's experts, who send tokens between nodes) of --dispatch node, else (None, None)."""
-    if layout.dispatch == "expert" or layout.ep == 1:
-        return None, None
-    from further.by_node import split_nodes
-    return split_nodes(mesh, layout.ep)
+OF_FURTHER = "replicate", "ulysses", "ring", "ep", "same_experts", "ep_inside", "ep_between", "island", "between"
 
 
 def make_groups(mesh, layout, stage_to_rank, config):
     """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
 
-    dp_cp             the ranks that average gradients, dp x cp; of `islands` (further/diloco.py), those of this one
-    island, between   of `groups_of_islands`; as everywhere, None for `island` is all ranks
-    shard, replicate  ZeRO's: `zero_within` neighbours in dp_cp share out the states (None: all of it does); `replicate`
-                      are the ranks with the same shard, or None. (HSDP's groups of these names)
-    ulysses, ring     of cp: who trade tokens for heads, and around whom keys and values go; None: nobody
-    ep, same_experts  of `split_experts`, or None
-    ep_inside, ep_between  of `groups_of_dispatch`
-    embedding         the two ranks that keep a tied embedding, of the first and the last stage, else None
+    dp_cp      the ranks that average gradients: dp
+    shard      the ranks that share out ZeRO's states: as dp_cp
+    embedding  the two ranks that keep a tied embedding, of the first and the last stage, else None
+
+    further/groups.py sets those OF_FURTHER, which are None here, for --cp, --ep, --islands, --zero-within and nodes.
     """
-    groups = SimpleNamespace(**{axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names})
-    over_nodes(None, [range(mesh.size())])
-    dp_cp = ranks_of_dp_cp(mesh).reshape(-1, layout.replicas)
-    make = torch.distributed.new_subgroups_by_enumeration
-    groups.dp_cp = groups.dp
-    if layout.cp > 1 or layout.islands > 1:
-        groups.dp_cp, _ = make(dp_cp.tolist())
-    over_nodes(groups.dp_cp, dp_cp.tolist())  # they send most
-    groups.shard = groups.dp_cp
-    groups.replicate = None
-    if layout.zero and layout.zero_within not in (None, layout.replicas):
-        groups.shard, groups.replicate = parallel.groups_of(dp_cp.unflatten(1, (-1, layout.zero_within)))
-    groups.ulysses = groups.ring = None
-    if layout.cp > 1:
-        from further.ulysses import split_context
-        groups.ulysses, groups.ring = split_context(mesh, layout, config)
-    groups.ep = groups.same_experts = None
-    if layout.ep > 1:
-        from further.expert_parallel import split_experts
-        groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
-    groups.ep_inside, groups.ep_between = groups_of_dispatch(mesh, layout)
-    groups.island, groups.between = groups_of_islands(layout)
+    groups = SimpleNamespace(**dict.fromkeys(OF_FURTHER))
+    for axis in mesh.mesh_dim_names:
+        setattr(groups, axis, mesh[axis].get_group())
+    groups.dp_cp = groups.shard = groups.dp
     groups.embedding = None
     ends = [stage_to_rank[0], stage_to_rank[len(stage_to_rank) - 1]]
     if config.tied and ends[0] != ends[1]:
         first_and_last = mesh.mesh[ends].flatten(1)                                           # (2, dp cp tp)
-        groups.embedding, _ = make(first_and_last.T.tolist())
+        groups.embedding, _ = torch.distributed.new_subgroups_by_enumeration(first_and_last.T.tolist())
+    if FURTHER:
+        from further.groups import add_groups
+        add_groups(groups, mesh, layout, config)
     return groups
 
 
@@ -480,6 +437,18 @@ def add_up_twins(params):
         param.grad.copy_(total)
 
 
+def who_runs(layout, edition):
+    """(the class of pipeline that runs a layout's schedule, the function that makes its lowered lists)"""
+    if layout.pairs:
+        from further.pairs import checked_pairs, paired
+        return paired(who_runs(dataclasses.replace(layout, pairs=False), edition)[0]), checked_pairs
+    if layout.schedule in parallel.SCHEDULES:
+        return edition.pipeline, parallel.lowered_lists
+    from further.lists import checked
+    from further.schedules import HalvedPipeline
+    return edition.halved or HalvedPipeline, checked
+
+
 class ParallelGPT:
     """This rank's part of a GPT: `stages` {stage: module}, and what a training loop does with them.
 
@@ -505,25 +474,13 @@ class ParallelGPT:
         if config.experts:
             from further.experts import routers
             self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        pipeline = edition.pipeline
-        self.lowered_lists = parallel.lowered_lists
-        if layout.schedule not in parallel.SCHEDULES:
-            from further.lists import checked
-            from further.schedules import HalvedPipeline
-            pipeline = edition.halved or HalvedPipeline
-            self.lowered_lists = checked
-        if layout.pairs:
-            from further.pairs import checked_pairs, paired
-            pipeline = paired(pipeline)
-            self.lowered_lists = checked_pairs
+        pipeline, self.lowered_lists = who_runs(layout, edition)
         self.pipeline = pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd, self.device,
                                  layout.tp if layout.sp else 1)
-        self.island = dist.get_rank(groups.between) if groups.between else 0  # its number
-        if optimizer and groups.between:
-            from further.diloco import DiLoCo
-            optimizer = partial(DiLoCo, optimizer, groups.between, layout.local_steps, layout.outer_lr,
-                                layout.outer_momentum)
         self.optimizer = None
+        if optimizer and groups.between:
+            from further.diloco import of_islands
+            optimizer = of_islands(optimizer, groups.between, layout)
         if optimizer:
             self.optimizer = edition.optimizer(layout.zero, self.param_groups(), optimizer, groups.shard,
                                                [*stages.values()], layout.dtype)

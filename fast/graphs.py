@@ -215,9 +215,13 @@ class GraphPipeline(PatientPipeline):
     """Replays micro-batches from CUDA graphs, so that the CPU launches one graph instead of some 45 kernels a block.
 
     The first step with new shapes or actions warms up. The second one records, and from then on graphs are replayed.
-    A step whose micro-batches differ in shape runs eagerly. All ranks must get the same shapes in a step.
-    With one stage and one micro-batch in flight, the graph of the last micro-batch sends the gradients. Otherwise, if
-    there are several replicas, the last micro-batch runs eagerly, because its hooks send the gradients.
+    A step whose micro-batches differ in shape runs eagerly. All ranks must get the same shapes in a step. Who sends:
+
+        ZeRO      stages    in flight    m      the gradients are sent by
+        0, 1      1         1            1      the graph, which writes them over the totals
+        0, 1      1         1            > 1    the last micro-batch's graph; all graphs add to the totals
+        0, 1      more, or I and W       any    hooks of the last micro-batch, which runs eagerly if there are replicas
+        2, 3      1         1            any    each micro-batch's graph (HookedGraphPipeline)
 
     graphs, once there is a step with these shapes and actions: recordings {stage: [Recording that no micro-batch is
     using]}; closing {stage: Recording of the last micro-batch, if it sends the gradients, too}; recorded_for (shape of

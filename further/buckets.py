@@ -77,7 +77,8 @@ def make_buckets(params, megabytes=None, same=lambda param: None):
     """Lists of parameters, each of about `megabytes` (25, as PyTorch's; 100 on GPUs, whose links are faster and whose
     latency is not shorter), in the order in which they fill up from the last layer back, because backward computes the
     last gradients first. Those of a list have one dtype, device, placement and requires_grad, and the same value of
-    same(param)."""
+    same(param). A tied embedding has a placement like no other, so it has a bucket of its own, and the stages of both
+    its ends shard it alike."""
     limit = (megabytes or (100 if any(param.is_cuda for param in params) else 25)) * 2**20
     filling, full = {}, []
     for param in reversed(params):

@@ -7,6 +7,8 @@ Islands of ranks train apart, H steps each with a batch of its own. Then all isl
 Read with: Douillard et al., "DiLoCo" (2023).
 """
 
+from functools import partial
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -100,3 +102,13 @@ def source_of_island(source, tensors, islands):
         return source(name) if found is None else found
 
     return own
+
+
+def island_of(net):
+    """The number of the island that this rank's part of a ParallelGPT is in; 0 where there is one."""
+    return dist.get_rank(net.groups.between) if net.groups.between else 0
+
+
+def of_islands(optimizer, between, layout):
+    """An optimizer class, or its partial, with the outer step of `layout`'s islands around it."""
+    return partial(DiLoCo, optimizer, between, layout.local_steps, layout.outer_lr, layout.outer_momentum)

@@ -16,6 +16,7 @@ import torch
 
 import collectives as dist
 import parallel
+from further.diloco import island_of
 from further.whole import part_here, put_together, take_part
 from model import buffers, shapes
 
@@ -58,7 +59,7 @@ def whole_parameter(net, name, key=None, island=0):
                 held = net.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
             part = part_here((held, *where), own[name])
             groups = [group for group in parallel.placement_of(stepped).sharded_over if group != net.groups.pp]
-    here, values = part if island == net.island else (slice(0), part[1][:0])
+    here, values = part if island == island_of(net) else (slice(0), part[1][:0])
     groups = [*groups, net.groups.pp]  # a rank of another stage knows pp alone
     if net.groups.between:
         groups.append(net.groups.between)
@@ -121,7 +122,7 @@ def load(trainer, saved, kept):
     updates = saved["step"] - trainer.skipped
     if not updates:  # before the first update, an optimizer has no state
         return
-    labels = {key: label for label, (island, key) in kept.items() if key and island in (0, trainer.net.island)}
+    labels = {key: label for label, (island, key) in kept.items() if key and island in (0, island_of(trainer.net))}
     for key, label in labels.items():  # the first island's, where none has its own
         load_state(trainer.net, key, lambda name: saved["tensors"][f"{label}.{name}"])
     for group in trainer.optimizer.param_groups:

@@ -19,7 +19,7 @@ import kernels
 import model
 from fast.adamw import AdamW
 from fast.zero import AheadOptimizer
-from further.diloco import DiLoCo
+from further.diloco import DiLoCo, island_of
 from further.full import Full
 from tests.layouts import (
     arguments_of, case_of, DECAY, expanded, in_layout, one_process, optimizer_of, SIZED, sized, small_gpt, tokens_of)
@@ -145,7 +145,7 @@ def test_islands_send_once_in_a_round(layout):
     """Between them 1/H of what averages of gradients would be. What they agree on is the same on all, in 16 bits, too.
     """
     net = small_gpt(islands=2, local_steps=3, dtype=torch.bfloat16, **layout)
-    x, y = (t.to(net.device).split(2)[net.island:][:1] for t in tokens_of(0))
+    x, y = (t.to(net.device).split(2)[island_of(net):][:1] for t in tokens_of(0))
     for step in range(6):
         net.zero_grad()
         net.forward_backward(x, y)

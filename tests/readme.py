@@ -35,6 +35,7 @@ import safe.launch
 import theory.clock
 import train
 from further.expert_parallel import split_experts
+from further.groups import ranks_of_dp_cp
 from further.lists import check, lower
 from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import LAYOUTS, small_gpt, tokens_of
@@ -382,7 +383,7 @@ def test_readme_shows_the_groups_of_a_mesh(monkeypatch):
     mesh = parallel.make_mesh("cpu", dp=2, tp=2, pp=2, cp=2)
     experts = torch.tensor(split_experts(mesh, 2))
     groups = {name: mesh.mesh.movedim(i, 3).reshape(8, 2) for i, name in enumerate(mesh.mesh_dim_names)}
-    groups |= {"dp x cp": train.ranks_of_dp_cp(mesh), "ep 2, of dp": experts.flatten(0, 1),
+    groups |= {"dp x cp": ranks_of_dp_cp(mesh), "ep 2, of dp": experts.flatten(0, 1),
                "copies of experts": experts.transpose(1, 2).flatten(0, 1)}
     for name, ranks in groups.items():
         letter = {rank: "abcdefgh"[i] for i, group in enumerate(sorted(ranks.tolist())) for rank in group}
