@@ -360,32 +360,43 @@ def to_each_query(x, q):
     return x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
 
 
-def attention_reference(q, k, v, is_causal):
+def attention_reference(q, k, v, is_causal, starts=None):
     """What the kernels compute, with S and P in memory: O like q, but float32 at least, and L (B, H, Tq), -inf where a
     row sees no key. Shapes as in FlashAttention. k and v may be some of the keys alone: ring attention merges the
-    outputs of several such calls by their L."""
+    outputs of several such calls by their L. starts (B, Tq): the first key that each row sees; None: all rows see it
+    from 0 on."""
     q, k, v = (at_least_float32(to_each_query(x, q)) for x in (q, k, v))
-    Tq, D = q.shape[2:]
-    Tk = k.shape[2]
+    D = q.shape[3]
     s = q @ k.transpose(2, 3) / math.sqrt(D)                                          # (B, H, Tq, Tk)
-    if is_causal:
-        s = s.masked_fill(~torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq), -math.inf)
+    if is_causal or starts is not None:
+        s = s.masked_fill(~seen_keys(q, k, is_causal, starts), -math.inf)
     lse = s.logsumexp(3)                                                              # (B, H, Tq)
     return torch.exp(s - finite_or_inf(lse)) @ v, lse                                 # the exponentials are softmax(s)
 
 
-def attention_backward_reference(q, k, v, o, lse, do, is_causal):
-    """The five formulas above: dQ, dK, dV. k and v may be some of the keys alone; o and lse are then those of all."""
+def seen_keys(q, k, is_causal, starts):
+    """Whether each row sees each key: bool, to be broadcast to (B, H, Tq, Tk)."""
+    Tq = q.shape[2]
+    Tk = k.shape[2]
+    seen = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device)
+    if is_causal:
+        seen = seen.tril(Tk - Tq)
+    if starts is not None:
+        seen = seen & (starts[:, None, :, None] <= torch.arange(Tk, device=q.device))
+    return seen
+
+
+def attention_backward_reference(q, k, v, o, lse, do, is_causal, starts=None):
+    """The five formulas above: dQ, dK, dV. k and v may be some of the keys alone; o and lse are then those of all.
+    starts: as above."""
     shared = k.shape[1]
     k = to_each_query(k, q)
     v = to_each_query(v, q)
     q, k, v, o, lse, do = map(at_least_float32, (q, k, v, o, lse, do))
-    Tq, D = q.shape[2:]
-    Tk = k.shape[2]
-    scale = 1 / math.sqrt(D)
+    scale = 1 / math.sqrt(q.shape[3])
     p = torch.exp(q @ k.transpose(2, 3) * scale - finite_or_inf(lse))                 # (B, H, Tq, Tk)
-    if is_causal:
-        p = p.tril(Tk - Tq)
+    if is_causal or starts is not None:
+        p = p * seen_keys(q, k, is_causal, starts)
     delta = (do * o).sum(3, keepdim=True)                                             # (B, H, Tq, 1)
     ds = p * (do @ v.transpose(2, 3) - delta) * scale                                 # (B, H, Tq, Tk)
     of_keys = ds.transpose(2, 3) @ q, p.transpose(2, 3) @ do                          # of each head of queries
@@ -446,6 +457,35 @@ def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def first_key(STARTS, b, rows, Tq, Tk):
+    """The first key that each row sees: where its document begins, as STARTS (B, Tq) says; 0 if there are none."""
+    return rows * 0 if STARTS is None else tl.load(STARTS + b * Tq + rows, rows < Tq, Tk)
+
+
+@triton.jit
+def first_block(STARTS, first, BN: tl.constexpr):
+    """Where the first block of BN keys begins of which some row sees some."""
+    return 0 if STARTS is None else tl.min(first, 0) // BN * BN
+
+
+@triton.jit
+def rows_end(STARTS, b, key, Tq, Tk):
+    """Behind the last row that sees this key or one before. A document's rows are neighbours."""
+    end = Tq
+    if STARTS is not None:
+        end = 0
+        for first in range(0, Tq, 1024):
+            end += tl.sum((first_key(STARTS, b, first + tl.arange(0, 1024), Tq, Tk) <= key).to(tl.int32), 0)
+    return tl.minimum(end, Tq)
+
+
+@triton.jit
+def is_seen(keys, first, last, STARTS):
+    """Whether each row sees each key, from its first to its last one."""
+    return keys <= last if STARTS is None else (first <= keys) & (keys <= last)
+
+
+@triton.jit
 def first_row(b, h, H, Tq):
     """Where a head begins in LSE and DELTA (B*H, Tq)."""
     return (b * H + h).to(tl.int64) * Tq
@@ -464,24 +504,27 @@ def store_rows(X, b, h, first, tile):
 
 
 @triton.jit
-def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr, D: tl.constexpr,
+def attention_forward_kernel(Q, K, V, O, LSE, STARTS, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr, D: tl.constexpr,
                              BM: tl.constexpr, BN: tl.constexpr):
     """O, and LSE, the L above, of BM queries of one head. 2 matmuls a block of BN keys. Q, K, V, O: TMA descriptors. G
-    heads of queries share one of keys. A row without a key has LSE +inf, so that backward's exp(S - LSE) is 0."""
+    heads of queries share one of keys. A row without a key has LSE +inf, so that backward's exp(S - LSE) is 0. Blocks
+    of keys before all of the rows' documents are skipped."""
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
     m0 = tl.program_id(0) * BM
     rows = m0 + tl.arange(0, BM)
+    first = first_key(STARTS, b, rows, Tq, Tk)
     last = last_key(rows, Tq, Tk, CAUSAL)
     q = load_rows(Q, b, h, m0)
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
-    for n0 in range(0, last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
+    for n0 in range(first_block(STARTS, first, BN), last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
         k = load_rows(K, b, h // G, n0)
         v = load_rows(V, b, h // G, n0)
         s = dot(q, k.T) * scale                                                   # (BM, BN)
-        s = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], s, -float("inf"))
+        keys = n0 + tl.arange(0, BN)[None, :]
+        s = tl.where(is_seen(keys, first[:, None], last[:, None], STARTS), s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         top = tl.where(m_new == -float("inf"), 0.0, m_new)       # a row that has seen no key: -inf - -inf would be NaN
         p = tl.exp(s - top[:, None])
@@ -496,13 +539,14 @@ def attention_forward_kernel(Q, K, V, O, LSE, scale, Tq, Tk, H, G, CAUSAL: tl.co
 
 
 @triton.jit
-def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr,
+def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, STARTS, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr,
                                 D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """dQ of BM rows of one head, and their delta for the kernel below. 3 matmuls a block."""
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
     m0 = tl.program_id(0) * BM
     rows = m0 + tl.arange(0, BM)
+    first = first_key(STARTS, b, rows, Tq, Tk)
     last = last_key(rows, Tq, Tk, CAUSAL)
     q = load_rows(Q, b, h, m0)
     do = load_rows(DO, b, h, m0)
@@ -511,18 +555,19 @@ def attention_backward_q_kernel(Q, K, V, O, DO, LSE, DELTA, DQ, scale, Tq, Tk, H
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(DELTA + first_row(b, h, H, Tq) + rows, delta, rows < Tq)
     dq = tl.zeros([BM, D], tl.float32)
-    for n0 in range(0, last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
+    for n0 in range(first_block(STARTS, first, BN), last_key(m0 + BM - 1, Tq, Tk, CAUSAL) + 1, BN):
         k = load_rows(K, b, h // G, n0)
         v = load_rows(V, b, h // G, n0)
         s = dot(q, k.T) * scale                                                   # (BM, BN)
-        p = tl.where(n0 + tl.arange(0, BN)[None, :] <= last[:, None], tl.exp(s - lse[:, None]), 0.0)
+        keys = n0 + tl.arange(0, BN)[None, :]
+        p = tl.where(is_seen(keys, first[:, None], last[:, None], STARTS), tl.exp(s - lse[:, None]), 0.0)
         ds = p * (dot(do, v.T) - delta[:, None])       # without 1/sqrt(D), which comes last
         dq = dot(ds.to(k.dtype), k, dq)
     store_rows(DQ, b, h, m0, dq * scale)
 
 
 @triton.jit
-def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr,
+def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, STARTS, scale, Tq, Tk, H, G, CAUSAL: tl.constexpr,
                                  D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """dK and dV of BN keys of one head, summed over its G heads of queries. 4 matmuls a block, of S^T and dP^T, as dV
     and dK need them. (To read it first: with Tq = Tk and G = 1 `start` is n0 rounded down to BM, and `h` has one value.
@@ -535,17 +580,20 @@ def attention_backward_kv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, scale, Tq, Tk,
     v = load_rows(V, b, shared, n0)
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
-    # Row i sees keys up to i + Tk - Tq, so rows before n0 + Tq - Tk see none of these.
+    # Row i sees keys up to i + Tk - Tq, so rows before n0 + Tq - Tk see none of these. Nor do rows from `end` on.
     start = tl.maximum(n0 + Tq - Tk, 0) // BM * BM if CAUSAL else 0
+    end = rows_end(STARTS, b, n0 + BN - 1, Tq, Tk)
     for h in range(shared * G, shared * G + G):
-        for m0 in range(start, Tq, BM):
+        for m0 in range(start, end, BM):
             rows = m0 + tl.arange(0, BM)
             q = load_rows(Q, b, h, m0)
             do = load_rows(DO, b, h, m0)
             lse = tl.load(LSE + first_row(b, h, H, Tq) + rows, rows < Tq, float("inf"))  # inf past the end: P is 0
             delta = tl.load(DELTA + first_row(b, h, H, Tq) + rows, rows < Tq, 0)
             s = dot(k, q.T) * scale                                               # (BN, BM)
-            p = tl.where(keys[:, None] <= last_key(rows, Tq, Tk, CAUSAL)[None, :], tl.exp(s - lse[None, :]), 0.0)
+            first = first_key(STARTS, b, rows, Tq, Tk)[None, :]
+            last = last_key(rows, Tq, Tk, CAUSAL)[None, :]
+            p = tl.where(is_seen(keys[:, None], first, last, STARTS), tl.exp(s - lse[None, :]), 0.0)
             dv = dot(p.to(do.dtype), do, dv)
             ds = p * (dot(v, do.T) - delta[None, :])
             dk = dot(ds.to(q.dtype), q, dk)
@@ -574,25 +622,25 @@ def aligned(x):
     return x if ok else x.contiguous()
 
 
-def attention_forward(q, k, v, is_causal):
-    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq), float32."""
+def attention_forward(q, k, v, is_causal, starts=None):
+    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq), float32. starts: int32 (B, Tq)."""
     B, H, Tq, D = q.shape
     rows = tile_rows(D)
     o = q.new_empty(B, Tq, H, D).transpose(1, 2)
     lse = q.new_empty(B * H, Tq, dtype=torch.float32)
     sizes = Tq, k.shape[2], H, H // k.shape[1], is_causal, D, rows, rows
     attention_forward_kernel[triton.cdiv(Tq, rows), B * H](
-        *(tiled(x, rows) for x in (q, k, v, o)), lse, 1 / math.sqrt(D), *sizes, num_stages=1)
+        *(tiled(x, rows) for x in (q, k, v, o)), lse, starts, 1 / math.sqrt(D), *sizes, num_stages=1)
     return o, lse
 
 
-def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
+def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv, starts=None):
     """Write the gradients into dq, dk, dv. The first kernel also writes delta, which the second one reads."""
     B, H, Tq, D = q.shape
     shared, Tk = k.shape[1:3]
     rows = tile_rows(D)
     delta = torch.empty_like(lse)
-    sizes = 1 / math.sqrt(D), Tq, Tk, H, H // shared, is_causal, D, rows, rows
+    sizes = starts, 1 / math.sqrt(D), Tq, Tk, H, H // shared, is_causal, D, rows, rows
     q, k, v, o, do, dq, dk, dv = (tiled(x, rows) for x in (q, k, v, o, do.contiguous(), dq, dk, dv))
     attention_backward_q_kernel[triton.cdiv(Tq, rows), B * H](q, k, v, o, do, lse, delta, dq, *sizes, num_stages=1)
     attention_backward_kv_kernel[triton.cdiv(Tk, rows), B * shared](
@@ -600,31 +648,39 @@ def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
 
 
 class FlashAttention(torch.autograd.Function):
-    """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal)`.
+    """O = softmax(Q K^T / sqrt(D)) V: `FlashAttention.apply(q, k, v, is_causal, starts)`.
 
     q (B, H, Tq, D), k and v (B, H/G, Tk, D), bfloat16, float16 or float32, D a power of two from 16 to 256. Returns
     (B, H, Tq, D), in memory (B, Tq, H, D), so that heads are joined without a copy. Causal: row i sees keys
-    j <= i + Tk - Tq; a row that sees none is zero. Deterministic. Keeps q, k, v, O and one float32 a row. Raises
-    ValueError for other shapes and dtypes. FlashAttention-2, algorithms 1, 2.
+    j <= i + Tk - Tq; a row that sees none is zero. starts (B, Tq): the first key that each row sees, or None; from row
+    to row they may not fall. Deterministic. Keeps q, k, v, O and one float32 a row. Raises ValueError for other shapes
+    and dtypes. FlashAttention-2, algorithms 1, 2.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal):
+    def forward(ctx, q, k, v, is_causal, starts=None):
         if q.shape[3] not in HEAD_DIMS:
             raise ValueError(f"head dim {q.shape[3]} (q {tuple(q.shape)}) is not one of {HEAD_DIMS}")
         q, k, v = map(aligned, (q, k, v))
-        o, lse = table[attention_forward](q, k, v, is_causal)
-        ctx.save_for_backward(q, k, v, o, lse)
+        if starts is None:
+            o, lse = table[attention_forward](q, k, v, is_causal)
+        else:  # which no other kernel knows
+            starts = starts.int().contiguous()
+            o, lse = attention_forward(q, k, v, is_causal, starts)
+        ctx.save_for_backward(q, k, v, o, lse, starts)
         ctx.is_causal = is_causal
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, o, lse, starts = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        table[attention_backward](q, k, v, o, lse, do, ctx.is_causal, *grads)
-        return *grads, None
+        if starts is None:
+            table[attention_backward](q, k, v, o, lse, do, ctx.is_causal, *grads)
+        else:
+            attention_backward(q, k, v, o, lse, do, ctx.is_causal, *grads, starts)
+        return *grads, None, None
 
 
 def flash_takes(x):
@@ -636,21 +692,27 @@ def flash_attention(qkv, is_causal):
     return FlashAttention.apply(*heads(qkv), is_causal)
 
 
-def attention(qkv, is_causal=True):
+def attention(qkv, is_causal=True, starts=None):
     """softmax(q k^T / sqrt(D)) v of qkv (B, T, 3, H, D), as one linear layer makes it: (B, T, H, D). With grouped
-    queries qkv is (B, T, G + 2, H/G, D), as `heads` takes it apart.
+    queries qkv is (B, T, G + 2, H/G, D), as `heads` takes it apart. starts (B, T): where each token's document begins,
+    whose tokens alone it sees; further/packed.py makes them.
 
     "auto" leaves float32, in which PyTorch's is faster, and head dims that the kernels do not know to PyTorch; "triton"
     takes the one and raises for the other.
     """
     if flash_takes(qkv) and (qkv.dtype.itemsize == 2 or _choice == "triton"):
+        if starts is not None:
+            return FlashAttention.apply(*heads(qkv), is_causal, starts).transpose(1, 2)
         return table[flash_attention](qkv, is_causal).transpose(1, 2)                        # (B, T, H, D)
-    return library_attention(*heads(qkv), is_causal).transpose(1, 2)                         # (B, T, H, D)
+    return library_attention(*heads(qkv), is_causal, starts).transpose(1, 2)                 # (B, T, H, D)
 
 
-def library_attention(q, k, v, is_causal):
-    """PyTorch's own: q (B, H, Tq, D), k and v (B, H/G, Tk, D) -> (B, H, Tq, D)."""
+def library_attention(q, k, v, is_causal, starts=None):
+    """PyTorch's own: q (B, H, Tq, D), k and v (B, H/G, Tk, D) -> (B, H, Tq, D). With starts the mask is in memory."""
     grouped = q.shape[1] != k.shape[1]
+    if starts is not None:
+        mask = seen_keys(q, k, is_causal, starts)
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
 
 

@@ -155,8 +155,8 @@ class Attention(nn.Module):
     """Causal self-attention. The number of heads is read off the activations, so it runs a slice of them, too."""
 
     @staticmethod
-    def attention(qkv):  # --cp puts another in its place, which sees other ranks' keys, too; so does a cache
-        return kernels.attention(qkv)
+    def attention(qkv, **beside):  # --cp puts another in its place, which sees other ranks' keys, too; so does a cache
+        return kernels.attention(qkv, **beside)
 
     def __init__(self, config):
         super().__init__()
@@ -225,12 +225,15 @@ class GPT(nn.Module):
         if seed is not None:
             materialize(self, lambda name: initial_weight(config, name, seed))
 
-    def embed(self, tokens):                                                                  # (B, T)
+    def embed(self, tokens, starts=None):                                                     # (B, T)
         T = tokens.shape[1]
         if T > self.config.seq_len:
             raise ValueError(f"{T} tokens are more than the {self.config.seq_len} positions this model has")
         x = self.wte(tokens)
-        return x + self.wpe(self.positions(torch.arange(T, device=tokens.device))) if self.wpe else x   # (B, T, C)
+        if self.wpe is None:
+            return x
+        own = self.positions(torch.arange(T, device=tokens.device))
+        return x + self.wpe(own if starts is None else own - starts[:, own])                  # (B, T, C)
 
     @staticmethod
     def positions(every):
@@ -242,8 +245,9 @@ class GPT(nn.Module):
         return self.lm_head(x) if targets is None else self.lm_head(x, targets)               # (B, T, V), or the loss
 
     def forward(self, x, targets=None, **beside):
-        """targets (B, T): of a head that computes the loss itself, else None. beside: what blocks take besides x."""
-        x = self.embed(x) if self.wte else x
+        """targets (B, T): of a head that computes the loss itself, else None. beside: `starts` (B, T), if sequences are
+        several documents: where each token's begins."""
+        x = self.embed(x, **beside) if self.wte else x
         for block in self.h.values():
             x = block(x, **beside)
         return self.head(x, targets) if self.lm_head else x

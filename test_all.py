@@ -29,6 +29,7 @@ from tests.delta import *  # noqa: E402, F403
 from tests.deepseek import *  # noqa: E402, F403
 from tests.layouts import *  # noqa: E402, F403
 from tests.chunked_loss import *  # noqa: E402, F403
+from tests.packed import *  # noqa: E402, F403
 from tests.muon import *  # noqa: E402, F403
 from tests.diloco import *  # noqa: E402, F403
 from tests.graphs import *  # noqa: E402, F403

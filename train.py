@@ -108,6 +108,7 @@ class Layout:
 class Flags(Layout):
     """Flags of the command line, --with-dashes: a Layout's, and these."""
     data: str = flag("", "a text file; left out, the source of Python's standard library")
+    pack: bool = flag(False, "each file of --data is a document, whose tokens see no other's")
     tokenizer: str = flag("", "folder with tokenizer.json, or vocab.json and merges.txt; left out, tokens are bytes")
     arch: str = flag(None, "architecture (that of the preset)", choices=["gpt2", "llama"])
     model: str = flag("tiny", "preset", choices=[*PRESETS, *LLAMAS])
@@ -244,8 +245,10 @@ class Bytes:
     def __len__(self):
         return 256
 
-    def tokens_of(self, texts):
-        return np.frombuffer(b"\n".join(texts), np.uint8)
+    end_token = 0  # with --pack behind each text, none of which has a zero byte
+
+    def tokens_of(self, texts, packed=False):
+        return np.frombuffer((b"\0" if packed else b"\n").join(texts), np.uint8)
 
     def encode(self, text):
         return list(os.fsencode(text))
@@ -533,17 +536,18 @@ class ParallelGPT:
             return logits
         return parallel.cross_entropy(logits, targets, self.config.vocab_size, self.groups.tp)
 
-    def forward_backward(self, x, y, scale=1.0):
+    def forward_backward(self, x, y, starts=None, scale=1.0):
         """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
-        lists of (B, T) that may differ. The loss is the mean over all replicas' targets that are not -1 or -100; 0 if
-        there are none. Returns a number whose mean over dp is the loss, the same on all ranks of tp, cp and pp."""
+        lists of (B, T) that may differ; starts: likewise, where each token's document begins, or None. The loss is the
+        mean over all replicas' targets that are not -1 or -100; 0 if there are none. Returns a number whose mean over
+        dp is the loss, the same on all ranks of tp, cp and pp."""
         if not self.optimizer:
             raise RuntimeError("this GPT was built for evaluation: give parallelize(..., optimizer=...) to train it")
         if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice
             raise RuntimeError("a second forward_backward before zero_grad(): give one all micro-batches of a step")
         for router in self.routers.values():
             router.load = 0
-        loss = self.run(x, y, self.actions(len(x)), scale, self.optimizer)
+        loss = self.run(x, y, starts, self.actions(len(x)), scale, self.optimizer)
         self.optimizer.finish_grad_sync()
         if self.groups.replicate:
             from further.nodes import average_between
@@ -569,16 +573,18 @@ class ParallelGPT:
                 grad.copy_(summed.view_as(grad))
 
     @torch.no_grad()
-    def forward(self, x, y):
+    def forward(self, x, y, starts=None):
         """What forward_backward returns, with no gradients."""
-        return self.run(x, y, self.actions(len(x), training=False), 1.0, None)
+        return self.run(x, y, starts, self.actions(len(x), training=False), 1.0, None)
 
-    def run(self, x, y, actions, scale, sync):
+    def run(self, x, y, starts, actions, scale, sync):
         if self.layout.cp > 1:
             from further.context import cut_tokens
             x, y = (cut_tokens(tokens, self.groups) for tokens in (x, y))
         weight = self.weight_of_a_target(y)
-        beside = [{"targets": targets} for targets in y] if self.layout.loss_chunk else None
+        beside = [{"starts": those} for those in starts] if starts else [{} for _ in y]
+        if self.layout.loss_chunk:
+            beside = [more | {"targets": targets} for more, targets in zip(beside, y)]
         losses = self.pipeline.run(actions, x, y, scale * weight, sync, beside)
         loss = torch.zeros_like(weight)
         for summed in losses:
@@ -677,9 +683,9 @@ class Trainer:
         before clipping)."""
         s = self.s
         scale = self.scaler.scale if self.scaler else 1.0
-        x, y = self.micro_batches(self.train_data, s.seed, step)
+        batch = self.micro_batches(self.train_data, s.seed, step)
         self.net.zero_grad()
-        loss = self.net.forward_backward(x, y, scale=scale)  # averages gradients over replicas, too
+        loss = self.net.forward_backward(*batch, scale=scale)  # averages gradients over replicas, too
         norm = self.net.clip_grad_norm_(s.clip, scale)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
@@ -689,9 +695,16 @@ class Trainer:
         return loss, norm
 
     def micro_batches(self, tokens, seed, step):
-        """This rank's samples of a step: [inputs, targets], each a tuple of micro-batches, int64 (B, T)."""
+        """This rank's samples of a step: [inputs, targets], each a tuple of micro-batches, int64 (B, T); with --pack
+        also where each token's document begins."""
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
-        return [t.to(self.device).chunk(self.s.micro_batches) for t in rows]
+        return [t.to(self.device).chunk(self.s.micro_batches) for t in self.packed(rows)]
+
+    def packed(self, rows):
+        if not self.s.pack:
+            return rows
+        from further.packed import packed
+        return packed(*rows, self.vocabulary.end_token)
 
     def all_finite(self, loss, norm):
         """Whether this step counts. If one rank finds that its loss or the norm is not finite, all ranks skip the step,
@@ -829,7 +842,7 @@ class Run:
             refusals.check_layout(s, self.config, self.world, self.processes, self.edition, dashed)
         files = [pathlib.Path(s.data)] if s.data else standard_library()
         texts = [file.read_bytes() for file in files]
-        self.data = *split(vocabulary.tokens_of(texts)), vocabulary
+        self.data = *split(vocabulary.tokens_of(texts, s.pack)), vocabulary
         self.saved = self.source = None
         if s.resume:
             from further.resume import read_checkpoint
@@ -839,7 +852,7 @@ class Run:
                 from further.diloco import source_of_island
                 self.source = source_of_island(self.source, self.saved["tensors"], s.islands)
         if FURTHER:
-            refusals.check_text(s, self.config, texts, *self.data[:2])
+            refusals.check_text(s, self.config, texts, *self.data)
             refusals.check_checkpoints(s, self.saved)
 
     def start(self):

@@ -202,20 +202,27 @@ class PackedAttention(torch.autograd.Function):
 # row sees no key; that of the tuned ones is in base 2, and padded to a multiple of 128 rows. It is converted from and
 # to L.
 
-def attention_block(q, k, v, is_causal):
+def attention_block(q, k, v, is_causal, starts=None):
     if not flash_takes(q):
-        return attention_reference(q, k, v, is_causal)
-    o, lse = tuned_attention_forward(*map(aligned, (q, k, v)), is_causal)
-    lse = lse[:, :q.shape[2]].reshape(q.shape[:3]) * (1 if q.dtype == torch.float32 else math.log(2))
+        return attention_reference(q, k, v, is_causal, starts)
+    natural = q.dtype == torch.float32 or starts is not None  # of documents the reference's kernels know alone
+    if starts is None:
+        o, lse = tuned_attention_forward(*map(aligned, (q, k, v)), is_causal)
+    else:
+        o, lse = attention_forward(*map(aligned, (q, k, v)), is_causal, starts.int())
+    lse = lse[:, :q.shape[2]].reshape(q.shape[:3]) * (1 if natural else math.log(2))
     return o, lse.masked_fill(lse == math.inf, -math.inf)
 
 
-def attention_block_backward(q, k, v, o, lse, do, is_causal):
+def attention_block_backward(q, k, v, o, lse, do, is_causal, starts=None):
     if not flash_takes(q):
-        return attention_backward_reference(q, k, v, o, lse, do, is_causal)
+        return attention_backward_reference(q, k, v, o, lse, do, is_causal, starts)
     q, k, v, o, do = map(aligned, (q, k, v, o, do))
     lse = finite_or_inf(lse).flatten(0, 1).squeeze(2).float()
-    lse = lse if q.dtype == torch.float32 else padded(lse / math.log(2))
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
+    if starts is not None:
+        attention_backward(q, k, v, o, lse.contiguous(), do, is_causal, *grads, starts.int())
+        return grads
+    lse = lse if q.dtype == torch.float32 else padded(lse / math.log(2))
     tuned_attention_backward(q, k, v, o, lse, do, is_causal, *grads)
     return grads

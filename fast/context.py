@@ -99,14 +99,14 @@ class TunedRing(RingAttention):
     """
 
     @staticmethod
-    def forward(ctx, qkv, group):
+    def forward(ctx, qkv, group, around=None, starts=None):
         rank = dist.get_rank(group)
         half = qkv.shape[1] // 2
         ctx.group = group
-        # Both chunks must be whole tiles. float32 has no tuned kernels.
-        ctx.tuned = kernels.flash_takes(qkv) and qkv.dtype != torch.float32 and half % 128 == 0
+        # Both chunks must be whole tiles. float32 has no tuned kernels, nor have several documents in a sequence.
+        ctx.tuned = (kernels.flash_takes(qkv) and qkv.dtype != torch.float32 and half % 128 == 0 and starts is None)
         if not ctx.tuned:
-            return RingAttention.forward(ctx, qkv, group, going_round_ahead)
+            return RingAttention.forward(ctx, qkv, group, going_round_ahead, starts)
         qkv = qkv.contiguous()
         q, _, _ = kernels.heads(qkv)                                                          # (B, H, T/N, D)
         for other, kv in going_round_ahead(qkv[:, :, -2:], group):                            # (B, T/N, 2, H/G, D)
@@ -126,7 +126,7 @@ class TunedRing(RingAttention):
     @once_differentiable
     def backward(ctx, do):
         if not ctx.tuned:
-            return RingAttention.backward(ctx, do)[0], None
+            return RingAttention.backward(ctx, do)
         qkv, o, lse = ctx.saved_tensors
         rank = dist.get_rank(ctx.group)
         half = do.shape[1] // 2
@@ -158,7 +158,7 @@ class TunedRing(RingAttention):
         add_rows(grads[:, :, -2:], dkv)
         if dist.get_world_size(ctx.group) > 2:
             dq.copy_(total.transpose(1, 2))
-        return grads, None
+        return grads, None, None, None
 
 
 def as_sum(part, group):

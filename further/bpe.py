@@ -103,8 +103,13 @@ class Tokenizer:
         """Texts, each its bytes, as one."""
         return self.begin + (self.end + self.begin).join(map(text_of, texts))
 
-    def tokens_of(self, texts):
+    def tokens_of(self, texts, packed=False):  # ends stand between texts anyway
         return self.array_of(self.joined(texts))
+
+    @property
+    def end_token(self):
+        """The number of what stands between two texts; None: nothing does."""
+        return self.numbers.get(self.end)
 
     def array_of(self, text):
         """Its tokens: uint16, which is enough for GPT-2's 50,257, or uint32 if the vocabulary needs that."""

@@ -4,6 +4,7 @@
 """
 
 import math
+from functools import partial
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -97,20 +98,32 @@ def seen(rank, other, half):
     return slice(half, None), slice(None), False
 
 
+def first_keys(starts, group, other, rows, keys):
+    """The first of rank other's `keys` that each of this rank's `rows` sees, (B, rows): they are of its document. rows,
+    keys: slices of a rank's tokens. starts: as for a GPT, of all tokens of the sequence; None: None."""
+    if starts is None:
+        return None
+    n = dist.get_world_size(group)
+    own, others = (own_tokens(starts.shape[1], rank, n, 1, starts.device) for rank in (dist.get_rank(group), other))
+    return torch.searchsorted(others[keys], starts[:, own[rows]].contiguous())
+
+
 class RingAttention(torch.autograd.Function):
     """Attention of this rank's queries to all ranks' keys: qkv (B, T/N, 3, H, D), or as kernels.heads takes it, ->
-    (B, T/N, H, D). around: how keys and values go round, as `going_round`."""
+    (B, T/N, H, D). around: how keys and values go round, as `going_round`. starts: as for a GPT. Every rank knows all
+    documents' boundaries, so no message tells them."""
 
     @staticmethod
-    def forward(ctx, qkv, group, around=going_round):
+    def forward(ctx, qkv, group, around=going_round, starts=None):
         q, *kv = kernels.heads(qkv)                                                           # (B, H, T/N, D)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         o = q.new_zeros(q.shape, dtype=wide)
         lse = q.new_full(q.shape[:3], -math.inf, dtype=wide)                                  # (B, H, T/N)
         for other, (k, v) in around(torch.stack(kv), group):
             rows, keys, causal = seen(dist.get_rank(group), other, q.shape[2] // 2)
+            first = first_keys(starts, group, other, rows, keys)
             o_s, lse_s = kernels.table[kernels.attention_reference](
-                q[:, :, rows], k[:, :, keys], v[:, :, keys], causal)
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], causal, first)
             total = torch.logaddexp(lse[:, :, rows], lse_s)
             old, new = ((some - total).exp().unsqueeze(3) for some in (lse[:, :, rows], lse_s))
             o[:, :, rows] = o[:, :, rows] * old + o_s * new
@@ -118,13 +131,13 @@ class RingAttention(torch.autograd.Function):
         o = o.to(q.dtype)
         ctx.group = group
         ctx.around = around
-        ctx.save_for_backward(qkv, o, lse)
+        ctx.save_for_backward(qkv, o, lse, starts)
         return o.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        qkv, o, lse = ctx.saved_tensors
+        qkv, o, lse, starts = ctx.saved_tensors
         q, *kv = kernels.heads(qkv)
         do = do.transpose(1, 2).contiguous()
         rank = dist.get_rank(ctx.group)
@@ -133,7 +146,8 @@ class RingAttention(torch.autograd.Function):
         for other, (k, v) in ctx.around(torch.stack(kv), ctx.group):
             rows, keys, causal = seen(rank, other, q.shape[2] // 2)
             dq_part, *part = kernels.table[kernels.attention_backward_reference](
-                q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], lse[:, :, rows], do[:, :, rows], causal)
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows], lse[:, :, rows], do[:, :, rows], causal,
+                first_keys(starts, ctx.group, other, rows, keys))
             dq[:, :, rows] += dq_part
             mine = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)                 # (2, B, H, T/N, D)
             mine[:, :, :, keys] = torch.stack(part).to(lse.dtype)
@@ -142,15 +156,22 @@ class RingAttention(torch.autograd.Function):
             else:
                 arrived = shift(arrived + mine, ctx.group)
         grads = torch.cat([dq, *(own + arrived)], 1)                                          # (B, H + 2H/G, T/N, D)
-        return grads.to(qkv.dtype).transpose(1, 2).reshape(qkv.shape), None, None
+        return grads.to(qkv.dtype).transpose(1, 2).reshape(qkv.shape), None, None, None
+
+
+def in_a_ring(qkv, group, ring, starts=None):
+    return ring(qkv, group, going_round, starts)
 
 
 def context_parallel(module, groups, ring=RingAttention.apply):
     """Let a GPT compute with this rank's tokens alone, in place: `own_tokens` says which. groups: `cp`, and within it
     `ulysses` and `ring`; None: there is none."""
     rank, n, inside = dist.get_rank(groups.cp), dist.get_world_size(groups.cp), inside_of(groups)
-    around = (lambda qkv: ring(qkv, groups.ring)) if groups.ring else kernels.attention
-    attention = (lambda qkv: ulysses_attention(qkv, groups.ulysses, around)) if groups.ulysses else around
+    attention = kernels.attention
+    if groups.ring:
+        attention = partial(in_a_ring, group=groups.ring, ring=ring)
+    if groups.ulysses:
+        attention = partial(ulysses_attention, group=groups.ulysses, attention=attention)
     module.positions = lambda every: own_tokens(n * len(every), rank, n, inside, every.device)
     for block in module.h.values():
         block.attn.positions = module.positions

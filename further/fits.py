@@ -84,6 +84,8 @@ def what_tp_and_cp_divide(s, c, world, node):
     yield s.tp > least, (
         f"--tp {s.tp} is more than the vocabulary's {c.vocab_size} tokens, or the hidden layer's {c.hidden} numbers: "
         f"give --tp {max(n for n in range(1, min(least, s.tp) + 1) if s.tp % n == 0)}")
+    yield s.pack and c.delta_every, (
+        "--pack: a gated delta rule's state goes on from one document to the next: leave --pack out")
     able = [n for n in range(2, c.kv_heads + 1)
             if c.kv_heads % n == 0 and (world == 1 or world % (n * s.tp * s.pp * s.cp) == 0)]
     instead = f"give --tp {able[0]}, say, or " if able else ""

@@ -65,7 +65,7 @@ class LatentAttention(nn.Module):
         self.c_up = Linear(config.latent, 2 * heads * config.head_dim, bias=False)
         self.c_proj = Linear(config.heads_width, config.n_embd, bias=False)
 
-    def forward(self, x):                                                                     # (B, T, C)
+    def forward(self, x, **starts):                                                           # (B, T, C)
         config = self.config
         parts = config.latent, config.rope_dim
         latent, key = self.c_down(x).split(parts, -1)
@@ -76,16 +76,16 @@ class LatentAttention(nn.Module):
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         cos, sin = angles(config.seq_len, config.rope_dim, config.rope_theta, x.device, dtype)
         turn = functools.partial(turned, cos=cos[own][:, None], sin=sin[own][:, None])
-        y = self.attend(torch.cat([q, turn(q_turned)], -1), latent, turn(key.unsqueeze(2)))   # (B, T, H, D)
+        y = self.attend(torch.cat([q, turn(q_turned)], -1), latent, turn(key.unsqueeze(2)), **starts)
         return self.c_proj(y.flatten(2))                                                      # (B, T, C)
 
-    def attend(self, q, latent, key):  # a cache puts another in its place
+    def attend(self, q, latent, key, **starts):  # a cache puts another in its place
         """q (B, T, H, D + r), latent (B, T, R), key (B, T, 1, r) -> (B, T, H, D)."""
         D = self.config.head_dim
         k, v = self.c_up(latent).unflatten(-1, (-1, 2 * D)).chunk(2, -1)                      # (B, T, H, D)
         k = torch.cat([k, key.expand(-1, -1, k.shape[2], -1)], -1)
         v = F.pad(v, (0, self.config.rope_dim))
-        return self.attention(torch.stack([q, k, v], 2))[..., :D]
+        return self.attention(torch.stack([q, k, v], 2), **starts)[..., :D]
 
     def cache(self, length):
         return LatentCache(self, length)

@@ -80,8 +80,10 @@ def check_layout(s, config, world, processes, edition, called):
 
 # ---------------------------------------------------------------------------------------------------------------- files
 
-def check_text(s, config, texts, train_data, held_out):
+def check_text(s, config, texts, train_data, held_out, vocabulary):
     """ValueError for texts that this model cannot be trained on. train_data, held_out: their tokens."""
+    if s.pack and vocabulary.end_token is None:
+        raise ValueError("--pack: this vocabulary has no end token: leave --pack out")
     if any(b"\0" in text for text in texts):
         raise ValueError(f"--data {s.data} has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8")
     largest = max(train_data.max(initial=0), held_out.max(initial=0))

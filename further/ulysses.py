@@ -58,11 +58,11 @@ def regrouped(qkv, back=False):
     return torch.cat([q.reshape(qkv[:, :, :-2].shape), qkv[:, :, -2:]], 2)
 
 
-def ulysses_attention(qkv, group, attention=kernels.attention):
+def ulysses_attention(qkv, group, attention=kernels.attention, **starts):
     """As RingAttention, but rank r holds T/N neighbours, from token r T/N on. attention: to all the group's tokens,
     or, of an own ring, to other groups', too."""
     whole = Conjugate.apply(regrouped(qkv), group, heads_for_tokens, tokens_for_heads)    # (B, T, G + 2, H/G/N, D)
-    y = attention(regrouped(whole, back=True))                                                    # (B, T, H/N, D)
+    y = attention(regrouped(whole, back=True), **starts)                                          # (B, T, H/N, D)
     return Conjugate.apply(y, group, tokens_for_heads, heads_for_tokens)
 
 

@@ -22,6 +22,7 @@ from further.kinds import resized
 from further.buckets import BucketDDP
 from further.fits import ulysses_ranks
 from further.lists import check, lower
+from further.packed import pairs_of_ranks
 from further.schedules import SCHEDULES
 from lessons import kernels, links, pages, puzzles, runs, same, turns
 from lessons.allocator import demo_allocator
@@ -360,6 +361,18 @@ def demo_context(ranks):
         show("busiest", [f"{most:g}" for most in longest], f"{sum(longest):g}")
     print(f"\nA step lasts as long as its busiest rank. All {2 * n * n} blocks, shared out evenly, are {2 * n} a rank, "
           f"and zigzag takes just that.")
+    print("\nzigzag with --pack, a sequence of four documents: half of it, a quarter, and two eighths")
+    documents = torch.tensor([0, 4, 6, 7]) * 16 * n                                          # of 128 n tokens
+    starts = documents[torch.bucketize(torch.arange(128 * n), documents, right=True) - 1].unsqueeze(0)
+    work = pairs_of_ranks(starts, n) / 64**2  # blocks of 64 x 64 scores
+    show("", [f"step {s}" for s in range(n)], "blocks")
+    for rank, row in enumerate(work):
+        show(f"rank {rank}", [f"{blocks:.2f}" for blocks in row], f"{row.sum():.2f}")
+    busiest = work.max(0).values
+    show("busiest", [f"{most:.2f}" for most in busiest], f"{busiest.sum():.2f}")
+    even = work.sum() / n
+    print(f"\nAll {work.sum():.2f} blocks, shared out evenly, are {even:.2f} a rank. Here ranks wait, and a sequence "
+          f"takes {busiest.sum() / even:.1f} times\nas long.")
     ways = {"ring": ("ring", 0), "Ulysses": ("ulysses", 0), "Ulysses + ring": ("ulysses+ring", 0),
             "gated delta rule": ("ring", 2)}
     if all(n % inside for inside in range(2, n)):

@@ -44,7 +44,7 @@ from train import Bytes, config_of
 # ----------------------------------------------------------------------------------------------------- a run's identity
 
 NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "seed", "dtype",
-           "on_nan", "balance_rate", "optimizer", "islands", "local_steps", "outer_lr",
+           "on_nan", "balance_rate", "optimizer", "pack", "islands", "local_steps", "outer_lr",
            "outer_momentum")  # flags that decide the losses
 
 

@@ -28,6 +28,7 @@ from train import Bytes, split, standard_library
 
 class Numbers:
     """The vocabulary of a .bin without --tokenizer: a token shows as its number. Samples go on after the number 0."""
+    end_token = None
 
     def encode(self, text):
         return [0]
@@ -181,13 +182,16 @@ def load_data(s, vocabulary, left_out=None):
     left_out: a list, which gets the names of files that are no text."""
     where = f"--data {s.data}" if s.data else "the standard library"
     left_out = [] if left_out is None else left_out
+    reject(s.pack and vocabulary.end_token is None, f"--pack: in {where} no end token stands between documents: give "
+           "text, or leave --pack out")
     reject(s.tokens and not is_bin(s), f"--tokens {s.tokens} is for a .bin, and {where} is text: leave --tokens out")
     try:
         if is_bin(s):
             tokens = read_bin(s.data, s.tokens)
         else:
             texts = read_texts(files_of(s), left_out)
-            tokens = vocabulary.tokens_of(texts) if isinstance(vocabulary, Bytes) else encoded(s, texts, vocabulary)
+            bytewise = isinstance(vocabulary, Bytes)
+            tokens = vocabulary.tokens_of(texts, s.pack) if bytewise else encoded(s, texts, vocabulary)
         problem = "" if len(tokens) else about_left_out(left_out) or "it is empty"
     except OSError as error:
         problem = f"{error.strerror}{f': {error.filename}' * (error.filename not in (None, s.data))}"

@@ -92,6 +92,7 @@ class WatchedTrainer(Trainer):
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
         for t in rows:
             check_tokens(self.s, t, self.config.vocab_size)
+        rows = self.packed(rows)
         if self.device.type == "cuda":  # a copy from pageable memory makes the CPU wait, and then the GPU
             rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
         return [t.chunk(self.s.micro_batches) for t in rows]

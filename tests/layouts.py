@@ -29,6 +29,7 @@ import further.chunked_loss
 import further.expert_parallel
 import further.context
 import further.experts
+import further.packed
 import further.latent
 import further.schedules
 import kernels
@@ -67,9 +68,10 @@ def sized(**sizes):
     return resized(SMALL, **sizes)
 
 
-def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL, holes=False):
+def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL, holes=False, pack=False):
     """Inputs and targets (batch, T) of a step, the same on every rank. holes: some targets do not count, of the last
-    quarter of sequences all but the first, and of the last sequence of four or more none."""
+    quarter of sequences all but the first, and of the last sequence of four or more none. pack: a quarter of inputs are
+    the end token, 0."""
     draw = np.random.default_rng(step)
     rows = torch.from_numpy(draw.integers(0, config.vocab_size, (batch, config.seq_len + 1)))
     x, y = rows[:, :tokens], rows[:, 1:tokens + 1]
@@ -77,7 +79,15 @@ def tokens_of(step, batch=BATCH, tokens=SMALL.seq_len, config=SMALL, holes=False
         y = y.masked_fill(torch.from_numpy(draw.random(y.shape) < 0.3), -1)
         y[batch - batch // 4:, 1:] = -100  # PyTorch's own
         y[max(3, batch - 1):] = -1
-    return x, y
+    return x * (x % 4 > 0) if pack else x, y
+
+
+def logits_of(net, x, pack):
+    """Of a whole batch, (B, T, V). pack: of each document alone."""
+    if not pack:
+        return net(x)
+    documents = [row.tensor_split([i + 1 for i, token in enumerate(row.tolist()) if token == 0]) for row in x]
+    return torch.stack([torch.cat([net(part[None])[0] for part in some if len(part)]) for some in documents])
 
 
 def optimizer_of(name, params, **options):
@@ -123,7 +133,7 @@ class LibraryMuon:
 
 
 @functools.cache
-def one_process(optimizer, steps, batch, tokens, bias, clip, holes, **change):
+def one_process(optimizer, steps, batch, tokens, bias, clip, holes, pack, **change):
     """Losses, norms, gradients of the first step, weights after the last: by plain PyTorch. bias: the routers' to begin
     with. clip: 0 does not."""
     config = sized(**change)
@@ -137,9 +147,10 @@ def one_process(optimizer, steps, batch, tokens, bias, clip, holes, **change):
     opt = LibraryMuon(net, groups) if optimizer == "muon" else optimizer_of(optimizer, groups)
     losses, norms, grads = [], [], None
     for step in range(steps):
-        x, y = tokens_of(step, batch, tokens, config, holes)
+        x, y = tokens_of(step, batch, tokens, config, holes, pack)
+        y = y.masked_fill((x == 0) & bool(pack), -1)
         opt.zero_grad()
-        loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten().clamp(min=-1), ignore_index=-1)
+        loss = F.cross_entropy(logits_of(net, x, pack).flatten(0, 1), y.flatten().clamp(min=-1), ignore_index=-1)
         loss.backward()
         grads = grads or {n: p.grad.clone() for n, p in net.named_parameters()}
         norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip or math.inf)))
@@ -212,8 +223,8 @@ def average_over_copies():
 
 def sums_of_all_keys():
     """Ring attention goes back through the log-sum-exps of a block's keys alone."""
-    def backward(q, k, v, o, lse, do, is_causal):
-        return real(q, k, v, o, kernels.attention_reference(q, k, v, is_causal)[1], do, is_causal)
+    def backward(q, k, v, o, lse, do, *mask):
+        return real(q, k, v, o, kernels.attention_reference(q, k, v, *mask)[1], do, *mask)
     real = kernels.table[kernels.attention_backward_reference]
     return patch.dict(kernels.table, {kernels.attention_backward_reference: backward})
 
@@ -270,6 +281,30 @@ def keys_beside_f():
     return patch.object(further.latent, "through", through)
 
 
+def documents_see_each_other():
+    real = kernels.seen_keys
+    return patch.object(kernels, "seen_keys", lambda q, k, is_causal, starts: real(q, k, is_causal, None))
+
+
+def positions_run_on():
+    """From one document to the next."""
+    real = model.GPT.embed
+    return patch.object(model.GPT, "embed", lambda net, tokens, starts=None: real(net, tokens))
+
+
+def next_document_counts():
+    """Its first token is the target of the end token before it."""
+    return patch.object(further.packed, "packed", lambda x, y, end: (x, y, further.packed.starts_of(x, end)))
+
+
+def boundaries_of_own_tokens():
+    """A rank of a ring takes where a document begins in the sequence for where it begins among the keys that it has."""
+    def first_keys(starts, group, other, rows, keys):
+        n = dist.get_world_size(group)
+        return starts[:, further.context.own_tokens(starts.shape[1], dist.get_rank(group), n, 1, starts.device)[rows]]
+    return patch.object(further.context, "first_keys", first_keys)
+
+
 def no_state_from_others():
     """A gated delta rule of a rank of cp begins with nothing."""
     return patch.object(OverRanks, "state", Nothing.state)
@@ -281,6 +316,7 @@ def no_rows_from_others():
 
 
 BREAKS = {function.__name__: function for function in (
+    documents_see_each_other, positions_run_on, next_document_counts, boundaries_of_own_tokens,
     chunk_left_out, keys_beside_f, no_state_from_others, no_rows_from_others, positions_from_zero, average_over_copies,
     sums_of_all_keys, keys_travel_ahead, mean_of_micro_batches, mean_of_replicas, ends_apart)}
 
@@ -329,7 +365,7 @@ def in_layout(edition, *args, without=None, node=None, choice="auto", forced=Non
         return train_steps(edition, *args, **options)
 
 
-def train_steps(edition, layout, optimizer, micro_batches, change, steps, batch, tokens, bias, clip, holes,
+def train_steps(edition, layout, optimizer, micro_batches, change, steps, batch, tokens, bias, clip, holes, pack,
                 cuda_graphs=False, comm="ours", dtype=torch.float64, two_levels=None, want=None, **options):
     """The same steps laid out over the processes: losses, norms, the first step's gradients, weights; both whole.
     two_levels: whether the dp group must work in two levels. want: one process's gradients and weights, {name: array};
@@ -349,11 +385,12 @@ def train_steps(edition, layout, optimizer, micro_batches, change, steps, batch,
     losses, norms, grads, shapes = [], [], {}, model.shapes(config)
     mine = batch // dist.get_world_size(net.groups.dp)
     for step in range(steps):
-        x, y = (t.to(device).split(mine)[dist.get_rank(net.groups.dp)].split(mine // micro_batches)
-                for t in tokens_of(step, batch, tokens, config, holes))
+        rows = tokens_of(step, batch, tokens, config, holes, pack)
+        rows = further.packed.packed(*rows, end=0) if pack else rows
+        rows = [t.to(device).split(mine)[dist.get_rank(net.groups.dp)].split(mine // micro_batches) for t in rows]
         opt.zero_grad()
-        evaluated = net.forward(x, y) if holes else None
-        total = net.forward_backward(x, y)
+        evaluated = net.forward(*rows) if holes else None
+        total = net.forward_backward(*rows)
         assert evaluated is None or dtype != torch.float64 or close(evaluated, total, 1e-12)
         if step == 0:
             grads = distances(net, want[0], lambda param: param.grad) if want else whole_gradients(net, opt, shapes)
@@ -362,7 +399,7 @@ def train_steps(edition, layout, optimizer, micro_batches, change, steps, batch,
         if config.experts:
             further.experts.balance(net, RATE)
         if cuda_graphs and step == 0:
-            net.forward(x, y)  # eager, and what it gathers must not be missing in what is recorded next
+            net.forward(*rows)  # eager, and what it gathers must not be missing in what is recorded next
         torch_dist.all_reduce(total, group=net.groups.dp_cp)  # the library's: this one must work under sabotage too
         losses.append(float(total) / dist.get_world_size(net.groups.dp_cp))
     if want:
@@ -420,7 +457,8 @@ BIASES = {None: (), "few": (0.0, -9.0, 0.0, 0.0), "all": (9.0, 0.0, 0.0, 0.0)}
 SIZES = {"arch", *(field.name for kind in (further.experts.ExpertsConfig, LatentConfig)
                    for field in dataclasses.fields(kind))}
 # Two steps: what one leaves behind, the second finds.
-SIZED = {"steps": 2, "batch": BATCH, "tokens": SMALL.seq_len, "bias": None, "clip": CLIP, "holes": False}
+SIZED = {"steps": 2, "batch": BATCH, "tokens": SMALL.seq_len, "bias": None, "clip": CLIP, "holes": False,
+         "pack": False}
 
 
 def expanded(row):
@@ -476,6 +514,19 @@ chunked  loss_chunk=7
     dp=2 zero=3 without=gathering,chunk_left_out
     tp=2 without=CopyToGroup.backward,VocabParallelCrossEntropy.forward
     pp=2 schedule=zb-h1 micro_batches=4 without=chunk_left_out,ParallelGPT.add_up_gradients
+# Each document as if it were alone.
+packed  pack=1 micro_batches=2
+    dp=2 zero=1 recompute=attention optimizer=adamw
+    dp=2 tp=2 sp=1 zero=3 loss_chunk=7 recompute=mlp
+    dp=2 pp=2 schedule=zb-h1 zero=2 holes=1 tied=0
+    pp=2 schedule=interleaved virtual_stages=2 arch=llama recompute=block
+    cp=2 tp=2 sp=1 tokens=8 cp_kind=ring
+    cp=4 tokens=8 cp_kind=ring,ulysses,ulysses+ring arch=llama tied=0
+    dp=2 cp=2 ep=2 experts=4 tokens=8 zero=1 cp_kind=ulysses
+packed  pack=1
+    dp=2 without=documents_see_each_other,positions_run_on,next_document_counts
+    cp=2 tokens=8 without=documents_see_each_other,boundaries_of_own_tokens,shift
+    cp=2 tokens=8 cp_kind=ulysses without=documents_see_each_other,heads_for_tokens
 tensor
     dp=2 tp=2 tied=0 activation=elu
     tp=4 micro_batches=2
@@ -692,7 +743,7 @@ def parts_of(row):
     case = {"zero": 0, **case_of(row)}
     axes = [axis for axis in (*AXES, "ep", "sp") if case.get(axis, 1) > 1 or case.get(axis) is True]
     others = ("zero", "cp_kind", "schedule", "recompute", "arch", "delta_every", "optimizer", "zero_within", "node",
-              "loss_chunk")
+              "loss_chunk", "pack")
     return {*axes, *(f"{name}={case[name]}" for name in others if name in case)}
 
 
@@ -750,7 +801,7 @@ NEAR = [  # rows that round, and how near they are: layers in 16 bits, the kerne
     ("dp=2 micro_batches=2 zero=1 dtype=bf16 arch=llama n_kv_head=2", 2**-5),
     *((f"{layout} steps=1 choice=triton dtype=fp32 n_layer=1 n_head=2 vocab_size=11 seq_len=4 batch=2 tokens=4", 1e-5)
       for layout in ("dp=2 zero=3 holes=1", "tp=2 sp=1 holes=1", "dp=2 ep=2 experts=4 bias=few",
-                    "cp=2 arch=llama n_kv_head=1"))]
+                    "cp=2 arch=llama n_kv_head=1", "pack=1", "cp=2 pack=1 arch=llama n_kv_head=1"))]
 
 
 @parametrize("pool", [*BOTH, "full"], indirect=True)
@@ -929,8 +980,8 @@ DRAWN = {name: [*FLAGS[name]]
 SOME = """sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
     micro_batches=1,2,3 loss_chunk=0,4,9 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 shared_experts=0,1
     expert_groups=1,3 top_groups=1,2 n_layer=1,2,3 n_head=2,3,4 n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37
-    optimizer=sgd,adamw,muon tied=False,True inner=0,19 samples=1,2,3 holes=False,True arch=gpt2,llama n_kv_head=0,1,2
-    latent=0,10 delta_every=0,2,3 pairs=False,True"""
+    optimizer=sgd,adamw,muon tied=False,True inner=0,19 samples=1,2,3 holes=False,True pack=False,True arch=gpt2,llama
+    n_kv_head=0,1,2 latent=0,10 delta_every=0,2,3 pairs=False,True"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
 LATER = {*"""model dtype device kernels plain together form schedule_file recompute_blocks islands local_steps outer_lr
     outer_momentum""".split()}  # they round, or are tested alone

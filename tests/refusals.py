@@ -170,6 +170,9 @@ REFUSED = {
         --experts 4 --expert-every 5        | give --expert-every 4
         --cuda-graphs on --experts 4        | and no --experts or --delta-every: leave it out
         --delta-every 2                     | --delta-every 2 is for a Llama: give --arch llama, too
+        --pack --data BIG_BIN               | no end token stands between documents: give text
+        --pack --arch llama --delta-every 2 | state goes on from one document to the next: leave --pack out
+        --loss-chunk -1                     | --loss-chunk
         --arch llama --delta-every 2 --out runs/d | has no name in transformers: leave --delta-every out
 
         --init-from /no/such/folder         | --init-from

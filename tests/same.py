@@ -23,7 +23,7 @@ from tests.runs import ran
 def adapter_of(case, edition=parallel.Lecture):
     """The adapter of a GPT in a row's layout, which SGD steps."""
     (layout, _, m, change), options = layouts.arguments_of(case)
-    batch, tokens, bias, holes = (options.pop(name) for name in ("batch", "tokens", "bias", "holes"))
+    batch, tokens, bias, holes, _ = (options.pop(name) for name in ("batch", "tokens", "bias", "holes", "pack"))
     config = layouts.sized(**change)
     fields = {name: value for name, value in options.items() if hasattr(train.Layout, name)}
     mesh = {axis: layout.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")}
