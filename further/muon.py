@@ -15,6 +15,7 @@ from collections import defaultdict
 import torch
 
 import collectives as dist
+import kernels
 from further.flat import FlatBucket
 from further.owners import OwnedBucket, owners
 from parallel import is_matrix, placement_of, set_placement, whole_shape
@@ -36,6 +37,11 @@ from parallel import is_matrix, placement_of, set_placement, whole_shape
 # of one size are multiplied together. A GPT-2 has three sizes: q, k, v and the projection of all blocks; the first
 # matrix of their MLPs; the second.
 
+def symmetric(a, c=None, alpha=1.0, beta=0.0):
+    """alpha a a^T + beta c of n matrices: a (n, rows, columns), c (n, rows, rows) symmetric, as the result is."""
+    return a @ a.mT if c is None else torch.baddbmm(c, a, a.mT, beta=beta, alpha=alpha)
+
+
 def orthogonal(x):
     """O(u) of n matrices (n, rows, columns), roughly, by Newton-Schulz: no division, five times three products.
 
@@ -46,8 +52,8 @@ def orthogonal(x):
     x = x.mT if is_tall else x  # so that x x^T is the smaller square
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(1e-7)  # no singular value is above 1 now
     for _ in range(5):
-        square = x @ x.mT
-        polynomial = torch.baddbmm(square, square, square, beta=-4.775, alpha=2.0315)
+        square = kernels.table[symmetric](x)
+        polynomial = kernels.table[symmetric](square, square, 2.0315, -4.775)
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)
     return x.mT if is_tall else x
 

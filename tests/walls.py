@@ -237,6 +237,7 @@ ENTERED = {  # a layout, and the rows that it enters
         "LayerNorm flash_attention",
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11 arch=llama n_kv_head=1":
         "RowNorm swiglu rotary",
+    "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11 optimizer=muon": "symmetric",
 }
 
 
