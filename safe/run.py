@@ -275,7 +275,9 @@ class WatchedRun(Run):
         checkpoint = find_checkpoint(s, self.on_rank_0)
         if checkpoint:
             trained_with = checkpoint.manifest["run"]["flags"].items()
-            arguments = [f"{dashed(name)}={value}" for name, value in trained_with] + arguments
+            words = [dashed(name) if value is True else f"{dashed(name)}={value}"
+                     for name, value in trained_with if value is not False]
+            arguments = words + arguments
             s = parse(Parser(**ABOUT), self.flags, arguments)
         check_numbers(s)
         return s, checkpoint

@@ -101,7 +101,7 @@ def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backwar
     x, y = (t.to(net.device).split(2) for t in tokens_of(0))
     name, before = "reduce_scatter_tensor" if zero else "all_reduce", bytes_alive()
     dist.reset_traffic()
-    net.run(x, y, net.actions(len(x)), 1.0, net.optimizer)
+    net.run(x, y, None, net.actions(len(x)), 1.0, net.optimizer)
     in_backward = dist.traffic()[name].calls
     net.optimizer.finish_grad_sync()
     k = 4 * sum(param.numel() for param in stepped_by(net.optimizer))  # of ZeRO half of the gradients, padded
