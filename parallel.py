@@ -744,8 +744,8 @@ def needs(action, stages):
     the gradient that B0 of stage 1 has made. stages: all that there are. (I and W: halves of a B, further/schedules.py)
     """
     kind, s, i = action
-    backward = [Action("F", s, i), Action("B", s + 1, i)]
-    needed = {"F": [Action("F", s - 1, i)], "B": backward, "I": backward, "W": [Action("B", s, i)]}[kind]
+    of_backward = [Action("F", s, i), Action("B", s + 1, i)]
+    needed = {"F": [Action("F", s - 1, i)], "W": [Action("B", s, i)]}.get(kind, of_backward)
     return [action for action in needed if action.stage in stages]  # not before the first one, or after the last
 
 
