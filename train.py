@@ -683,9 +683,9 @@ class Trainer:
         before clipping)."""
         s = self.s
         scale = self.scaler.scale if self.scaler else 1.0
-        batch = self.micro_batches(self.train_data, s.seed, step)
+        micro_batches = self.micro_batches(self.train_data, s.seed, step)
         self.net.zero_grad()
-        loss = self.net.forward_backward(*batch, scale=scale)  # averages gradients over replicas, too
+        loss = self.net.forward_backward(*micro_batches, scale=scale)  # averages gradients over replicas, too
         norm = self.net.clip_grad_norm_(s.clip, scale)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)

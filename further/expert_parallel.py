@@ -108,13 +108,13 @@ def exchange_counts(counts, group):
     return both[1], *both.sum(2).tolist()
 
 
-def visit(mlps, group, rows, counts, exchange=exchange):
+def visit(mlps, group, rows, counts, travel=exchange):
     """`Experts.mlps` of experts that lie on the ranks of a group: rows (R, C), sorted by expert, counts (E) -> (R, C).
 
-    mlps: the same of this rank's E/N experts. exchange: how rows travel.
+    mlps: the same of this rank's E/N experts. travel: how rows do, `exchange`.
     """
     arriving, sends, receives = exchange_counts(counts, group)
-    there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
+    there, back = (partial(travel, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
     y = kernels.table[through_experts](mlps, Conjugate.apply(rows, group, there, back), arriving)
     return Conjugate.apply(y, group, back, there)
 

@@ -136,7 +136,7 @@ def paired(pipeline):
             super().__init__(stages, *args, **options)
             self.turns = Turns(self.device)
             for experts in [part for stage in stages.values() for part in stage.modules() if isinstance(part, Experts)]:
-                experts.mlps = partial(visit, *experts.mlps.args, exchange=self.turns.exchange)
+                experts.mlps = partial(visit, *experts.mlps.args, travel=self.turns.exchange)
 
         def do_all(self, actions):
             for action, *other in in_pairs(actions):

@@ -83,9 +83,9 @@ def demo_collectives():
         return [parts.view(n, 1)] if rank == 0 else []
 
     for title, call, *tensors in (
-            ("broadcast: one to all", dist.broadcast, tens),
-            ("scatter: one sends each its part (output, input)", dist.scatter, to_fill, *at_root(tens)),
-            ("gather: scatter backwards (input, output)", dist.gather, one, *at_root(parts_to_fill)),
+            ("broadcast: one to all, such as parameters at the start", dist.broadcast, tens),
+            ("scatter: one sends each its part, as of a batch (output, input)", dist.scatter, to_fill, *at_root(tens)),
+            ("gather: scatter backwards, as for losses (input, output)", dist.gather, one, *at_root(parts_to_fill)),
             ("reduce: gather, combining on the way", dist.reduce, tens),
             ("all-gather: gather, for everybody (output, input)", dist.all_gather_into_tensor, parts_to_fill, one),
             ("reduce-scatter: each its slice of the sum (output, input)", dist.reduce_scatter_tensor, to_fill, tens),

@@ -28,6 +28,7 @@ LEVELS = {  # of an H100, nearest first: who shares it; its size; bytes/s one wa
     "HBM": ("all SMs", "80 GB", 3.35e12),
     "NVLink": ("a node's GPUs", "18 links", 450e9),
     "PCIe 5.0": ("a GPU, its CPU", "16 lanes", 64e9),
+    "PCIe 7.0": ("no H100 has it", "16 lanes", 242e9),
     "network": ("all nodes", "a card a GPU", 50e9)}
 REACHED = {"hbm": "HBM, read plus written,", "link": "between GPUs of a node", "network": "between nodes"}  # of Machine
 
@@ -114,7 +115,8 @@ def demo_machine(model, machine):
     say(f"  TFLOP/s of 16-bit products, by datasheet: {', '.join(f'{gpu} {peak:,}' for gpu, peak in peaks.items())}\n\n"
         f"{SMS} multiprocessors (SMs) x {CORES} cores = {SMS * CORES:,}. Of 8 warps of {WARP} threads a block has "
         f"{8 * WARP}. An SM holds {HELD} warps:\n{HELD // 8} such blocks, {HELD * WARP // CORES} threads a core, which "
-        f"takes turns. So {SMS * HELD // 8:,} such blocks run at a time, and all others wait.")
+        f"takes turns. So {SMS * HELD // 8:,} such blocks run at a time, and all others wait. "
+        f"{CORES // WARP} schedulers an SM, one for {WARP} cores: a control unit serves a warp.")
     show(f"coalescing: a load of a warp of {WARP} threads, numbers of 4 bytes; sectors of {SECTOR} bytes",
          (1, 2, 4, 8, 32), "stride {}",
          lambda stride: "{:2} sectors, {:.1%} of their bytes are used".format(n := sectors(apart(stride)), 4 / n),
