@@ -75,6 +75,7 @@ def cases():
         tiles = {"FUNCTION": None, "BM": 128, "BN": 128, "BK": 32, "GROUP": 8, "a_column": 1, "b_column": 1}
         yield f"product, {kind}", kernels._matmul, matrices | sizes, tiles, 8
         if kind == "bf16":
+            yield "  with GELU, one kernel", kernels._matmul, matrices | sizes, tiles | {"FUNCTION": kernels._gelu}, 8
             yield "  B's rows of 50,257", kernels._matmul, matrices | sizes | {"N": "odd", "b_row": "odd"}, tiles, 8
 
 

@@ -27,6 +27,15 @@ def hidden_from(tokens, ratio, of_more):
     return f"{math.ceil(ratio * tokens):,}"
 
 
+FOR_AND_AGAINST = """
+        keeps               sends                              for                       against
+dp      all                 gradients, once a step             any links, any model      one GPU must hold it
+ZeRO-3  K/N                 half as much again                 large models              hides under many tokens alone
+tp      K/N, less of T C    in every layer, and waits          wide models, no bubble    fast links: a node's 8 GPUs
+pp      L/N layers          BTC between two ranks              deep models, slow links   idles (p-1)/(m+p-1); much code
+"""
+
+
 def demo_overlap(model, ranks, tokens, machine):
     """Traffic's seconds over those of the products that can hide it, and with how many tokens they do."""
     config, rates, n = PRESETS[model], MACHINES[machine], ranks
@@ -48,6 +57,7 @@ def demo_overlap(model, ranks, tokens, machine):
         said = f"{printed[name] * per_byte:15.3g}" if name in printed else ""
         print(f"{name:20}{sent / 1e6:9,.1f}{flops / 1e9:9,.0f}"
               + "".join(f"{here:>11}{there:>10}" for here, there in zip(cells[::2], cells[1::2])) + said)
+    print(FOR_AND_AGAINST)
     near, far = (max(ring_hides(rates.attention_with(8192), link, torch.bfloat16))
                  for link in (rates.link, rates.network))
     received, block = overlaps(config, tokens, n)["pp"][0], sum(matrices(config))
