@@ -442,14 +442,18 @@ def add_up_twins(params):
 
 def who_runs(layout, edition):
     """(the class of pipeline that runs a layout's schedule, the function that makes its lowered lists)"""
+    pipeline = edition.pipeline
+    lists = parallel.lowered_lists
+    if layout.schedule not in parallel.SCHEDULES:
+        from further.lists import checked
+        from further.schedules import HalvedPipeline
+        pipeline = edition.halved or HalvedPipeline
+        lists = checked
     if layout.pairs:
         from further.pairs import checked_pairs, paired
-        return paired(who_runs(dataclasses.replace(layout, pairs=False), edition)[0]), checked_pairs
-    if layout.schedule in parallel.SCHEDULES:
-        return edition.pipeline, parallel.lowered_lists
-    from further.lists import checked
-    from further.schedules import HalvedPipeline
-    return edition.halved or HalvedPipeline, checked
+        pipeline = paired(pipeline)
+        lists = checked_pairs
+    return pipeline, lists
 
 
 class ParallelGPT:
