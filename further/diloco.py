@@ -77,7 +77,8 @@ def mesh_of_islands(device_type, layout):
     """As parallel.make_mesh, but an island's ranks follow each other, so that it may be a node, or some. Islands cut
     dp. Of pp 2, dp 2 and 2 islands, which are ranks 0, 1 and 2, 3: [[0, 2], [1, 3]] in place of [[0, 1], [2, 3]]."""
     shape = layout.islands, layout.pp, layout.dp // layout.islands, layout.cp, layout.tp
-    ranks = torch.arange(dist.get_world_size()).view(shape).transpose(0, 1).flatten(1, 2)     # (pp, dp, cp, tp)
+    ranks = torch.arange(dist.get_world_size(), device="cpu").view(shape)
+    ranks = ranks.transpose(0, 1).flatten(1, 2)                                               # (pp, dp, cp, tp)
     return DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp", "cp", "tp"))
 
 

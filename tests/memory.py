@@ -66,7 +66,7 @@ MEMORY = """
     0.01  2  --zero 3 --micro-batches 4 --batch-size 8 --recompute mlp
     0.01  2  --dp 2 --tp 1 --recompute mlp --recompute-blocks 1
     0.01  2  --tp 2 --recompute norms
-    0.02  2  --tp 2 --sp --arch llama --recompute mlp                    the cached table of angles is on no list
+    0.02  2  --tp 2 --sp --arch llama --recompute mlp --batch-size 4     the cached table of angles is on no list
     0.02  2  --zero 1 --micro-batches 4 --batch-size 8 --dtype bf16 --recompute block     nor are totals in float32
     0.01  2  --pp 2 --micro-batches 2
     0.01  2  --dp 2 --islands 2 --dtype bf16
