@@ -102,10 +102,10 @@ def test_a_deepseek_is_transformers_deepseek(tmp_path, kind):
 
 @parametrize("kind", KINDS)
 def test_transformers_reads_our_deepseek(tmp_path, kind):
-    """A folder that came, and one of a model that came from none."""
+    """A folder that came, and one of a model that came from none. (A router in float32 rounds as its CPU does.)"""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     write_folder(tmp_path, kind)
-    assert close(numbers_of_transformers(tmp_path), [*map(float, NUMBERS[kind].split())], 1e-9)
+    assert close(numbers_of_transformers(tmp_path), [*map(float, NUMBERS[kind].split())], 1e-7)
     net = load(tmp_path)
     save(net, tmp_path / "ours")
     del net.came
