@@ -225,13 +225,17 @@ class AllToAll:
 # fetched its sum t-4. (Three slots would do, if an all-gather had a barrier between a fetch and its next count.)
 # A reduce-scatter has the same rounds but writes no sums into windows, an all-gather sends no pieces, and its "sums"
 # are its own chunk. They still count what they do not write.
+#
+# Two programs share a multiprocessor: while one waits, the other copies. (4 H200s, GB/s on the bus at 1 GiB, all-
+# gather, reduce-scatter, all-reduce: one program with twice the threads had 295, 298, 317, two have 317, 326, 341, NCCL
+# has 314, 311, 348. Loads that waited for the stores before them had 225, 216, 275.)
 
-SUM_PROGRAMS, SUM_SLOTS = 128, 4
+SUM_PROGRAMS, SUM_SLOTS = 256, 4
 OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.MAX: "max"}
 
 
 def sum_slot_bytes(ranks):
-    """32 KiB for 2 ranks, 16 for 3 and 4, 8 for 5 to 8: windows of 32 to 56 MiB."""
+    """32 KiB for 2 ranks, 16 for 3 and 4, 8 for 5 to 8: windows of 64 to 112 MiB."""
     return (1 << 16) >> (ranks - 1).bit_length()
 
 
@@ -254,34 +258,42 @@ def _chunk(flat, r, first, lane, row, least, more, end, N: tl.constexpr, EVEN: t
 
 @triton.jit
 def _slot(window, line, slot, SLOTS: tl.constexpr, BYTES: tl.constexpr, kind: tl.constexpr):
+    """The address of a line's slot in a window; of (LINES) lines, and windows, (LINES) addresses."""
     return tl.multiple_of((window + (line * SLOTS + slot) * BYTES).to(tl.pointer_type(kind)), 16)
 
 
 @triton.jit
-def _count_for_all(windows, rank, counters: tl.constexpr, first, N: tl.constexpr):
-    """Add 1 to this rank's counter on each other rank: the one for line `first` + s - 1 on rank+s."""
-    for s in tl.static_range(1, N):
-        there = tl.load(windows + (rank + s) % N) + counters + 4 * (first + s - 1)
-        tl.atomic_add(_counter(there), 1, sem="release", scope="sys")
+def _wait_for_all(counters, least, used):
+    """As `_wait`, for those of (LINES) counters that are used."""
+    behind = 1
+    while behind > 0:
+        counts = tl.atomic_add(_counter(counters), 0, used, sem="acquire", scope="sys")
+        behind = tl.max((used & (counts - least < 0)).to(tl.int32))
 
 
 @triton.jit
 def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
                 SEND: tl.constexpr, GATHER: tl.constexpr, OP: tl.constexpr, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr,
-                SLOTS: tl.constexpr, SLOT: tl.constexpr):
+                SLOTS: tl.constexpr, SLOT: tl.constexpr, LINES: tl.constexpr):
     """windows: N addresses, and this rank's number. own: a reduce-scatter's result, or what an all-gather sends. SEND:
     send pieces and sum them. GATHER: send sums and fetch them. EVEN: all chunks have `least` elements. TOTAL: the sum's
     dtype. A program does `width` elements of every chunk, SLOT at a time; all ranks do as many rounds, even where their
-    chunks are shorter."""
+    chunks are shorter. LINES: a power of 2, N-1 or more."""
     kind: tl.constexpr = flat.dtype.element_ty
     BYTES: tl.constexpr = SLOT * (kind.primitive_bitwidth // 8)
     counters: tl.constexpr = 2 * PROGRAMS * (N - 1) * SLOTS * BYTES  # they lie behind all slots
     program = tl.program_id(0)
     rank = tl.load(windows + N).to(tl.int32)
     here = tl.load(windows + rank)
-    # The first of N-1 lines of slots, each; rank-s fills line s-1 of them.
-    pieces = program * (N - 1)
-    sums = (PROGRAMS + program) * (N - 1)
+    # What is sent to all other ranks, or comes from them, is (LINES, SLOT), so that all loads are under way before the
+    # first store. Line i here is filled by rank-1-i; I fill line i of rank+1+i.
+    i = tl.arange(0, LINES)
+    used = i < N - 1
+    right = (rank + 1 + i) % N
+    left = (rank + 2 * N - 1 - i) % N
+    there = tl.load(windows + right)
+    pieces = program * (N - 1) + i
+    sums = (PROGRAMS + program) * (N - 1) + i
     # How many pieces this program has handled in all launches; `before`: in those before.
     done = _counter(here + counters + 4 * (2 * PROGRAMS * (N - 1) + program))
     before = tl.load(done)
@@ -291,49 +303,43 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
     rounds = tl.cdiv(end - start, SLOT)
     for t in range(0, rounds + 2):
         if t < rounds:
-            first = start + t * SLOT
-            slot = (before + t) & (SLOTS - 1)
             if SEND:
-                for s in tl.static_range(1, N):
-                    at, inside = _chunk(flat, (rank + s) % N, first, lane, row, least, more, end, N, EVEN, ROWS)
-                    there = _slot(tl.load(windows + (rank + s) % N), pieces + s - 1, slot, SLOTS, BYTES, kind)
-                    tl.store(there + lane, tl.load(at, inside), inside)
+                at, inside = _chunk(flat, right[:, None], start + t * SLOT, lane[None], row, least, more, end, N, EVEN,
+                                    ROWS)
+                inside &= used[:, None]
+                slots = _slot(there, pieces, (before + t) & (SLOTS - 1), SLOTS, BYTES, kind)
+                tl.store(slots[:, None] + lane[None], tl.load(at, inside), inside)
                 tl.debug_barrier()  # until all threads have written
-            _count_for_all(windows, rank, counters, pieces, N)
+            tl.atomic_add(_counter(there + counters + 4 * pieces), 1, used, sem="release", scope="sys")
         if (t > 0) & (t <= rounds):
             first = start + (t - 1) * SLOT
             slot = (before + t - 1) & (SLOTS - 1)
-            for s in tl.static_range(1, N):
-                _wait(_counter(here + counters + 4 * (pieces + s - 1)), before + t)
+            _wait_for_all(here + counters + 4 * pieces, before + t, used)
             at, inside = _chunk(flat, rank, first, lane, row, least, more, end, N, EVEN, ROWS)
-            mine = tl.load(at if SEND else own + first + lane, inside)
-            total = mine
             if SEND:
                 total = tl.full((SLOT,), float("-inf") if OP == "max" else 0, TOTAL)
                 for r in tl.static_range(N):  # in the ranks' order
-                    x = mine
-                    if r != rank:
-                        line = _slot(here, pieces + (rank - r + N) % N - 1, slot, SLOTS, BYTES, kind)
-                        x = tl.load(line + lane, inside, cache_modifier=".cg")  # past L1, as in _copy_bytes
-                    x = x.to(TOTAL)
+                    line = program * (N - 1) + (rank - r + N) % N - 1
+                    place = tl.where(r == rank, at, _slot(here, line, slot, SLOTS, BYTES, kind) + lane)
+                    x = tl.load(place, inside, cache_modifier=".cg").to(TOTAL)  # past L1, as in _copy_bytes
                     total = tl.maximum(total, x, tl.PropagateNan.ALL) if OP == "max" else total + x
                 total = (total / N if OP == "avg" else total).to(kind)
+            else:
+                total = tl.load(own + first + lane, inside)
             tl.store(at if GATHER else own + first + lane, total, inside)
             if GATHER:
-                for s in tl.static_range(1, N):
-                    there = _slot(tl.load(windows + (rank + s) % N), sums + s - 1, slot, SLOTS, BYTES, kind)
-                    tl.store(there + lane, total, inside)
+                slots = _slot(there, sums, slot, SLOTS, BYTES, kind)
+                tl.store(slots[:, None] + lane[None], total[None], used[:, None] & inside[None])
             tl.debug_barrier()
-            _count_for_all(windows, rank, counters, sums, N)
+            tl.atomic_add(_counter(there + counters + 4 * sums), 1, used, sem="release", scope="sys")
         if t > 1:
-            first = start + (t - 2) * SLOT
-            slot = (before + t - 2) & (SLOTS - 1)
-            for s in tl.static_range(1, N):
-                _wait(_counter(here + counters + 4 * (sums + s - 1)), before + t - 1)
-                if GATHER:
-                    at, inside = _chunk(flat, (rank - s + N) % N, first, lane, row, least, more, end, N, EVEN, ROWS)
-                    line = _slot(here, sums + s - 1, slot, SLOTS, BYTES, kind)
-                    tl.store(at, tl.load(line + lane, inside, cache_modifier=".cg"), inside)
+            _wait_for_all(here + counters + 4 * sums, before + t - 1, used)
+            if GATHER:
+                at, inside = _chunk(flat, left[:, None], start + (t - 2) * SLOT, lane[None], row, least, more, end, N,
+                                    EVEN, ROWS)
+                inside &= used[:, None]
+                slots = _slot(here, sums, (before + t - 2) & (SLOTS - 1), SLOTS, BYTES, kind)
+                tl.store(at, tl.load(slots[:, None] + lane[None], inside, cache_modifier=".cg"), inside)
     if rounds > 0:
         tl.debug_barrier()  # until all threads have read the counter
         tl.store(done, before + rounds)
@@ -387,7 +393,8 @@ class AllReduce:
         _all_reduce[(triton.cdiv(longest, width),)](
             flat, own, self.windows, least, more, width, row, self.ranks, not more, row > 0, **what,
             TOTAL=tl.float64 if flat.dtype == torch.float64 else tl.float32,
-            PROGRAMS=SUM_PROGRAMS, SLOTS=SUM_SLOTS, SLOT=slot, num_warps=16)
+            PROGRAMS=SUM_PROGRAMS, SLOTS=SUM_SLOTS, SLOT=slot,
+            LINES=triton.next_power_of_2(self.ranks - 1), num_warps=8)
 
 
 def window_bytes(ranks):
