@@ -56,7 +56,7 @@ def sum_rows(rows, out, divide):
 # time: each waits only for programs of its own number, and a send waits only for the piece SLOTS before it to be taken.
 # A block crosses NVLink once. The receiver then copies it out of its window, from L2, while the next pieces arrive.
 
-SHARES, SLOTS, SLOT_BYTES = 128, 4, 1 << 16  # programs, slots for each, bytes of a slot: windows of 32 MiB
+SHARES, SLOTS, SLOT_BYTES = 256, 4, 1 << 15  # programs, slots for each, bytes of a slot: windows of 32 MiB
 LEAST_BYTES = 1 << 12                        # least bytes of a share, so that small blocks need few programs
 
 
@@ -205,7 +205,7 @@ class AllToAll:
         if unit in self.compiled:  # Triton's own lookup would cost the CPU 27 us, twice as much
             self.compiled[unit][grid](*arguments)
             return
-        compiled = _all_to_all[grid](*arguments, num_warps=16, num_stages=1)
+        compiled = _all_to_all[grid](*arguments, num_warps=8, num_stages=1)
         if compiled:  # None in the interpreter
             self.compiled[unit] = compiled
 
@@ -235,8 +235,8 @@ OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.MAX: "max"}
 
 
 def sum_slot_bytes(ranks):
-    """32 KiB for 2 ranks, 16 for 3 and 4, 8 for 5 to 8: windows of 64 to 112 MiB."""
-    return (1 << 16) >> (ranks - 1).bit_length()
+    """16 KiB up to 4 ranks, 8 for 5 to 8: windows of 32 MiB for two, 96 for four, 112 for eight."""
+    return 1 << (14 if ranks <= 4 else 13)
 
 
 def all_reduce_bytes(ranks):
