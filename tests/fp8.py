@@ -1,5 +1,6 @@
 """Products in FP8 are what they would be in float32, for numbers that eight bits hold."""
 
+import gc
 from types import SimpleNamespace
 
 import torch
@@ -8,10 +9,14 @@ from fast import fp8
 from fast.edition import Fast
 from fast.linear import WeightGradients
 from further.llama import LlamaConfig
+from further.recompute import recompute
 from model import GPT, GPTConfig, Linear, shapes
+from safe.flags import Settings
+from safe.reports import BirthLog, storages
 from tests.kernels import KERNEL_DEVICE
 from tests.layouts import small_gpt
-from tests.pool import close, needs_kernels, on_ranks
+from tests.pool import close, needs_kernels, on_ranks, parametrize
+from theory.memory import activation_bytes
 
 
 def whole(*shape):
@@ -66,6 +71,24 @@ def test_weight_gradients_in_fp8(triton_kernels):
     for beta, extra in (1, 1), (0, 0):
         one.T.add_product(other, total, beta)
         assert torch.equal(total, whole(16, 32).float().T @ whole(16, 48).float() + extra)
+
+
+@parametrize("part", ["none", "norms", "mlp", "attention", "block"])
+def test_a_block_in_fp8_keeps_what_is_predicted(part, triton_kernels):
+    """But for a scale of each copy, 4 bytes."""
+    config = LlamaConfig(vocab_size=37, seq_len=128, n_layer=1, n_head=2, n_embd=32, inner=48)
+    net = GPT(config).to(KERNEL_DEVICE, torch.bfloat16)
+    fp8.use_fp8(net)
+    if part != "none":
+        recompute(net, part)
+    x = whole(1, 128, 32).requires_grad_()
+    net.h["0"](x)  # makes the table of angles, which stays
+    with BirthLog() as births:
+        y = net.h["0"](x)
+    gc.collect()
+    s = Settings(dp=1, batch_size=1, dtype="fp8", recompute=part, device=KERNEL_DEVICE)
+    kept = x.nbytes + births.alive(storages([y]))
+    assert 0 <= kept - activation_bytes(config, s, [range(1, 2)]) <= 8 * 4
 
 
 @on_ranks(2)

@@ -111,6 +111,8 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     tokens = tokens_of(config, s)
     c = config.n_embd
     width, wide = widths(s)
+    eight = s.dtype == "fp8"
+    alone = 1 if eight else width  # bytes of an element that a product alone keeps
     tp = s.tp
     tokens_cut = tp if s.sp else 1
     twice = s.cp > 1 and (s.cp_kind != "ring" or config.n_head > tp)
@@ -120,30 +122,36 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
         attention = latent_bytes(config, s, positions, fused)
     else:
         attention = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / tp
-        attention += (config.arch == "llama") * max(width, 4) * config.head_dim * positions
+        attention += (config.arch == "llama") * max(width, 4) * config.head_dim * positions + eight * config.heads_width
     norm = 8 if config.arch == "gpt2" else 4  # bytes a row that a norm keeps besides x: mean and rstd, or rstd
     if config.arch == "llama" and not fused and s.device == "cpu":  # there PyTorch has no kernel: x, x rstd in float32
         norm += c * (2 * max(width, 4) - width)
-    rest = (4 * c * width + 2 * norm) / tokens_cut
-    mlp = mlp_width(config, fused) * width / tp
+    rest = (2 * c * (width + alone) + 2 * norm) / tokens_cut
+    mlp = (mlp_width(config, fused) * width - config.hidden * (width - alone)) / tp
     mlp_of_experts = routed and routed_bytes(config, s, load, fused) + config.shared_experts * mlp
     twice, twice_routed = recomputed(config, s, pieces)
     mlps = (twice - twice_routed) * mlp + twice_routed * mlp_of_experts
     norms = blocks * 2 * c * width / tokens_cut
     others = {"norms": blocks - routed, "mlp": blocks - routed - twice + twice_routed}.get(s.recompute, 0)
     norms += others * config.hidden * width / tp
+    if eight:
+        norms = twice * c * (s.recompute == "mlp")
     extra = rule_bytes(config, s) - attention if config.delta_every else 0
     attentions = blocks * attention + delta_rules(config, pieces) * extra
     again = twice * attention + delta_rules(config, runs_again(config, s, pieces)) * extra
+    again -= twice * c * (width - alone) * (s.recompute == "attention")  # what runs again keeps its own input
     dropped = {"none": 0, "norms": norms, "mlp": norms + mlps, "attention": again,
                "block": twice * (rest - c * width / tokens_cut) + again + mlps}[s.recompute]
     every = blocks * rest + attentions + (blocks - routed) * mlp + routed * mlp_of_experts - dropped
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
     ids = 8 * positions * (config.arch == "gpt2") + 9 * (tp > 1)
     targets = 8 + 12 * (fused or tp > 1)
+    of_attention, of_mlp = c * (config.qkv_width + config.heads_width), c * (config.up_width + config.hidden)
+    gone = {"attention": of_attention, "mlp": of_mlp, "block": of_attention + of_mlp}.get(s.recompute, 0)
+    weights = eight * (blocks * (of_attention + of_mlp) - twice * gone)
     of_loss = wide * table_elements(config, s) if s.loss_chunk else tokens * (logits + targets)
     last = (c * width + norm) / tokens_cut + c * width
-    return int(tokens * (every + first * ids + head * last) + head * of_loss)
+    return int(tokens * (every + first * ids + head * last) + head * of_loss + weights)
 
 
 def table_elements(config, s):
