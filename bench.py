@@ -121,7 +121,7 @@ GRAPHED = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"  # tim
 def collectives(a):
     device = dist.initialize(a.device, rendezvous=launch.settled_rendezvous)
     dist.use(None, a.comm)
-    dtype, name = (torch.bfloat16, "gpt2-xl") if device.type == "cuda" else (torch.float32, "tiny")
+    dtype, name = ("bf16", "gpt2-xl") if device.type == "cuda" else ("fp32", "tiny")
     machine = measure_machine(device, dtype, PRESETS[name], a.comm)
     say(f"{a.gpus} processes, {torch_dist.get_backend()}\n{describe_machine(machine)}")
     table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {

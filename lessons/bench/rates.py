@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -12,11 +13,12 @@ import torch.distributed as torch_dist
 import collectives as dist
 import kernels
 import parallel
-from fast.nccl import Direct
 from fast.edition import FusedBlock
+from fast.fp8 import use_fp8
+from fast.nccl import Direct
 from further.kinds import resized
 from lessons.bench.timing import interleaved, readable
-from model import GPTConfig
+from model import GPTConfig, Linear
 from safe.sizes import reject
 from theory import speed
 from theory.speed import MACHINES, Machine, matrices, passes
@@ -44,8 +46,10 @@ def sent_in(link, op, elements, width):
 # ---------------------------------------------------------------------------------------------------------- the machine
 
 def measure_machine(device, dtype, config, comm):
-    """The Machine of these processes: its rates at this model's sizes, of its links under `comm`. All ranks measure at
-    once, because in training, too, they share power."""
+    """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links under `comm`.
+    All ranks measure at once, because in training, too, they share power."""
+    eight = dtype == "fp8"
+    dtype = parallel.PRECISIONS[dtype]
     config = resized(config, experts=0)  # rates are a dense block's
     cuda, n, c, t = device.type == "cuda", dist.get_world_size(), config.n_embd, config.seq_len
     b = max(1, (32768 if cuda else 1024) // t)  # so much that no GPU waits for its CPU
@@ -60,9 +64,12 @@ def measure_machine(device, dtype, config, comm):
     targets = torch.zeros(b, t, dtype=torch.int64, device=device)
     k = min(b * t, 8192)  # tokens of a step on one GPU; with more, products are faster
     a, wide, up = random(k, c), random(k, config.hidden), random(c, config.hidden)
+    if eight:
+        layer = Linear(c, config.hidden, bias=False).to(device, dtype)
+        use_fp8(SimpleNamespace(h=torch.nn.ModuleList([block, layer])))
     source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
     seconds = interleaved({
-        "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
+        "products": both_ways(layer, k, c) if eight else torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
         "copy": lambda: target.copy_(source), "block": both_ways(block, b, t, c),
         "attention": both_ways(kernels.attention, b, t, config.n_head // config.kv_heads + 2, config.kv_heads,
                                config.head_dim),

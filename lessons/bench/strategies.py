@@ -175,7 +175,7 @@ def strategies(a):
     if a.without:
         without(a, device)
         return
-    machine = measure_machine(device, parallel.PRECISIONS[a.dtype], a.config, a.comm)
+    machine = measure_machine(device, a.dtype, a.config, a.comm)
     say(f"{a.gpus} processes, {torch_dist.get_backend()}; {describe_model(a)}, {a.dtype}; "
         f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}{mfu_note(a.config)}")
     for reason in a.reasons:
