@@ -16,7 +16,7 @@ import parallel
 import train
 from tests.data import stepped_by
 from tests.layouts import small_gpt, tokens_of
-from tests.pool import close, edition_here, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
+from tests.pool import close, DEVICES, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
 from tests.runs import TINY, output_of, parse
 from fast.adamw import AdamW
 from fast.edition import Fast
@@ -27,6 +27,7 @@ from lessons.bench.timing import of_all_ranks
 from safe.data import load_data
 from safe.flags import check_layout, model_config
 from safe.reports import BirthLog, measured_bytes, predicted_bytes
+from safe.run import WatchedTrainer
 
 
 def test_memory_table_is_the_lecture_s():
@@ -44,15 +45,15 @@ ZeRO-3          0.00        0.73        2.19      2.92     10.02   optimizer, gr
 """ in output_of(main, *"memory --model gpt2-xl --dp 8".split())
 
 
-def make_trainer(flags):
-    """What a command line trains with, on this pool's device."""
+def make_trainer(flags, reference=train.Trainer):
+    """What a command line trains with, on this pool's device; `reference` in the reference."""
     device = torch.get_default_device()
-    s = parse(["--device", device.type, *flags])
+    s = parse(["--device", device.type, "--form", "lecture" if is_plain() else "fast", *flags])
     config, source = model_config(s)
     with torch.device("cpu"):
         check_layout(s, config, dist.get_world_size(), dist.get_world_size())
-        make = train.Trainer if is_plain() else fast.run.FastTrainer
-        return make(s, config, source, load_data(s, train.Bytes()), device, edition_here())
+        make, edition = (reference, train.edition_of(s.form)) if is_plain() else (fast.run.FastTrainer, Fast)
+        return make(s, config, source, load_data(s, train.Bytes()), device, edition)
 
 
 # By how many bytes or what part measured activations may miss the predicted, processes, flags
@@ -90,10 +91,22 @@ MEMORY = """
     0.02  2  --experts 4 --dp 2 --ep 2 --seq-len 8 --kernels triton --n-layer 1
     0.02  2  --experts 4 --n-embd 64 --batch-size 4 --tp 2 --shared-experts 2
     0.02  4  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --tp 2 --sp --ep 2 --expert-every 2
+    0.01  1  --pack                                                     the mask
+    0.01  2  --pack --cp 2 --cp-kind ulysses
+    0.01  2  --form full --tp 2 --sp                                    what f has gathered
+    0.01  2  --form full --tp 2 --sp --loss-chunk 24 --recompute mlp --recompute-blocks 1
+    0.01  2  --form lecture --tp 2 --sp --recompute norms
+    0.01  2  --form lecture --tp 2 --sp --recompute attention --arch llama --latent 24 --n-head 4
+    0.01  2  --form full --tp 2 --sp --experts 4 --n-embd 64 --batch-size 4 --shared-experts 2 --recompute norms
+    0.01  1  --form full --arch llama --kernels triton --n-layer 1 --seq-len 16           the gate
+    0.01  2  --form full --pp 2 --n-layer 5 --micro-batches 2           cut elsewhere
+    0.02  2  --form lecture --zero 3                                    vectors are sharded
 """
 
 
-@parametrize("bound, size, flags", [(float(row[0]), *row[1:3]) for row in table(MEMORY)])
+@parametrize("pool, bound, size, flags", [
+    (where, float(bound), size, flags) for bound, size, flags, *_ in table(MEMORY)
+    for where in (["plain"] if "--form" in flags else DEVICES)], indirect=["pool"])
 @on_ranks()
 def test_memory_is_what_is_predicted(text, bound, flags):
     """Activations alive after forward, and what outlives the step. On the CPU PyTorch keeps statistics of a bf16 layer
@@ -101,7 +114,7 @@ def test_memory_is_what_is_predicted(text, bound, flags):
     if "triton" in flags:
         needs_kernels()
     sizes = "--n-layer 2 --seq-len 64 --n-head 2 --n-embd 32 --batch-size 2 --kernels torch"
-    trainer = make_trainer(f"--data {text} {sizes} {flags}".split())
+    trainer = make_trainer(f"--data {text} {sizes} {flags}".split(), WatchedTrainer)
     on_cpu = torch.get_default_device().type == "cpu"
     with torch.device("cpu"):
         trainer.step(0)

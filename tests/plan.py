@@ -222,7 +222,7 @@ def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert len(rows) == number and [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)
     for row in rows:
-        s = Settings(**{**row["settings"], "device": "cpu"})
+        s = Settings(**{**row["settings"], "device": "cpu", "form": "fast"})
         assert check_layout(s, a.config, 1, 1) == a.gpus and row["layout"] == describe_layout(s)
         ranks = [n / 2**30 for n in needed_bytes(a.config, s)]
         assert row["gib"] == max(ranks) < 0.9 * a.machine.memory / 2**30 and len(ranks) == s.pp

@@ -26,9 +26,14 @@ def stage_to_rank_in(s):
     return placed(s.schedule, s.pp, s.virtual_stages)
 
 
+def is_fast(s):
+    """Whether layout s runs in fast/'s edition. One that names none is meant for GPUs."""
+    return s.form in (None, "fast")
+
+
 def stages_in(s, config, rank):
     """{stage: its pieces} of a pipeline rank in layout s."""
-    cuts = split_pieces(config, len(stage_to_rank_in(s)))
+    cuts = (split_pieces if is_fast(s) else parallel.even_pieces)(config, len(stage_to_rank_in(s)))
     return {stage: cuts[stage] for stage in parallel.stages_on(rank, stage_to_rank_in(s))}
 
 

@@ -17,7 +17,7 @@ from further.shared import shared_plan
 from model import GPT, GPTConfig
 from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
-from theory.clock import lists_of, most_held, stages_in
+from theory.clock import is_fast, lists_of, most_held, stages_in
 from theory.traffic import (
     chunks_of, contents, delta_rules, recomputed, runs_again, shards_of, tokens_of, widths)
 
@@ -41,6 +41,7 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     pieces = stages.values()
     count = local_elements(config, s.tp, tuple(pieces))
     narrow, wide = widths(s)
+    is_lecture = s.form == "lecture"
     # Elements on this rank; mine: those that its optimizer steps; muons: of these Muon, which leaves tables to AdamW.
     matrices = vectors = mine = muons = 0
     _, _, first, last = contents(config, pieces)
@@ -52,12 +53,13 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
         v = count[experts, False] / shared
         matrices += m
         vectors += v
-        mine += {0: m + v, 3: m / ranks + v}.get(s.zero, (m + v) / ranks)
+        mine += m + v if s.zero == 0 else m / ranks + v / (1 if s.zero == 3 and not is_lecture else ranks)
         if s.optimizer == "muon":
             muons += (m - tables * (not experts)) / (ranks if s.zero else 1)
     whole = matrices + vectors
     masters = wide * mine if wide > narrow else 0
-    between_steps = narrow * vectors if masters else wide * mine  # at stage 3, where matrices are gathered
+    # At stage 3, where matrices are gathered. The lecture's has the vectors whole, and steps a shard of each.
+    between_steps = narrow * vectors if masters else wide * (mine + is_lecture * vectors)
     actions = lists_of(s.schedule, s.pp, micro_batches or s.micro_batches, s.virtual_stages)[rank]
     sizes = {stage: activation_bytes(config, s, [run], fused, load) for stage, run in stages.items()}
     return {
@@ -89,13 +91,16 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     a token:
 
         whole on every rank: x, LN(x), x + attention, LN of that                  4C / tokens_cut
+                     with --sp LN(x) is T/N tokens; what f has gathered of it,
+                     fast/'s edition gathers again, others keep it instead        2C of T tokens, not of T/N
         cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
                      attention's output once more, where --cp keeps it `twice`    C
 
-    Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept. Of a
-    Llama q, k, v are (H + 2 H/G) D, the MLP is 2 inner before and inner after (and where PyTorch's operations compute
-    it, the gate's result, too), a norm keeps one number (by PyTorch's operations on a CPU also x rstd, and x in
-    float32), and cos and sin of each position are D float32 numbers. Latent attention has `latent_bytes`.
+    Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept, but
+    the mask of --pack where no kernel of ours runs. Of a Llama q, k, v are (H + 2 H/G) D, the MLP is 2 inner before
+    and inner after (and unless a kernel of fast/ computes it, the gate's result, too), a norm keeps one number (by
+    PyTorch's operations on a CPU also x rstd, and x in float32), and cos and sin of each position are D float32
+    numbers. Latent attention has `latent_bytes`.
     recompute="block" keeps x alone; "attention" drops q, k, v and attention's output, "mlp" what an MLP has inside
     and what norms gave, "norms" what norms and activation functions gave.
     What backward then computes again exists for one block at a time, and is not counted. twice: Ulysses keeps the
@@ -111,10 +116,10 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     tokens = tokens_of(config, s)
     c = config.n_embd
     width, wide = widths(s)
-    eight = s.dtype == "fp8"
-    alone = 1 if eight else width  # bytes of an element that a product alone keeps
     tp = s.tp
     tokens_cut = tp if s.sp else 1
+    own = c * width / tokens_cut
+    copy = 0 if is_fast(s) else c * width - own  # by how much what f has gathered is larger
     twice = s.cp > 1 and (s.cp_kind != "ring" or config.n_head > tp)
     blocks, routed, first, head = contents(config, pieces)
     positions = config.seq_len / s.cp / tokens  # of a sequence, over the tokens of all sequences
@@ -122,36 +127,55 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
         attention = latent_bytes(config, s, positions, fused)
     else:
         attention = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / tp
-        attention += (config.arch == "llama") * max(width, 4) * config.head_dim * positions + eight * config.heads_width
+        attention += (config.arch == "llama") * max(width, 4) * config.head_dim * positions + copy
+    if s.pack and not fused and (s.cp == 1 or s.cp_kind == "ulysses"):
+        attention += config.seq_len * s.cp * width  # the mask
     norm = 8 if config.arch == "gpt2" else 4  # bytes a row that a norm keeps besides x: mean and rstd, or rstd
     if config.arch == "llama" and not fused and s.device == "cpu":  # there PyTorch has no kernel: x, x rstd in float32
         norm += c * (2 * max(width, 4) - width)
-    rest = (2 * c * (width + alone) + 2 * norm) / tokens_cut
-    mlp = (mlp_width(config, fused) * width - config.hidden * (width - alone)) / tp
-    mlp_of_experts = routed and routed_bytes(config, s, load, fused) + config.shared_experts * mlp
+    rest = 4 * own + 2 * norm / tokens_cut
+    tuned = fused and is_fast(s)
+    mlp = mlp_width(config, tuned) * width / tp
+    mlp_of_experts = routed and (routed_bytes(config, s, load, tuned) + config.shared_experts * mlp
+                                 + bool(config.shared_experts and copy) * c * width)  # the router keeps LN(x), too
+    mlp += copy
     twice, twice_routed = recomputed(config, s, pieces)
     mlps = (twice - twice_routed) * mlp + twice_routed * mlp_of_experts
-    norms = blocks * 2 * c * width / tokens_cut
+    rules = delta_rules(config, pieces)
+    # A norm's output goes into f, which has copied it: there is nothing to drop.
+    into_f = bool(copy) * ((rules if config.latent else blocks) + blocks - routed)
+    norms = own * (2 * blocks - into_f)
     others = {"norms": blocks - routed, "mlp": blocks - routed - twice + twice_routed}.get(s.recompute, 0)
     norms += others * config.hidden * width / tp
-    if eight:
-        norms = twice * c * (s.recompute == "mlp")
-    extra = rule_bytes(config, s) - attention if config.delta_every else 0
-    attentions = blocks * attention + delta_rules(config, pieces) * extra
+    extra = rule_bytes(config, s) + copy - attention if config.delta_every else 0
+    attentions = blocks * attention + rules * extra
     again = twice * attention + delta_rules(config, runs_again(config, s, pieces)) * extra
-    again -= twice * c * (width - alone) * (s.recompute == "attention")  # what runs again keeps its own input
-    dropped = {"none": 0, "norms": norms, "mlp": norms + mlps, "attention": again,
-               "block": twice * (rest - c * width / tokens_cut) + again + mlps}[s.recompute]
+    dropped = {"none": 0, "norms": norms, "mlp": norms + mlps + bool(copy) * (twice - twice_routed) * own,
+               "attention": again, "block": twice * (rest - own) + again + mlps}[s.recompute]
     every = blocks * rest + attentions + (blocks - routed) * mlp + routed * mlp_of_experts - dropped
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
     ids = 8 * positions * (config.arch == "gpt2") + 9 * (tp > 1)
     targets = 8 + 12 * (fused or tp > 1)
-    of_attention, of_mlp = c * (config.qkv_width + config.heads_width), c * (config.up_width + config.hidden)
-    gone = {"attention": of_attention, "mlp": of_mlp, "block": of_attention + of_mlp}.get(s.recompute, 0)
-    weights = eight * (blocks * (of_attention + of_mlp) - twice * gone)
     of_loss = wide * table_elements(config, s) if s.loss_chunk else tokens * (logits + targets)
     last = (c * width + norm) / tokens_cut + c * width
-    return int(tokens * (every + first * ids + head * last) + head * of_loss + weights)
+    more = eight_bits_more(config, s, blocks, twice) if s.dtype == "fp8" else 0
+    return int(tokens * (every + first * ids + head * last) + head * of_loss + more)
+
+
+def eight_bits_more(config, s, blocks, twice):
+    """Bytes by which --dtype fp8 keeps more than bf16, or less: for each product its input and its weight in a byte an
+    element, and not in bf16 what only the product kept. twice: blocks of which backward runs a part again."""
+    c = config.n_embd
+    width = widths(s)[0]
+    attention, mlp = c * (config.qkv_width + config.heads_width), c * (config.up_width + config.hidden)
+    copies = 2 * c + config.heads_width + config.hidden
+    less = width * (2 * c + config.hidden)
+    # (a token's bytes, weights) of blocks that run again, and of the others. norms: bf16 has dropped what is `less`.
+    again = {"none": (0, 0), "norms": (copies, attention + mlp), "mlp": (c + config.heads_width, attention),
+             "attention": ((1 - width) * (c + config.hidden), mlp), "block": (0, 0)}[s.recompute]
+    others = copies - less * (s.recompute not in ("norms", "mlp")), attention + mlp
+    return sum(n * (tokens_of(config, s) * copied + weights)
+               for n, (copied, weights) in ((twice, again), (blocks - twice, others)))
 
 
 def table_elements(config, s):
