@@ -145,10 +145,10 @@ TRAFFIC = """
 @parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_every_strategy_sends_what_the_table_says(size):
-    """Small tensors in log2 rounds, others in rings; of further/'s edition ZeRO. Step 0 would also measure memory."""
+    """Small tensors in log2 rounds, others in rings; of further/'s edition ZeRO, --sp. Step 0 would measure memory."""
     with doubling_up_to(2000):
         for case in TRAFFIC.strip().splitlines():
-            if processes_of(settings_of(case), 1) != size or is_plain() and not re.search("--dp . --zero", case):
+            if processes_of(settings_of(case), 1) != size or is_plain() and not re.search("--dp . --zero|--sp", case):
                 continue
             trainer = trainer_of(case)
             if "--zero 3" in case:

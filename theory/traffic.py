@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import parallel
 from further.fits import ulysses_ranks
-from theory.clock import stage_to_rank_in
+from theory.clock import is_fast, stage_to_rank_in
 
 
 def sent(op, elements, width, n, rank=0, small=0, switched=False):
@@ -194,18 +194,17 @@ def messages_of_tensors(config, s, stages):
             yield Message("gradients of norms of heads", "all_reduce", "tp", [own], wide)
         yield Message("activations: 4 a block", "all_reduce", "tp", [tokens * c], narrow, scatters)
         return
-    # In forward f gathers and g scatters, in backward the other way round. Backward also gathers again what f has
-    # gathered, except for experts, which keep their rows, so a block with experts takes 9 halves, not 10.
-    gathers = m * (6 * blocks + again - routed)
-    # The layer of a latent attention's queries keeps what f has gathered, too.
+    # In forward f gathers and g scatters, in backward the other way round: 8 halves a block.
+    gathers = m * (4 * blocks + again + 2 * shared + shared_again)
     latents = (blocks - rules) * bool(config.latent)
-    gathers += m * (3 * shared + shared_again - latents)
+    if is_fast(s):  # backward also gathers again what f has gathered, but experts and a latent's queries have kept it
+        gathers += m * (2 * blocks - routed + shared - latents)
     rules_again = delta_rules(config, runs_again(config, s, stages.values()))
     attentions = m * (latents + (twice - rules_again) * (s.recompute in ("attention", "block")))
     yield Message("latents, rotary keys", GATHER, "tp", of_heads, narrow, attentions)
     yield Message("their gradients", SCATTER, "tp", of_heads, narrow, m * latents)
-    yield Message("activations: 6 of 10 halves", GATHER, "tp", [tokens * c], narrow, gathers)
-    yield Message("activations: 4 of 10 halves", SCATTER, "tp", [tokens * c], narrow, scatters)
+    yield Message("activations gathered", GATHER, "tp", [tokens * c], narrow, gathers)
+    yield Message("activations scattered", SCATTER, "tp", [tokens * c], narrow, scatters)
     # tp leaves whole, of matrices, routers, positions and what makes a latent; of vectors, norms and biases of
     # row-parallel layers.
     a_norm = config.parameters(lambda name: name.startswith("ln_f."))
