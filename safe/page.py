@@ -3,7 +3,8 @@
     python train.py --out runs/1     writes runs/1/index.html while it trains
     python -m lessons runs runs/*    draws several runs in one picture
 
-The curves are SVG that Python writes from log.jsonl, so the page needs no script. assets/run.html is the look.
+The curves are SVG that Python writes from log.jsonl, so they need no script. assets/run.html is the look. As long as
+the run goes on, one line of script says so if nothing has come for long, because who is killed writes no end.
 """
 
 import bisect
@@ -119,9 +120,20 @@ def chart(title, lines, resumed=()):
             f'{curves}{hover(lines, x_of)}</svg></figure>\n')
 
 
-def page_of(title, runs, more="", refresh="", in_bits=False):
-    """Html of several runs, {name: entries}, in one picture a curve. in_bits: losses are in bits a byte, by which runs
-    of two vocabularies can be compared, if all runs know it."""
+def sign_of_life(pause):
+    """Html of when a run wrote its page. pause: the longest time, in seconds, that it let pass so far. If far more have
+    passed for who looks at the page, the text is another."""
+    now = time.time()
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    return (f'<p id="sign">Written {when}; so far again within {pause:.0f} s, until the run ends.</p>\n'
+            f'<script>if (Date.now() / 1000 - {now:.0f} > {max(60, 10 * pause):.0f}) sign.textContent = '
+            f'"No sign of life since {when}, and before at least every {pause:.0f} s: '
+            'the run has been killed, or hangs, or something takes ten times as long.";</script>\n')
+
+
+def page_of(title, runs, more="", sign="", in_bits=False):
+    """Html of several runs, {name: entries}, in one picture a curve. sign: of life, of a run that goes on. in_bits:
+    losses are in bits a byte, by which runs of two vocabularies can be compared, if all runs know it."""
     unit, factors = unit_of(runs, in_bits)
     resumed = sorted({entry["after_step"] for entries in runs.values() for entry in entries if entry.get("after_step")})
     charts = ""
@@ -132,7 +144,8 @@ def page_of(title, runs, more="", refresh="", in_bits=False):
             lines = {run: [(step, value * factors[run]) for step, value in points] for run, points in lines.items()}
         charts += chart(name, lines, resumed) if any(lines.values()) else ""
     return string.Template(LOOK.read_text()).substitute(
-        title=html.escape(title), charts=charts, more=more, refresh=refresh)
+        title=html.escape(title), charts=charts, more=more, sign=sign,
+        refresh='<meta http-equiv="refresh" content="10">' * bool(sign))
 
 
 def memory_table(entries):
@@ -159,10 +172,15 @@ class Page:
         self.said = []
         self.before = []
         self.next = 0.0
+        self.pause = 1.0
+        self.last = time.perf_counter()
         path = pathlib.Path(folder, "index.html")
         with contextlib.suppress(OSError, BadInput):
             keep_others(path, "--out")
-            self.before = re.findall(r"<pre>(.*?)</pre>", path.read_text(errors="replace"), re.S)
+            text = path.read_text(errors="replace")
+            self.before = re.findall(r"<pre>(.*?)</pre>", text, re.S)
+            if killed := re.search('<p id="sign">Written (.*?);', text):
+                self.before[-1] += f"\nkilled   after {killed[1]}, or it could not say why it ended"
 
     def write(self, over=False):
         """Write it anew, unless the last time was so recent that this would take more than a hundredth of the run. A
@@ -170,6 +188,8 @@ class Page:
         start = time.perf_counter()
         if start < self.next and not over:
             return
+        self.pause = max(self.pause, start - self.last)
+        self.last = start
         path = pathlib.Path(self.folder, "index.html")
         with contextlib.suppress(OSError, BadInput):
             keep_others(path, "--out")
@@ -178,7 +198,7 @@ class Page:
             more = memory_table(entries) + "".join(
                 f"<details{' open' * (i == len(launches))}><summary>launch {i}</summary><pre>{said}</pre></details>\n"
                 for i, said in enumerate(launches, 1))
-            refresh = "" if over else '<meta http-equiv="refresh" content="10">'
-            write_page(path, page_of(str(self.folder), {"": entries}, more, refresh))
+            sign = "" if over else sign_of_life(self.pause)
+            write_page(path, page_of(str(self.folder), {"": entries}, more, sign))
         now = time.perf_counter()
         self.next = now + 100 * (now - start)

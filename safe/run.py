@@ -67,7 +67,7 @@ class WatchedTrainer(Trainer):
         self.unit = "byte" if isinstance(self.vocabulary, Bytes) else "token"
         self.bytes_a_token = bytes_a_token(self.held_out, self.vocabulary)
         if self.run.lock:
-            self.page = Page(self.s.out)
+            self.page = self.run.page = Page(self.s.out)
         describe(self, trains=(saved["step"] if saved else 0) < self.s.steps)
         with contextlib.suppress(Terminated):
             super().train(saved)
@@ -251,12 +251,12 @@ class WatchedRun(Run):
 
     It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `world` (how many
     processes were started), `processes` (how many the layout needs), `on_rank_0`, `came` (the Came of its weights),
-    and, if checkpoints go to --out, there `lock` (the file that is locked) and `log`; else None.
+    and, if checkpoints go to --out, there `lock` (the file that is locked), `log` and `page`; else None.
     """
     mode = "safe; --plain runs what you read"
     flags = Settings
     trainer = WatchedTrainer
-    lock = log = saved = None
+    lock = log = page = saved = None
     interrupted = False  # whether Ctrl-C has ended it
 
     def __init__(self, arguments):
@@ -340,7 +340,7 @@ class WatchedRun(Run):
             holder = pathlib.Path(self.lock.name).read_text if self.lock else str
             own = holder()
             launch.start_again(self.processes, lambda: holder() in ("", own))
-        watch = Watch(self.s.timeout, self.how_to_go_on)
+        watch = Watch(self.s.timeout, self.how_to_go_on, self.last_words)
         try:
             watch.start()
             device = dist.initialize(self.s.device, FOR_EVER, launch.settled_rendezvous)
@@ -356,6 +356,11 @@ class WatchedRun(Run):
         """A line for the user, after this run's end; "" where nothing is saved."""
         found = checkpoints(self.s.out) if self.s.out else []
         return f"the same command goes on from step {int(found[-1].stem[5:])}" if found else ""
+
+    def last_words(self, words):
+        if self.page:
+            self.page.said.append(words)
+            self.page.write(over=True)
 
     def train(self, device):
         """Train, as Run.start does. Returns whether everything was saved; always True on ranks other than 0."""

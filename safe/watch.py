@@ -30,7 +30,8 @@ class Watch:
         except Exception as error: watch.give_up(error)
         finally: watch.done = True
 
-    how_to_go_on() is a line for the user, or "". The first rank that is alive prints it at the end.
+    how_to_go_on() is a line for the user, or "". The first rank that is alive prints it at the end. Each calls
+    last_words(what it prints) before.
 
     A sign is [the time, how this rank ended, what it is doing]. A rank that gives up reads the last signs of the others
     and names those that are silent (killed, stopped, cut off); if all are alive, it says what each of them is doing.
@@ -40,9 +41,10 @@ class Watch:
     end = None  # what this rank's sign says of its end: the error; "" if another rank is to blame
     done = False
 
-    def __init__(self, timeout, how_to_go_on=str):
+    def __init__(self, timeout, how_to_go_on=str, last_words=str):
         self.timeout = timeout
         self.how_to_go_on = how_to_go_on
+        self.last_words = last_words
         self.pause = min(0.2, timeout / 10)
         self.ending = threading.Lock()
 
@@ -123,7 +125,9 @@ class Watch:
                 self.end = "" if lost else f"{type(error).__name__}: {error}"
                 self._sign()
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        tell(f"train.py: {rank}{what}: {error}{others}", sys.stderr)
+        words = f"train.py: {rank}{what}: {error}{others}"
+        tell(words, sys.stderr)
+        self.last_words(words)
         first = not self.store or get_rank() == min({*range(get_world_size())} - silent)
         if first and not isinstance(error, BadInput) and (more := self.how_to_go_on()):
             tell(f"train.py: {more}", sys.stderr)

@@ -271,7 +271,7 @@ def test_killed_at_each_point_of_a_write(start, trained, tmp_path):
 
 def test_killed_or_stalled_rank_is_named_by_the_others(start, tmp_path):
     """At once, or within the timeout. A run that is suspended for longer, while the other has its turn, goes on."""
-    stalled = start("--steps 1000000 --tp 2 --pp 2 --timeout 5", 4, "stalled")
+    stalled = start("--steps 1000000 --tp 2 --pp 2 --timeout 5 --out OUT/waits --save-every 0", 4, "stalled")
     silent = stalled.processes[1]
     try:
         stalled.wait_for("step      20/")
@@ -298,6 +298,9 @@ def test_killed_or_stalled_rank_is_named_by_the_others(start, tmp_path):
     saved = int(checkpoints(tmp_path / "run")[-1].name[5:])
     assert re.findall(".*the same command.*", said) == [f"train.py: the same command goes on from step {saved}"], said
     assert len(re.findall(row.format(1), stalled.printed())) == 3, stalled.printed()
+    pages = [(tmp_path / run / "index.html").read_text() for run in ("waits", "run")]
+    assert [("No sign of life" in page, bool(re.search(row.format(1), page))) for page in pages] == [
+        (False, True), (True, False)]  # rank 0 has written why, or has been killed itself
 
 
 def at_step_20(sig):

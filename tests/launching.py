@@ -102,6 +102,8 @@ def test_processes_end_with_their_launcher(text, tmp_path, how, code):
     assert not left_of([pid, *ranks]) and run.end() == [code] and time.time() < since + 20, run.printed()
     if saved := checkpoints(tmp_path):
         assert f"{how}: the same command goes on from step {int(saved[-1].stem[5:])}\n" in run.printed()
+    page = (tmp_path / "index.html").read_text()
+    assert ("No sign of life since" in page) == (how in ("SIGINT twice", "SIGKILL"))
     assert bool(saved) == (how not in ("SIGINT twice", "SIGKILL")) and "Traceback" not in run.printed()
 
 
