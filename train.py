@@ -743,6 +743,10 @@ class Trainer:
                 entry["val_loss"] = self.evaluate()
             self.record(entry)
 
+    def say(self, text):
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+
     def record(self, entry):
         """Rank 0 prints the entry and adds it to log.jsonl."""
         if dist.get_rank() == 0:
@@ -803,7 +807,13 @@ class Trainer:
             return 0
         from further.resume import load
         load(self, saved, self.kept())
-        return saved["step"]
+        done = saved["step"]
+        before = saved.get("run", saved)["flags"]
+        was, now = (learning_rate(s, done) for s in (SimpleNamespace(**vars(self.s) | before), self.s))
+        if was != now and done < self.s.steps:
+            self.say(f"lr       of step {done + 1}: {was:.1e} by the schedule so far (--steps {before['steps']}), "
+                     f"now {now:.1e} (--steps {self.s.steps})")
+        return done
 
 
 # ---------------------------------------------------------------------------------------------------------------- start
