@@ -138,24 +138,28 @@ def write_folder(folder, kind, **change):
     return names
 
 
+def opened(folder, names):
+    """(config, GPT in float64) of a folder with these names. What we write of it must be the same folder again."""
+    config, source = open_hf(folder)
+    net = model.GPT(config, seed=None)
+    model.materialize(net, source, dtype=torch.float64)
+    theirs = read_safetensors(folder / "model.safetensors")
+    save(load(folder), folder / "ours")
+    ours = read_safetensors(folder / "ours" / "model.safetensors")
+    assert ours.keys() == theirs.keys() == names.keys() and load(folder / "ours").config == config
+    assert all(ours[name].equal(theirs[name].float()) for name in names)
+    return config, net
+
+
 @parametrize("kind", KINDS)
 def test_a_llama_is_transformers_llama(tmp_path, kind):
     """From a folder: logits, and twelve steps under PyTorch's AdamW. What we write is the same folder again."""
-    names = write_folder(tmp_path, kind)
-    config, source = open_hf(tmp_path)
-    net = model.GPT(config, seed=None)
-    model.materialize(net, source, dtype=torch.float64)
+    config, net = opened(tmp_path, write_folder(tmp_path, kind))
     assert sum(map(math.prod, model.shapes(config).values())) == config.parameters()
     found = numbers_of(net, lambda logits: logits)
     for exact, tolerance in (True, 1e-12), (False, 1e-6):
         want = [*map(float, NUMBERS[kind, exact].split())]
         assert close(torch.tensor(found), torch.tensor(want), tolerance)
-
-    theirs = read_safetensors(tmp_path / "model.safetensors")
-    save(load(tmp_path), tmp_path / "ours")
-    ours = read_safetensors(tmp_path / "ours" / "model.safetensors")
-    assert ours.keys() == theirs.keys() == names.keys() and load(tmp_path / "ours").config == config
-    assert all(ours[name].equal(theirs[name].float()) for name in names)
 
 
 @parametrize("kind", [*KINDS, "gpt2"])
