@@ -138,18 +138,23 @@ TRAFFIC = """
     --tp 2 --experts 4 --shared-experts 1 --recompute mlp --micro-batches 2
     --tp 2 --sp --experts 4 --shared-experts 2 --recompute block
     --arch llama --dp 2 --tp 2 --sp --experts 4 --shared-experts 1 --ep 2
-    --dp 2 --cp 2 --experts 4 --ep 2 --zero 2 --recompute mlp"""
+    --dp 2 --cp 2 --experts 4 --ep 2 --zero 2 --recompute mlp
+    --dp 2 --experts 4 --ep 2 --dispatch node
+    --dp 4 --experts 8 --ep 4 --top-k 3 --dispatch node --micro-batches 2 --dtype bf16
+    --dp 4 --experts 4 --ep 4 --dispatch node --recompute mlp --recompute-blocks 1 --zero 3
+    --dp 2 --tp 2 --sp --experts 4 --ep 2 --dispatch node --recompute block"""
 
 
 @parametrize("pool", [*DEVICES, "full"], indirect=True)
 @parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_every_strategy_sends_what_the_table_says(size):
-    """Small tensors in log2 rounds, others in rings; of further/'s edition ZeRO, --sp. Step 0 would measure memory."""
-    with doubling_up_to(2000):
-        for case in TRAFFIC.strip().splitlines():
-            if processes_of(settings_of(case), 1) != size or is_plain() and not re.search("--dp . --zero|--sp", case):
-                continue
+    """Small tensors in log2 rounds, others in rings; of further/'s edition ZeRO, --sp. Step 0 would measure memory. A
+    case with --dispatch node has nodes of half the ranks."""
+    for case in TRAFFIC.strip().splitlines():
+        if processes_of(settings_of(case), 1) != size or is_plain() and not re.search("--dp . --zero|--sp", case):
+            continue
+        with doubling_up_to(2000), nodes_of(size // 2) if "node" in case else contextlib.nullcontext():
             trainer = trainer_of(case)
             if "--zero 3" in case:
                 trainer.step(1)  # it learns its order of units
@@ -158,8 +163,8 @@ def test_every_strategy_sends_what_the_table_says(size):
                 trainer.step(2)
             counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
             assert predicted_traffic(trainer, routes) == counted and (counted or size == 1), case
-            del trainer
-            free_memory()
+        del trainer
+        free_memory()
 
 
 @on_ranks(2)

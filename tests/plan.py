@@ -27,6 +27,7 @@ from theory.clock import simulate
 from theory.memory import needed_bytes
 from theory.speed import (
     counted_flops, matrices, mfu, mfu_note, operations, passes, predict, ring_hides, stage_seconds)
+from theory.traffic import tokens_of, trips_of_rows
 
 EVEN = model.GPTConfig(256, 1024, 30, 16, 2048)
 XL = model.PRESETS["gpt2-xl"]
@@ -129,6 +130,17 @@ def test_a_ring_hides_where_the_bytes_take_as_long_as_the_flops(dtype, width):
     hidden = ring_hides(flops, link, parallel.PRECISIONS[dtype])
     for tokens, sent, products in zip(hidden, (2 * width, 2 * width + 8), (2, 5)):
         assert close(sent * tokens / link, products * tokens**2 / flops)
+
+
+def test_a_token_meets_fewer_nodes_than_experts():
+    """Rows that cross the network for a token: the (M-1)/M of further/by_node.py. Inside go as many as before. And a
+    layout over nodes has a predicted time."""
+    config = dataclasses.replace(MOE, experts=64, top_k=6)
+    s = layout("--dp 32 --ep 32 --dispatch node", config)
+    tokens = tokens_of(config, s)
+    (nodes, across, _), (experts, inside, _) = trips_of_rows(config, s, 8).values()
+    assert (nodes, experts, inside) == (4, 16, 6 * tokens) and round(across * 3 / 4 / tokens, 1) == 2.5
+    assert predict(config, s, H200).ep < predict(config, layout("--dp 32 --ep 32", config), H200).ep
 
 
 def test_traffic_hides_from_the_tokens_that_the_ratio_names():

@@ -18,7 +18,8 @@ from further.pieces import matrices
 from theory.clock import bubble, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements, table_elements
 from theory.traffic import (
-    HALVES, chunks_of, contents, in_two_levels, messages, recomputed, sent, shards_of, tokens_of, widths)
+    HALVES, chunks_of, contents, in_two_levels, messages, nodes_of_experts, recomputed, sent, shards_of, tokens_of,
+    widths)
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -286,8 +287,9 @@ def context_seconds(config, s, machine, stages, spent):
 MOVED = 4
 
 
-def groups_of(s, ring):
-    """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost. ring: as `ring_ranks`."""
+def groups_of(s, ring, nodes):
+    """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost. ring: as `ring_ranks`. nodes:
+    over which experts are shared out."""
     replicas = s.replicas
     shards = shards_of(s)
     each = replicas * s.tp
@@ -298,6 +300,8 @@ def groups_of(s, ring):
         "ulysses": (s.cp // ring, s.tp),
         "ring": (ring, s.tp * s.cp // ring),
         "ep": (s.ep, s.tp * s.cp),
+        "ep_inside": (s.ep // nodes, s.tp * s.cp),
+        "ep_between": (nodes, s.tp * s.cp * s.ep // nodes),
         "dp_cp": (replicas, s.tp),
         "shard": (shards, s.tp),
         "replicate": (replicas // shards, s.tp * shards),
@@ -313,7 +317,7 @@ def seconds_by_axis(config, s, machine, items):
     """({axis: {purpose: seconds of its Messages}}, {axis: seconds that its traffic costs hidden, by MOVED})."""
     spent = defaultdict(Counter)
     touched = Counter()
-    groups = groups_of(s, ring_ranks(config, s, machine))
+    groups = groups_of(s, ring_ranks(config, s, machine), nodes_of_experts(s, machine.node))
     for item in items:
         n, distance = groups[item.axis]
         if n == 1:
@@ -378,7 +382,7 @@ def predict(config, s, machine):
     spent, touched = seconds_by_axis(config, s, machine, items)
 
     tp = spent["tp"].total()
-    ep = spent["ep"].total()
+    ep = sum(spent[axis].total() for axis in ("ep", "ep_inside", "ep_between"))
     cp = context_seconds(config, s, machine, stages, spent)
     waits = (tp + cp + ep) / m / 2  # a micro-batch's, in forward, and as long in backward
     costs = f + waits, i + waits, w

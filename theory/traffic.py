@@ -4,6 +4,7 @@ Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as
 p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters on each axis.
 """
 
+import math
 from typing import NamedTuple
 
 import parallel
@@ -50,10 +51,11 @@ class Message(NamedTuple):
     """One kind of collective or message of a training step.
 
     axis: the group that it goes through, as train.make_groups names it: "tp", "cp", "ep", "pp"; "ulysses" and "ring",
-    parts of cp; "shard", the ranks over which ZeRO shards, all of dp x cp or a part of it; "replicate", those with the
-    same shard; "dp_cp", dp x cp where the caller waits; "embedding", a pipeline's first and last stage; "same_experts",
-    the ranks that have them; "between", those at the same place in each of DiLoCo's islands, inside of which all other
-    axes are. Or "island", all ranks of one, without islands all there are; "all", all ranks in the trainer's own group.
+    parts of cp; "ep_inside" and "ep_between", parts of ep; "shard", the ranks over which ZeRO shards, all of dp x cp or
+    a part of it; "replicate", those with the same shard; "dp_cp", dp x cp where the caller waits; "embedding", a
+    pipeline's first and last stage; "same_experts", the ranks that have them; "between", those at the same place in
+    each of DiLoCo's islands, inside of which all other axes are. Or "island", all ranks of one, without islands all
+    there are; "all", all ranks in the trainer's own group.
     """
     what: str
     op: str
@@ -133,29 +135,54 @@ def messages_of_buckets(s, axis, buckets, shards):
         yield Message("outer gradients", "all_reduce", "between", kept if s.zero else whole, wide)
 
 
-def messages_of_experts(config, s, stages, rows):
-    """Messages of a rank's blocks with experts. stages, rows: as for `messages`.
+def nodes_of_experts(s, node):
+    """Over how many nodes, of `node` ranks each, those lie who share out experts. 0: all are on one."""
+    stride = s.tp * s.cp
+    return s.ep // math.gcd(s.ep, -(-node // stride)) if node else 1
+
+
+def scaled(rows, elements):
+    """Elements of so many rows: a number, or of each rank its own, as `sent` takes them."""
+    return tuple(n * elements for n in rows) if isinstance(rows, tuple) else rows * elements
+
+
+def trips_of_rows(config, s, node):
+    """{axis: (counts that are exchanged first, rows of a rank's tokens if all experts get equally many, what travels
+    there with each: [(elements, width, has it a gradient?)])}. With --dispatch node a token goes to each node that has
+    any of its k experts once, with k weights and choices. From there it goes on as rows, of which as many come from
+    other nodes as leave."""
+    tokens, e, k = tokens_of(config, s), config.experts, config.top_k
+    if s.dispatch == "expert":
+        return {"ep": (e, k * tokens, [])}
+    nodes = nodes_of_experts(s, node)
+    met = nodes * (1 - math.comb(e - e // nodes, k) / math.comb(e, k))
+    return {"ep_between": (nodes, int(tokens * met), [(k, widths(s)[1], True), (k, 8, False)]),
+            "ep_inside": (e // nodes, k * tokens, [])}
+
+
+def messages_of_experts(config, s, stages, rows, node):
+    """Messages of a rank's blocks with experts. stages, rows, node: as for `messages`.
 
     Rows of C elements travel to their expert and back, in forward and in backward. Recomputing an MLP or a block runs
     its forward again, the way back included, because the gradients of the gates need the rows that came back. Before
-    the rows go E counts, which tell each expert's rank how many rows come.
+    the rows go counts, which tell each rank how many rows come.
     """
-    c = config.n_embd
     narrow, wide = widths(s)
     choices = config.top_k * tokens_of(config, s)
     routed = contents(config, stages.values())[1]
     again = recomputed(config, s, stages.values())[1] * (s.recompute in ("mlp", "block"))
     backwards = s.micro_batches * routed
     forwards = backwards + s.micro_batches * again
-    if s.ep > 1:
-        there, back = ([tuple(c * n for n in each) for each in way] for way in rows) if rows else (
-            [[choices * c] * backwards] * 2)
-        yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards)
-        for way in there, back:  # forward; then backward goes both ways in reverse, once
-            twice = [elements for i, elements in enumerate(way) if i % routed < again]  # of each micro-batch, in order
-            yield Message("rows", "all_to_all_single", "ep", [*way, *twice], narrow)
-        for way in back, there:
-            yield Message("gradients of rows", "all_to_all_single", "ep", way, narrow)
+    for axis, (counts, equal, beside) in trips_of_rows(config, s, node).items() if s.ep > 1 else ():
+        there, back = rows[axis] if rows else [[equal] * backwards] * 2
+        yield Message("counts of rows", "all_to_all_single", axis, [counts], 8, forwards)
+        row = config.n_embd, narrow, True
+        for way, reverse, (elements, width, has_gradient) in (there, back, row), (back, there, row), *(
+                (there, back, more) for more in beside):
+            way, reverse = ([scaled(each, elements) for each in some] for some in (way, reverse))
+            twice = [each for i, each in enumerate(way) if i % routed < again]  # of each micro-batch, in order
+            yield Message("rows", "all_to_all_single", axis, [*way, *twice], width)
+            yield Message("gradients of rows", "all_to_all_single", axis, reverse * has_gradient, width)
     if s.sp:  # f gathers choices and gates, too
         yield Message("choices", GATHER, "tp", [choices], 8, forwards)
         yield Message("gates", GATHER, "tp", [choices], wide, forwards)
@@ -279,15 +306,15 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None, no
         but 1 for a stage's last unit, which stays whole from forward to backward, and for an embedding, whose backward
         needs no weights; and 0 for 1-D parameters.
     of_experts: the same for the parameters that --ep cuts.
-    rows: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1, ...),
-        ...], [(from rank 0, ...), ...]); None: equally many for each expert.
+    rows: {axis: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1,
+        ...), ...], [(from rank 0, ...), ...])}; None: equally many for each expert.
     node: how many ranks a node has; 0: all are on one.
     """
     yield from messages_of_buckets(s, "shard", buckets, shards_of(s))
     yield from messages_of_buckets(s, "same_experts", of_experts, s.dp * s.cp // s.ep)
     yield Message("how many targets count", "all_reduce", "dp_cp", [1], 8)
     if config.experts:
-        yield from messages_of_experts(config, s, stages, rows)
+        yield from messages_of_experts(config, s, stages, rows, node)
     if s.tp > 1:
         yield from messages_of_tensors(config, s, stages)
     if s.cp > 1:

@@ -82,12 +82,14 @@ def make_trainer(config, s, device, edition=None):
 @contextlib.contextmanager
 def routes_of_rows():
     """Inside, record for each forward through experts of several ranks how many rows this rank sends to each expert,
-    and how many come for each of its own from each rank: int64 (E) and (N, E/N), flat. Forwards that backward runs
-    again are not recorded."""
+    and how many come for each of its own from each rank: int64 (E) and (N, E/N), flat. With --dispatch node first how
+    many tokens go to each node and come from each, int64 (M), then the same within the node. Forwards that backward
+    runs again are not recorded."""
     routes, send = [], dist.all_to_all_single
 
     def recorded(incoming, counts, *args, **more):
-        if counts.dtype == torch.int64 and torch._C._current_graph_task_id() == -1:  # no backward is running
+        backward = torch._C._current_graph_task_id() != -1  # one is running
+        if counts.dtype == torch.int64 and not args and not backward:
             routes.append((counts, incoming))
         return send(incoming, counts, *args, **more)
 
@@ -110,9 +112,12 @@ def predicted_traffic(trainer, routes):
             gathers = 0 if not isinstance(bucket, FlatParameter) else 1 if bucket in once else 2
             cut_by_ep = bucket.group == net.groups.same_experts
             (of_experts if cut_by_ep else buckets).append((bucket.numel, gathers))
-    rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
     where = vars(net.groups) | {"all": trainer.control}
-    for item in messages(trainer.config, s, stages, buckets, tp_rank, of_experts, rows):
+    axes = ["ep"] if s.dispatch == "expert" else ["ep_between", "ep_inside"]  # by turns
+    rows = {axis: [[tuple(counts.view(dist.get_world_size(where[axis]), -1).sum(1).tolist()) for counts in way]
+                   for way in zip(*routes[i::len(axes)])] for i, axis in enumerate(axes)} if routes else None
+    node = dist.processes_of_a_node(net.mesh.size())
+    for item in messages(trainer.config, s, stages, buckets, tp_rank, of_experts, rows, node):
         link = dist.link_of(where[item.axis])
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width) for elements in item.elements)
     return {op: n for op, n in total.items() if n}
