@@ -112,15 +112,20 @@ class Replays:
         self.graphs = {}  # key of an operation -> its graph
         self.copies = False  # whether the operation under way copies between GPUs
 
+    def found(self, key):
+        """The graph of that key, if it can be replayed, or None."""
+        graph = self.graphs.get(key)  # a key's hash costs half a microsecond
+        if graph and graph.memory is not None and graph.memory != memory_given_back():  # a slow call, so it comes last
+            graph = None
+            del self.graphs[key]
+        return graph
+
     def run(self, key, body):
         """Run or replay body(). key: (operation, whether it runs beside the caller, ..., the memory that it uses)."""
         if torch.cuda.is_current_stream_capturing():  # the caller records a larger graph, which takes this in
             body()
             return
-        graph = self.graphs.get(key)  # a key's hash costs half a microsecond
-        if graph and graph.memory is not None and graph.memory != memory_given_back():  # a slow call, so it comes last
-            graph = None
-            del self.graphs[key]
+        graph = self.found(key)
         if not graph and self.calls.get(key) == 2:
             del self.calls[key]
             # Graphs of a stream run one after the other, and a graph's memory is free again at its end, so they share a
