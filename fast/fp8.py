@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from fast.linear import collected, fast_linear, gradients_of, sum_parts
 from kernels import load_float32, tl, triton
+from parallel import ColumnParallelLinear, RowParallelLinear
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -139,7 +140,7 @@ class Product(torch.autograd.Function):
 def use_fp8(stage):
     """Let the products of a stage's blocks run in FP8."""
     for layer in stage.h.modules():
-        if isinstance(layer, torch.nn.Linear):
+        if isinstance(layer, (torch.nn.Linear, ColumnParallelLinear, RowParallelLinear)):
             layer.weight.in_fp8 = True
 
 

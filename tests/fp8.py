@@ -94,24 +94,32 @@ def test_a_block_in_fp8_keeps_what_is_predicted(part, triton_kernels):
 @on_ranks(2)
 def test_a_llama_in_fp8_trains_alike_at_each_stage_of_zero(rank):
     """Each rank scales by its own numbers, so all stages see the same ones. Beside bf16 the gradients are a few percent
-    off, and not equal."""
+    off, and not equal, also where ranks cut layers or have other blocks."""
     needs_kernels()
-    config = LlamaConfig(vocab_size=37, seq_len=16, n_layer=1, n_head=2, n_embd=32, inner=48)
-    drawn = torch.randint(37, (1, 17), generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
-    tokens = drawn.to(torch.get_default_device())
+    config = LlamaConfig(vocab_size=37, seq_len=16, n_layer=1, n_head=2, n_embd=32, inner=64)
 
-    def trained(zero, in_eight_bits):
-        net = small_gpt(config, edition=Fast, dp=2, zero=zero, dtype=torch.bfloat16, recompute="mlp")
-        if in_eight_bits:
-            fp8.use_fp8(net.module(0))
+    def drawn_by(rank):
+        drawn = torch.randint(37, (1, 17), generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
+        return drawn.to(torch.get_default_device())
+
+    tokens = drawn_by(rank)
+
+    def trained(in_eight_bits, **layout):
+        net = small_gpt(config, edition=Fast, dtype=torch.bfloat16, recompute="mlp", **layout)
+        for stage in net.stages if in_eight_bits else ():
+            fp8.use_fp8(net.module(stage))
         net.zero_grad()
         net.forward_backward([tokens[:, :-1]], [tokens[:, 1:]])
         net.optimizer.finish_grad_sync()
         net.optimizer.step()
         return torch.cat([net.whole_parameter(name).flatten() for name in shapes(config)])
 
-    plain, first, *others = trained(0, False), *(trained(zero, True) for zero in range(4))
+    plain, first, *others = trained(False, dp=2), *(trained(True, dp=2, zero=zero) for zero in range(4))
     net = small_gpt(config, edition=Fast, dp=2)
     start = torch.cat([net.whole_parameter(name).flatten() for name in shapes(config)])
     assert all(close(other, first, 1e-5) for other in others)
     assert 1e-3 < ((first - plain).norm() / (plain - start).norm()) < 0.15
+    tokens = drawn_by(0)
+    for layout in {"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2, "schedule": "zb-h1"}:
+        plain, first = (trained(some, **layout) for some in (False, True))
+        assert 1e-3 < ((first - plain).norm() / (plain - start).norm()) < 0.15, layout

@@ -167,12 +167,14 @@ def eight_bits_more(config, s, blocks, twice):
     element, and not in bf16 what only the product kept. twice: blocks of which backward runs a part again."""
     c = config.n_embd
     width = widths(s)[0]
-    attention, mlp = c * (config.qkv_width + config.heads_width), c * (config.up_width + config.hidden)
-    copies = 2 * c + config.heads_width + config.hidden
-    less = width * (2 * c + config.hidden)
+    heads, hidden = config.heads_width / s.tp, config.hidden / s.tp
+    attention, mlp = c * (config.qkv_width / s.tp + heads), c * (config.up_width / s.tp + hidden)
+    own = c / (s.tp if s.sp else 1)  # elements of a norm's output; f gathers them, and the copy is of all
+    copies = 2 * c + heads + hidden
+    less = width * (2 * own + hidden)
     # (a token's bytes, weights) of blocks that run again, and of the others. norms: bf16 has dropped what is `less`.
-    again = {"none": (0, 0), "norms": (copies, attention + mlp), "mlp": (c + config.heads_width, attention),
-             "attention": ((1 - width) * (c + config.hidden), mlp), "block": (0, 0)}[s.recompute]
+    again = {"none": (0, 0), "norms": (copies, attention + mlp), "mlp": (c + heads, attention),
+             "attention": (c + hidden - width * (own + hidden), mlp), "block": (0, 0)}[s.recompute]
     others = copies - less * (s.recompute not in ("norms", "mlp")), attention + mlp
     return sum(n * (tokens_of(config, s) * copied + weights)
                for n, (copied, weights) in ((twice, again), (blocks - twice, others)))
