@@ -13,10 +13,10 @@ import importlib
 import inspect
 import math
 import multiprocessing
+import operator
 import pathlib
 import re
 import sys
-import tempfile
 from ast import literal_eval
 from collections import defaultdict
 from functools import partial
@@ -26,10 +26,13 @@ from unittest.mock import patch
 import torch
 
 import collectives as dist
+import model
+import train
 from collectives import ReduceOp
+from further import experts, kinds, together
 from lessons import letters
 from lessons.pictures import box, check_picture, COLOURS, words, write_rows
-from lessons.puzzles import HERE, loaded_from, write
+from lessons.puzzles import HERE
 from parallel import PRECISIONS
 from safe.launch import cores
 
@@ -69,18 +72,20 @@ def bugs():
     return [Bug(*row, *line) for row, line in zip(rows, lines, strict=True)]
 
 
-def copy_with(bug, folder):
-    """The reference into a folder, with the bug's line."""
-    write(folder, bug.file, (HERE / bug.file).read_text().replace(f" {bug.old}\n", f" {bug.new}\n"))
-
-
 @contextlib.contextmanager
 def with_line(bug):
-    """From here on this process runs the reference with the bug's line."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy_with(bug, folder)
-        loaded_from(folder)
+    """Inside, the function has the bug's line."""
+    module = importlib.import_module(bug.file.removesuffix(".py").replace("/", "."))
+    text = (HERE / bug.file).read_text().replace(f" {bug.old}\n", f" {bug.new}\n")
+    code = compile(text, module.__file__, "exec", dont_inherit=True)
+    for name in bug.function.split("."):
+        code, = (part for part in code.co_consts if getattr(part, "co_name", "") == name)
+    function = inspect.unwrap(operator.attrgetter(bug.function)(module))
+    right, function.__code__ = function.__code__, code
+    try:
         yield
+    finally:
+        function.__code__ = right
 
 
 AXES = "dp", "tp", "cp", "pp"
@@ -114,9 +119,6 @@ def tokens_of(step, tokens, holes):
 
 def laid_out(case, dtype):
     """(config, layout) of a row."""
-    import model
-    import train
-    from further import kinds
     config = kinds.resized(model.GPTConfig(37, 10, 2, 8, 32), **case)
     layout = {name: value for name, value in case.items() if hasattr(train.Layout, name)}
     return config, train.Layout(**layout | {"dtype": dtype})
@@ -135,13 +137,11 @@ def tokens_on(case, step, replica):
 def train_on(case, steps, optimizer, dtype):
     """Steps on one rank. Returns (their losses and norms, (steps, 2); what it has of the first step's gradients, and of
     the weights; bytes that it sends in a step)."""
-    import train
-    from further import experts
     config, layout = laid_out(case, dtype)
     net, log = train.parallelize(config, layout, "cpu", optimizer=optimizer), []
     for step in range(steps):
-        x, y = tokens_on(case, step, train.dist.get_rank(net.groups.dp))
-        train.dist.reset_traffic()
+        x, y = tokens_on(case, step, dist.get_rank(net.groups.dp))
+        dist.reset_traffic()
         net.zero_grad()
         loss = net.forward_backward(x, y)
         if step == 0:
@@ -151,14 +151,12 @@ def train_on(case, steps, optimizer, dtype):
             net.optimizer.step()
         if config.experts:
             experts.balance(net, 0.02)
-    return torch.tensor(log), gradients, net.params, sum(some.bytes for some in train.dist.traffic().values())
+    return torch.tensor(log), gradients, net.params, sum(some.bytes for some in dist.traffic().values())
 
 
 def looked_at(case, steps):
     """{habit: the tensors that it looks at}, of two steps of SGD in float64, one in bf16, and `steps` of AdamW in
     float32 or the row's own dtype; of letters 1, or 2 if they are wrong."""
-    from further import together
-
     def all_ranks(*run):
         """As `train_on`, with losses and norms the mean over ranks, as they are logged."""
         logs, gradients, weights, sent = zip(*together.run(ranks_of(case), partial(train_on, case, *run)))
@@ -174,10 +172,8 @@ def looked_at(case, steps):
 
 
 def wrong_by_letters(case):
-    """What letters say. (`with_line` has put other modules in the place of those that lessons/letters.py has imported.)
-    """
-    ranks = range(ranks_of(case))
-    return importlib.reload(letters).check(*laid_out(case, torch.float32), ranks, *tokens_on(case, 0, 0))[1]
+    """What letters say."""
+    return letters.check(*laid_out(case, torch.float32), range(ranks_of(case)), *tokens_on(case, 0, 0))[1]
 
 
 def off(ours, theirs):

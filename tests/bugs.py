@@ -1,47 +1,41 @@
 """Bugs that real systems shipped, each as one changed line of the reference. docs/bugs.md is their table."""
 
-import importlib
 import math
 import re
 
 import numpy as np
 
 from lessons import blind
-from lessons.blind import bugs, copy_with
-from lessons.puzzles import HERE, loaded_from
+from lessons.blind import bugs
+from lessons.puzzles import HERE
 from tests import layouts, same
 from tests.pool import in_new_process, parametrize
-from tests.puzzles import code_is_kept, ranks
+from tests.puzzles import ranks
 
 
 BUGS = bugs()
 
 
-def by(folder, function, case):
-    """What a function of tests/same.py returns if it runs the reference whose copy lies in a folder; so from now on in
-    this process."""
-    loaded_from(folder)
-    for each in layouts, same:
-        importlib.reload(each)
-    return getattr(same, function)(case)
+def with_bug(bug, function, case):
+    with blind.with_line(bug):
+        return function(case)
 
 
 @parametrize("bug", BUGS, ids=lambda bug: bug.thread)
-def test_a_line_makes_the_bug_that_shipped(bug, ranks, tmp_path):
+def test_a_line_makes_the_bug_that_shipped(bug, ranks):
     """Without it test_layout_equals_one_process is green, which has the same row."""
-    copy_with(bug, tmp_path)
     before, _ = (HERE / bug.file).read_text().split(f" {bug.old}\n")
     inside = [re.findall(pattern, before)[-1] for pattern in (r"(?m)^(?:class|def) (\w+)", r"\bdef (\w+)")]
     assert inside == [bug.function.split(".")[0], bug.function.split(".")[-1]]
     case = blind.case_of(bug.layout)
     some = ranks(math.prod(case.get(axis, 1) for axis in blind.AXES))
     if "dtype" in case:  # weights in bf16 without masters: one process in bf16 has none, too
-        weights = some.run(code_is_kept, by, tmp_path, "weights_on_rank", case)[0]
+        weights = some.run(with_bug, bug, same.weights_on_rank, case)[0]
         ones = [weight == 1 for name, weight in weights.items() if "ln_" in name and "weight" in name]
         assert np.concatenate(ones).mean() > 0.5 and bug.symptom == "most weights of norms are still 1"
         return
-    found = some.run(code_is_kept, by, tmp_path, "on_rank", case)
-    assert in_new_process(same.told, case, found) == bug.symptom
+    found = some.run(with_bug, bug, same.on_rank, case)
+    assert ranks(1).run(same.told, case, found) == [bug.symptom]
 
 
 def test_each_bug_has_a_layout_of_the_tests():
