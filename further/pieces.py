@@ -6,6 +6,7 @@
 import functools
 
 
+@functools.cache
 def matrices(config, tp=1):
     """(attention's, an MLP's): elements of a block's matrices on one of tp ranks."""
     def is_attention_s(name):

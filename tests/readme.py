@@ -41,7 +41,7 @@ from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import LAYOUTS, small_gpt, tokens_of
 from tests.pool import HERE, in_new_process, parametrize
 from tests.runs import TRAIN, command, output_of, printed_by, ran, slow
-from tests.walls import CORE, REFERENCE, ROOMS, SOURCES, room_of
+from tests.walls import CORE, REFERENCE, ROOMS, SOURCES, TREES, room_of
 
 
 TOP = pathlib.Path(HERE)
@@ -68,11 +68,11 @@ def named(token, where=None):
 def code_of(token):
     """The lines of all classes, functions or methods of that name."""
     found = []
-    for text in SOURCES.values():
-        nodes = [ast.parse(text)]
+    for file, tree in TREES.items():
+        nodes = [tree]
         for name in token.split("."):
             nodes = [inner for node in nodes for inner in node.body if getattr(inner, "name", None) == name]
-        found += [ast.get_source_segment(text, node) for node in nodes]
+        found += [ast.get_source_segment(SOURCES[file], node) for node in nodes]
     return "\n".join(found)
 
 
