@@ -1,5 +1,6 @@
 """`python -m lessons same`: right layouts are the same, and faults are seen, placed and named."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -71,10 +72,10 @@ def adapter_of(case, edition=parallel.Lecture):
         clip=lambda _, most: made[0].clip_grad_norm_(most))
 
 
-def on_rank(case, edition=parallel.Lecture):
-    """What this rank observes."""
+def on_rank(case, edition=parallel.Lecture, steps=None):
+    """What this rank observes. steps: of so many; None: of all."""
     user, _ = same.adapters(adapter_of(case, edition))
-    return [*same.observed(user)]
+    return [*itertools.islice(same.observed(user), steps)]
 
 
 def weights_on_rank(case):
@@ -89,12 +90,12 @@ def told(case, ranks):
     user, alone = same.adapters(adapter_of(case))
     rows = sorted({tuple(rank[0]["rows"][0].tolist()) for rank in ranks})
     parts = [part for some in rows for part in torch.tensor(some).chunk(user.micro_batches)]
-    for number, one in enumerate(same.observed(alone, parts * (len(parts) > 1))):
-        step = same.Step(user, one, [rank[number] for rank in ranks])
+    for number, (*ours, one) in enumerate(zip(*ranks, same.observed(alone, parts * (len(parts) > 1))), 1):
+        step = same.Step(user, one, ours)
         if step.cause:
             kind = step.cause[0][0].kind
             lines = [line.strip() for line in step.says(kind, step.found[kind])]
-            return f"step {number + 1}, {kind}: {'; '.join(lines)}"
+            return f"step {number}, {kind}: {'; '.join(lines)}"
     return ""
 
 
