@@ -19,7 +19,7 @@ from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import is_fast, lists_of, most_held, stages_in
 from theory.traffic import (
-    chunks_of, contents, delta_rules, recomputed, runs_again, shards_of, tokens_of, widths)
+    chunks_of, contents, runs_again, shards_of, tokens_of, widths)
 
 
 def tensors_in(value):
@@ -87,97 +87,107 @@ def local_elements(config, tp, pieces):
 
 
 def activation_bytes(config, s, pieces, fused=True, load=1.0):
-    """Bytes that autograd keeps from a micro-batch's forward to its backward. Of a block, in elements
-    a token:
+    """Bytes that autograd keeps from a micro-batch's forward to its backward.
 
-        whole on every rank: x, LN(x), x + attention, LN of that                  4C / tokens_cut
-                     with --sp LN(x) is T/N tokens; what f has gathered of it,
-                     fast/'s edition gathers again, others keep it instead        2C of T tokens, not of T/N
-        cut over tp: q, k, v, attention's output, MLP before and after GeLU       4C + 2 inner
-                     attention's output once more, where --cp keeps it `twice`    C
-
-    Each layer norm also keeps two float32 numbers a token, and attention one a head. No (T, T) matrix is kept, but
-    the mask of --pack where no kernel of ours runs. Of a Llama q, k, v are (H + 2 H/G) D, the MLP is 2 inner before
-    and inner after (and unless a kernel of fast/ computes it, the gate's result, too), a norm keeps one number (by
-    PyTorch's operations on a CPU also x rstd, and x in float32), and cos and sin of each position are D float32
-    numbers. Latent attention has `latent_bytes`.
-    recompute="block" keeps x alone; "attention" drops q, k, v and attention's output, "mlp" what an MLP has inside
-    and what norms gave, "norms" what norms and activation functions gave.
-    What backward then computes again exists for one block at a time, and is not counted. twice: Ulysses keeps the
-    output before and after its all-to-all; a ring keeps it head by head for itself, and token by token for the
-    projection. Experts have `routed_bytes` in place of 2 inner. The embedding keeps its positions once; if the
-    vocabulary is cut, also row numbers and a mask, 9 bytes a token. The head keeps its input, LN of it, and the logits.
-    PyTorch's loss keeps a float32 log-softmax instead of the logits. The loss of a cut vocabulary keeps them as they
-    are, and so does a `fused` one, which writes the gradient over them. Every loss keeps the targets, 8 bytes a token;
-    all but PyTorch's keep three float32 numbers a token, too. With --loss-chunk it keeps the gradients of LN's output
-    and of the head's weight, and no logits. Where W comes after I, more than this is kept: the output gradients that W
-    needs.
+    Blocks keep `block_bytes`. The embedding keeps its positions once; if the vocabulary is cut, also row numbers and a
+    mask, 9 bytes a token. The head keeps its input, LN of it, and the logits. PyTorch's loss keeps a float32 log-
+    softmax instead of the logits. The loss of a cut vocabulary keeps them as they are, and so does a `fused` one, which
+    writes the gradient over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32
+    numbers a token, too. With --loss-chunk it keeps the gradients of LN's output and of the head's weight, and no
+    logits. Where W comes after I, more than this is kept: the output gradients that W needs.
     """
     tokens = tokens_of(config, s)
     c = config.n_embd
     width, wide = widths(s)
     tp = s.tp
-    tokens_cut = tp if s.sp else 1
-    own = c * width / tokens_cut
-    copy = 0 if is_fast(s) else c * width - own  # by how much what f has gathered is larger
-    twice = s.cp > 1 and (s.cp_kind != "ring" or config.n_head > tp)
-    blocks, routed, first, head = contents(config, pieces)
+    again = {i for run in runs_again(config, s, pieces) for i in run}
+    kinds = Counter((bool(config.experts) and config.has_experts(i - 1), i % (config.delta_every or 1) > 0, i in again)
+                    for run in pieces for i in run if 1 <= i <= config.n_layer)
+    blocks = sum(n * block_bytes(config, s, *kind, fused, load) for kind, n in kinds.items())
+    _, _, first, head = contents(config, pieces)
     positions = config.seq_len / s.cp / tokens  # of a sequence, over the tokens of all sequences
-    if config.latent:
-        attention = latent_bytes(config, s, positions, fused)
-    else:
-        attention = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / tp
-        attention += (config.arch == "llama") * max(width, 4) * config.head_dim * positions + copy
-    if s.pack and not fused and (s.cp == 1 or s.cp_kind == "ulysses"):
-        attention += config.seq_len * s.cp * width  # the mask
-    norm = 8 if config.arch == "gpt2" else 4  # bytes a row that a norm keeps besides x: mean and rstd, or rstd
-    if config.arch == "llama" and not fused and s.device == "cpu":  # there PyTorch has no kernel: x, x rstd in float32
-        norm += c * (2 * max(width, 4) - width)
-    rest = 4 * own + 2 * norm / tokens_cut
-    tuned = fused and is_fast(s)
-    mlp = mlp_width(config, tuned) * width / tp
-    mlp_of_experts = routed and (routed_bytes(config, s, load, tuned) + config.shared_experts * mlp
-                                 + bool(config.shared_experts and copy) * c * width)  # the router keeps LN(x), too
-    mlp += copy
-    twice, twice_routed = recomputed(config, s, pieces)
-    mlps = (twice - twice_routed) * mlp + twice_routed * mlp_of_experts
-    rules = delta_rules(config, pieces)
-    # A norm's output goes into f, which has copied it: there is nothing to drop.
-    into_f = bool(copy) * ((rules if config.latent else blocks) + blocks - routed)
-    norms = own * (2 * blocks - into_f)
-    others = {"norms": blocks - routed, "mlp": blocks - routed - twice + twice_routed}.get(s.recompute, 0)
-    norms += others * config.hidden * width / tp
-    extra = rule_bytes(config, s) + copy - attention if config.delta_every else 0
-    attentions = blocks * attention + rules * extra
-    again = twice * attention + delta_rules(config, runs_again(config, s, pieces)) * extra
-    dropped = {"none": 0, "norms": norms, "mlp": norms + mlps + bool(copy) * (twice - twice_routed) * own,
-               "attention": again, "block": twice * (rest - own) + again + mlps}[s.recompute]
-    every = blocks * rest + attentions + (blocks - routed) * mlp + routed * mlp_of_experts - dropped
     logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
     ids = 8 * positions * (config.arch == "gpt2") + 9 * (tp > 1)
     targets = 8 + 12 * (fused or tp > 1)
     of_loss = wide * table_elements(config, s) if s.loss_chunk else tokens * (logits + targets)
-    last = (c * width + norm) / tokens_cut + c * width
-    more = eight_bits_more(config, s, blocks, twice) if s.dtype == "fp8" else 0
-    return int(tokens * (every + first * ids + head * last) + head * of_loss + more)
+    last = (c * width + norm_bytes(config, s, fused)) / (tp if s.sp else 1) + c * width
+    return int(blocks + tokens * (first * ids + head * last) + head * of_loss)
 
 
-def eight_bits_more(config, s, blocks, twice):
-    """Bytes by which --dtype fp8 keeps more than bf16, or less: for each product its input and its weight in a byte an
-    element, and not in bf16 what only the product kept. twice: blocks of which backward runs a part again."""
+def block_bytes(config, s, routed, rule, again, fused, load):
+    """Bytes that autograd keeps of a block. routed: it has experts. rule: a gated delta rule, not attention. again:
+    backward runs what --recompute names again; what that computes exists for one block at a time, and is not counted.
+
+    In elements a token:
+
+        x, and x + attention                            2C, of the tokens that this rank has under --sp
+        LN of each, which goes into a product           2C, likewise; by further/'s f of all tokens
+        q, k, v, attention's output                     4C / tp
+        attention's output once more, with --cp         C / tp: Ulysses has it before and after its all-to-all, a ring
+                                                        head by head for itself and by token for the projection
+        MLP before and after GeLU                       2 inner / tp
+
+    Each norm also keeps `norm_bytes`, and attention a float32 number a head. No (T, T) matrix is kept, but the mask of
+    --pack where no kernel of ours runs. Of a Llama q, k, v are (H + 2 H/G) D, the MLP is 2 inner before and inner after
+    (and unless a kernel of fast/ computes it, the gate's result, too), and cos and sin of each position are D float32
+    numbers. Latent attention has `latent_bytes`, a rule `rule_bytes`, experts `routed_bytes`.
+
+    --recompute block keeps x alone; attention and mlp drop what that half has inside, and attention keeps its input;
+    mlp and norms drop what norms gave, if no f has copied it, and in all other blocks what activation functions gave.
+    --dtype fp8: a product keeps its input and its weight in a byte an element, and neither can be dropped alone.
+    """
+    tokens = tokens_of(config, s)
     c = config.n_embd
     width = widths(s)[0]
+    own = c * width / (s.tp if s.sp else 1)
+    if again and s.recompute == "block":
+        return tokens * own
+    gathers = s.sp and not is_fast(s)
+    eight = s.dtype == "fp8"
     heads, hidden = config.heads_width / s.tp, config.hidden / s.tp
-    attention, mlp = c * (config.qkv_width / s.tp + heads), c * (config.up_width / s.tp + hidden)
-    own = c / (s.tp if s.sp else 1)  # elements of a norm's output; f gathers them, and the copy is of all
-    copies = 2 * c + heads + hidden
-    less = width * (2 * own + hidden)
-    # (a token's bytes, weights) of blocks that run again, and of the others. norms: bf16 has dropped what is `less`.
-    again = {"none": (0, 0), "norms": (copies, attention + mlp), "mlp": (c + heads, attention),
-             "attention": (c + hidden - width * (own + hidden), mlp), "block": (0, 0)}[s.recompute]
-    others = copies - less * (s.recompute not in ("norms", "mlp")), attention + mlp
-    return sum(n * (tokens_of(config, s) * copied + weights)
-               for n, (copied, weights) in ((twice, again), (blocks - twice, others)))
+    tuned = fused and is_fast(s)
+    mlp = mlp_width(config, tuned) * width / s.tp - eight * hidden * (width - 1)
+    if routed:  # the router keeps LN(x), too
+        mlp = routed_bytes(config, s, load, tuned) + config.shared_experts * mlp
+        mlp += bool(config.shared_experts and gathers) * c * width
+    attention = rule_bytes(config, s) if rule else attention_bytes(config, s, fused) + eight * heads
+    norms_go = s.recompute in ("norms", "mlp") and not eight
+    kept = 2 * own + 2 * norm_bytes(config, s, fused) / (s.tp if s.sp else 1)
+    weights = 0
+    for part, inside, copied, of_weights in (
+            ("attention", attention, gathers and (rule or not config.latent), c * (config.qkv_width / s.tp + heads)),
+            ("mlp", mlp, gathers and not routed, c * (config.up_width / s.tp + hidden))):
+        if again and s.recompute == part:
+            kept += own * (part == "attention")
+            continue
+        kept += inside
+        weights += eight * of_weights
+        if not norms_go or copied:
+            kept += c if eight else c * width if copied else own
+        if norms_go and part == "mlp" and not routed:
+            kept -= hidden * width
+    return tokens * kept + weights
+
+
+def norm_bytes(config, s, fused):
+    """Bytes that a norm keeps of a row besides x: mean and rstd, or rstd. PyTorch has no kernel of RMSNorm on CPUs;
+    there also x rstd, and x in float32."""
+    width = widths(s)[0]
+    if config.arch == "gpt2":
+        return 8
+    return 4 + (not fused and s.device == "cpu") * config.n_embd * (2 * max(width, 4) - width)
+
+
+def attention_bytes(config, s, fused):
+    """Bytes a token that attention keeps for backward."""
+    width = widths(s)[0]
+    positions = config.seq_len / s.cp / tokens_of(config, s)
+    twice = s.cp > 1 and (s.cp_kind != "ring" or config.n_head > s.tp)
+    mask = config.seq_len * s.cp * width * (s.pack and not fused and (s.cp == 1 or s.cp_kind == "ulysses"))
+    if config.latent:
+        return latent_bytes(config, s, positions, fused) + mask
+    heads = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / s.tp
+    return heads + (config.arch == "llama") * max(width, 4) * config.head_dim * positions + mask
 
 
 def table_elements(config, s):
