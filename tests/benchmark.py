@@ -23,6 +23,7 @@ import kernels
 import lessons.bench.rates
 import lessons.links
 import model
+import parallel
 from further.experts import ExpertsConfig
 from further.full import Full
 from further.prefetch import Prefetcher
@@ -52,10 +53,12 @@ def settings_of(flags):
     return parse(f"--dp 1 --dtype fp32 {sizes} {flags}".split() + ["--form", "lecture"] * is_plain())
 
 
-def trainer_of(flags):
+def trainer_of(flags, edition=None):
     """A Trainer of random tokens with train.py's flags."""
     s = settings_of(flags)
-    return make_trainer(config_of(s), s, torch.get_default_device(), Full if is_plain() else None)
+    trainer = make_trainer(config_of(s), s, torch.get_default_device(), edition)
+    s.form = "full" if edition is Full else s.form  # that a WatchedTrainer has it, no flag says
+    return trainer
 
 
 def links_said(file):
@@ -149,13 +152,14 @@ TRAFFIC = """
 @parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_every_strategy_sends_what_the_table_says(size):
-    """Small tensors in log2 rounds, others in rings; of further/'s edition ZeRO, --sp. Step 0 would measure memory. A
-    case with --dispatch node has nodes of half the ranks."""
-    for case in TRAFFIC.strip().splitlines():
-        if processes_of(settings_of(case), 1) != size or is_plain() and not re.search("--dp . --zero|--sp", case):
+    """Small tensors in log2 rounds, others in rings; of further/'s edition ZeRO, --sp, of the lecture's dp alone.
+    Step 0 would measure memory. A case with --dispatch node has nodes of half the ranks."""
+    editions = {Full: "--dp . --zero|--sp", parallel.Lecture: "--dp .( --zero .)?( --[mbd][^ ]* [^ ]*)*$"}
+    for case, edition in itertools.product(TRAFFIC.strip().splitlines(), editions if is_plain() else [None]):
+        if processes_of(settings_of(case), 1) != size or edition and not re.search(editions[edition], case):
             continue
         with doubling_up_to(2000), nodes_of(size // 2) if "node" in case else contextlib.nullcontext():
-            trainer = trainer_of(case)
+            trainer = trainer_of(case, edition)
             if "--zero 3" in case:
                 trainer.step(1)  # it learns its order of units
             with routes_of_rows() as routes:

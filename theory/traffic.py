@@ -118,12 +118,17 @@ def messages_of_buckets(s, axis, buckets, shards):
     buckets: as for `messages`. shards: the number of ranks over which ZeRO cuts them."""
     m = s.micro_batches
     narrow, wide = widths(s)
-    whole, once, twice = ([n for n, gathers in buckets if gathers == times] for times in range(3))
+    whole = [n for n, gathers in buckets if not gathers]
+    cut = [n for n, gathers in buckets if gathers]
     if s.zero == 3:
-        yield Message("weights", GATHER, axis, once + 2 * twice, narrow, m)
-        yield Message("gradients", SCATTER, axis, once + twice, wide, m)
+        yield Message("weights", GATHER, axis, [n for n, gathers in buckets for _ in range(gathers)], narrow, m)
+        yield Message("gradients", SCATTER, axis, cut, wide, m)
+        kept = [n // shards for n in cut] + whole
+    if s.zero == 3 and s.form == "lecture":  # its 1-D parameters are cut as in stage 2
+        yield Message("1-D gradients", SCATTER, axis, whole, wide, m)
+        yield Message("1-D weights", GATHER, axis, whole, narrow)
+    elif s.zero == 3:
         yield Message("1-D gradients", "all_reduce", axis, whole, wide)
-        kept = [n // shards for n in once + twice] + whole
     else:
         yield Message("gradients", SCATTER if s.zero else "all_reduce", axis, whole, wide, m if s.zero == 2 else 1)
         kept = [n // shards for n in whole]
@@ -302,9 +307,9 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None, no
     """All Messages of one rank in a training step of train.py in layout s.
 
     stages: this rank's {number: pieces}.
-    buckets: (elements, how often a micro-batch gathers them) of each bucket of its parameters. Under ZeRO-3 that is 2,
-        but 1 for a stage's last unit, which stays whole from forward to backward, and for an embedding, whose backward
-        needs no weights; and 0 for 1-D parameters.
+    buckets: (elements, how often a micro-batch gathers them) of each bucket of its parameters, or in the lecture's
+        edition of each parameter, with its padding. Under ZeRO-3 that is 2, but 1 for a stage's last unit, which stays
+        whole from forward to backward, and for an embedding, whose backward needs no weights; and 0 for 1-D parameters.
     of_experts: the same for the parameters that --ep cuts.
     rows: {axis: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1,
         ...), ...], [(from rank 0, ...), ...])}; None: equally many for each expert.

@@ -97,27 +97,40 @@ def routes_of_rows():
         yield routes
 
 
+def sent_together(net):
+    """(ranks, elements, how often a micro-batch gathers them) of each bucket, or in the lecture's edition parameter."""
+    wrapped = [model for model in net.stages.values() if isinstance(model, FlatFSDP)]
+    # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights.
+    once = {flat for model in wrapped for flat in model.prefetcher.until_backward}
+    once |= {model.bucket_of[unit.weight] for model in wrapped for unit in model.modules()
+             if isinstance(unit, parallel.EMBEDDINGS)}
+    for reducer in reducers_of(net):
+        for bucket in reducer.buckets:
+            gathers = 0 if not isinstance(bucket, FlatParameter) else 1 if bucket in once else 2
+            yield bucket.group, bucket.numel, gathers
+    if isinstance(net.optimizer, parallel.ZeRO0):
+        uses = Counter(param for model in net.stages.values() for layer in model.modules() for param in [
+            *layer.parameters(recurse=False)] * (1 if isinstance(layer, parallel.EMBEDDINGS) else 2))
+        cut = isinstance(net.optimizer, parallel.ZeRO3)
+        for param in net.optimizer.stepped:
+            rows = net.optimizer.whole[param] if isinstance(net.optimizer, parallel.ZeRO1) else param
+            yield (parallel.averaging_group(param, net.optimizer.group), rows.numel(),
+                   uses[param] * (cut and parallel.is_matrix(param)))
+
+
 def predicted_traffic(trainer, routes):
     """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
     s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
     stages = stages_in(s, trainer.config, pp_rank)
-    # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights.
-    wrapped = [model for model in net.stages.values() if isinstance(model, FlatFSDP)]
-    once = {flat for model in wrapped for flat in model.prefetcher.until_backward}
-    once |= {model.bucket_of[unit.weight] for model in wrapped for unit in model.modules()
-             if isinstance(unit, parallel.EMBEDDINGS)}
-    total, buckets, of_experts = Counter(), [], []
-    for reducer in reducers_of(net):
-        for bucket in reducer.buckets:
-            gathers = 0 if not isinstance(bucket, FlatParameter) else 1 if bucket in once else 2
-            cut_by_ep = bucket.group == net.groups.same_experts
-            (of_experts if cut_by_ep else buckets).append((bucket.numel, gathers))
+    total, sizes = Counter(), {True: [], False: []}  # cut by ep, or not
+    for group, numel, gathers in sent_together(net):
+        sizes[group == net.groups.same_experts].append((numel, gathers))
     where = vars(net.groups) | {"all": trainer.control}
     axes = ["ep"] if s.dispatch == "expert" else ["ep_between", "ep_inside"]  # by turns
     rows = {axis: [[tuple(counts.view(dist.get_world_size(where[axis]), -1).sum(1).tolist()) for counts in way]
                    for way in zip(*routes[i::len(axes)])] for i, axis in enumerate(axes)} if routes else None
     node = dist.processes_of_a_node(net.mesh.size())
-    for item in messages(trainer.config, s, stages, buckets, tp_rank, of_experts, rows, node):
+    for item in messages(trainer.config, s, stages, sizes[False], tp_rank, sizes[True], rows, node):
         link = dist.link_of(where[item.axis])
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width) for elements in item.elements)
     return {op: n for op, n in total.items() if n}
