@@ -63,9 +63,10 @@ class NcclLink(LeavesRoom, DoublingLink):
 
     def key_of(self, name, aside, arguments):
         """What the graph of an operation goes by, or None if none is recorded."""
+        if name not in REPLAYED or self.size == 1:
+            return None
         tensors = tensors_among(arguments)
-        if name not in REPLAYED or self.size == 1 or not (
-                0 < max([t.nbytes for t in tensors], default=0) <= recorded.REPLAY_BYTES):
+        if not 0 < max([t.nbytes for t in tensors], default=0) <= recorded.REPLAY_BYTES:
             return None
         memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
         how = [value for value in arguments if not isinstance(value, (torch.Tensor, list))]  # op, src, ...
