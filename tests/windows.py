@@ -11,11 +11,12 @@ import torch
 
 import collectives as dist
 import fast.exchange
+import fast.nccl
 import fast.recorded
 import fast.windows
 import kernels
 from tests.collectives import Case, compare_with_library, DIRECT, left_by, NTHS
-from tests.links import carried, DirectGlooLink
+from tests.links import carried, DirectGlooLink, served_by
 from tests.pool import needs_kernels, on_cpus, on_gpus, on_ranks, parametrize, table
 
 
@@ -157,6 +158,24 @@ def test_third_call_on_the_same_memory_is_recorded(monkeypatch):
     assert call("cccc", capturing=True) == [3] * 4 and not replays.calls
     assert call("cdcdc") == [3] * 5  # two are recorded, one more has room: each makes the other's count go
     assert call("ccddddd") == [3] + [4] * 6 and not replays.calls  # and no room for a fourth
+
+
+@on_ranks(2)
+def test_what_has_a_graph_is_replayed_at_once():
+    """Here a replay calls what was recorded. Until there is a graph arguments are checked; each call is counted."""
+    def record(body, pool):
+        return types.SimpleNamespace(replay=body, pool=pool)
+
+    x = torch.empty(5)
+    with served_by(fast.nccl.NcclLink), patch.object(fast.recorded, "RecordedGraph", record), patch.object(
+            torch.cuda, "is_current_stream_capturing", lambda: False), counted(fast.nccl.NcclLink, "check") as checks:
+        dist.reset_traffic()
+        for op, right in (dist.ReduceOp.SUM, 2), (dist.ReduceOp.MAX, 1):
+            for _ in range(5):
+                x.fill_(1)
+                dist.all_reduce(x, op)
+                assert x.eq(right).all()
+        assert checks["check"].call_count == 2 * 3 and dist.traffic()["all_reduce"].calls == 2 * 5
 
 
 @on_ranks(3)
