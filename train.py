@@ -811,8 +811,7 @@ class Trainer:
         before = saved.get("run", saved)["flags"]
         was, now = (learning_rate(s, done) for s in (SimpleNamespace(**vars(self.s) | before), self.s))
         if was != now and done < self.s.steps:
-            self.say(f"lr       of step {done + 1}: {was:.1e} by the schedule so far (--steps {before['steps']}), "
-                     f"now {now:.1e} (--steps {self.s.steps})")
+            self.say(f"lr       of step {done + 1}: {was:.4g} by the checkpoint's settings, now {now:.4g}")
         return done
 
 

@@ -235,8 +235,9 @@ OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg", ReduceOp.MAX: "max"}
 
 
 def sum_slot_bytes(ranks):
-    """16 KiB up to 4 ranks, 8 for 5 to 8: windows of 32 MiB for two, 96 for four, 112 for eight."""
-    return 1 << (14 if ranks <= 4 else 13)
+    """16 KiB up to 4 ranks, 8 for 5, 4 beyond: so a thread needs at most 128 registers, and two programs fit. Windows
+    of 32 MiB for two ranks, 96 for four, 56 for eight."""
+    return 1 << (14 if ranks <= 4 else 13 if ranks == 5 else 12)
 
 
 def all_reduce_bytes(ranks):

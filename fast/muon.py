@@ -1,7 +1,8 @@
 """Muon's symmetric products at half the work.
 
 Takes the place of further/muon.py's symmetric. Of a Newton-Schulz step's three products two are symmetric, of which
-cuBLAS computes both halves. Without these kernels the step takes 1.08 (GPT-2) and 1.11 times as long (XL) on an H100.
+cuBLAS computes both halves. Without these kernels the optimizer's step takes 1.08 (GPT-2) and 1.11 times as long (XL)
+on an H100.
 """
 
 import kernels

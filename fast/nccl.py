@@ -49,8 +49,9 @@ class NcclLink(LeavesRoom, DoublingLink):
         self.replays = Replays()
 
     def run(self, name, async_op, algorithm, *arguments):
-        """As Link.run. What the caller waits for, and has a graph, is replayed without the rest of `run`, which costs
-        the CPU two thirds of a small call: its arguments were checked when they were recorded."""
+        """As Link.run. An operation that the caller waits for, and that has a graph, is replayed without the rest of
+        run, which takes most of a small call's time on the CPU: with it 72 us on one machine, without it 13. Its
+        arguments were checked when they were recorded, and the key holds their addresses, shapes and dtypes."""
         waits = not async_op and not torch.cuda.is_current_stream_capturing()
         graph = self.replays.found(self.key_of(name, False, arguments)) if waits else None
         if not graph:

@@ -218,11 +218,12 @@ def check_fp8(s, c):
     able = s.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9) and kernels.HAVE_TRITON
     reject(not able or s.kernels == "torch" or s.form != "fast", "--dtype fp8 is for the kernels of --form fast, on "
            "GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16")
-    reject(s.cp > 1 or c.experts or c.delta_every, "--dtype fp8 is for whole sequences, attention and dense MLPs: "
-           "leave --cp, --experts and --delta-every out, or give --dtype bf16")
+    reject(s.cp > 1 or c.experts or c.delta_every or c.latent, "--dtype fp8 is for whole sequences, attention, dense "
+           "MLPs: leave --cp, --experts, --delta-every and --latent out, or give --dtype bf16")
     tokens = s.batch_size // (s.dp * s.micro_batches) * c.seq_len
-    for what, width in ("--n-embd", c.n_embd), ("tokens of a micro-batch on a rank:", tokens), (
-            "attention's width / --tp:", c.heads_width // s.tp), ("the MLP's width / --tp:", c.hidden // s.tp):
+    for what, width in (("--n-embd", c.n_embd), ("tokens of a micro-batch on a rank:", tokens),
+                        ("q, k, v / --tp:", c.qkv_width // s.tp), ("attention's width / --tp:", c.heads_width // s.tp),
+                        ("the MLP's width / --tp:", c.hidden // s.tp)):
         reject(width % 16, f"--dtype fp8: {what} {width} is no multiple of 16: give --dtype bf16")
 
 

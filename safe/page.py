@@ -125,10 +125,10 @@ def sign_of_life(pause):
     passed for who looks at the page, the text is another."""
     now = time.time()
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    return (f'<p id="sign">Written {when}; so far again within {pause:.0f} s, until the run ends.</p>\n'
+    return (f'<p id="sign">Written {when}; no pause before was longer than {pause:.0f} s.</p>\n'
             f'<script>if (Date.now() / 1000 - {now:.0f} > {max(60, 10 * pause):.0f}) sign.textContent = '
-            f'"No sign of life since {when}, and before at least every {pause:.0f} s: '
-            'the run has been killed, or hangs, or something takes ten times as long.";</script>\n')
+            f'"No sign of life since {when}, though no pause before was longer than {pause:.0f} s: '
+            'the run was killed, hangs, or does something that takes very long.";</script>\n')
 
 
 def page_of(title, runs, more="", sign="", in_bits=False):

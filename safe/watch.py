@@ -127,7 +127,11 @@ class Watch:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         words = f"train.py: {rank}{what}: {error}{others}"
         tell(words, sys.stderr)
-        self.last_words(words)
+        ends = threading.Timer(30, os._exit, [1])  # a file system that hangs must not keep this process
+        ends.daemon = True
+        ends.start()
+        with contextlib.suppress(Exception):
+            self.last_words(words)
         first = not self.store or get_rank() == min({*range(get_world_size())} - silent)
         if first and not isinstance(error, BadInput) and (more := self.how_to_go_on()):
             tell(f"train.py: {more}", sys.stderr)

@@ -51,10 +51,10 @@ compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"nu
 code = compiled.asm["ptx"]
 print(D, compiled.metadata.shared, code.count("wgmma.mma_async"), code.count("cp.reduce.async.bulk.tensor"))
 kernel, aligned = exchange._all_reduce, [["tt.divisibility", 16]]
-for even, send, gather in (True, True, True), (False, True, False), (True, False, True):
-    sizes = {"N": 3, "EVEN": even, "ROWS": send != gather, "SEND": send, "GATHER": gather,
-             "OP": "avg" if gather else "max", "TOTAL": exchange.tl.float32, "PROGRAMS": 256, "SLOTS": 4, "SLOT": 4096,
-             "LINES": 2}
+for n, even, send, gather in (4, True, True, True), (4, False, True, False), (8, True, False, True):
+    sizes = {"N": n, "EVEN": even, "ROWS": send != gather, "SEND": send, "GATHER": gather,
+             "OP": "avg" if gather else "max", "TOTAL": exchange.tl.float32, "PROGRAMS": 256, "SLOTS": 4,
+             "SLOT": exchange.sum_slot_bytes(n) // 2, "LINES": n}
     types = {name: "*bf16" for name in ("flat", "own")} | {"windows": "*i64"} | dict.fromkeys(
         sizes, "constexpr")
     whole = ["flat", "own", "width", "row"] + ["least"] * even

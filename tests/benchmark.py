@@ -57,7 +57,7 @@ def trainer_of(flags, edition=None):
     """A Trainer of random tokens with train.py's flags."""
     s = settings_of(flags)
     trainer = make_trainer(config_of(s), s, torch.get_default_device(), edition)
-    s.form = "full" if edition is Full else s.form  # that a WatchedTrainer has it, no flag says
+    s.form = "full" if edition is Full else s.form  # no flag gives a WatchedTrainer this edition
     return trainer
 
 

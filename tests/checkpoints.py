@@ -121,7 +121,7 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(start, tmp_p
     run(f"--plain --dp 2 --ep 2 --out {plain}", 0, 0)
     assert "lr       of" not in run(f"--plain --zero 3 --resume {file} --out {again}", 0, 0)
     said = run(f"--plain --resume {file} --steps 3 --warmup-steps 0", 0)
-    assert "lr       of step 3: 3.0e-04 by the schedule so far (--steps 4), now 1.0e-04 (--steps 3)\n" in said
+    assert "lr       of step 3: 0.0003 by the checkpoint's settings, now 0.0001\n" in said
     assert sorted(os.listdir(plain)) == ["log.jsonl", "step-00000002.pt", "step-00000004.pt"]
     assert close(rows(plain), rows(whole)) and close(rows(again), rows(whole)[2:])
     want = read_safetensors(f"{whole}/{last}/model.safetensors")
@@ -160,7 +160,7 @@ def test_resume_takes_settings_along_and_says_what_changes(start, tmp_path):
     said = start(first).said()
     assert "steps    all 3 are done: --resume --steps 6 trains on\n" in said and not re.search(TRAINING, said)
     assert ("step-00000003: after step 3, --steps 3 there, 5 here, --lr 0.002 there, 0.005 here\n"
-            "lr       of step 4: 4.0e-04 by the schedule so far (--steps 3), now 1.0e-03 (--steps 5)\n"
+            "lr       of step 4: 0.0004 by the checkpoint's settings, now 0.001\n"
             in run("--steps 5 --lr 0.005 --log-every 1 --resume --out"))
     said = run("--sample 6 --steps 0 --resume")  # leaves nothing
     assert "--- sample, 6 tokens" in said and not re.search(TRAINING, said)

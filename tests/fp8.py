@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import torch
 
+import collectives as dist
 import kernels
 from fast import fp8
 from fast.edition import Fast
@@ -19,6 +20,10 @@ from tests.kernels import KERNEL_DEVICE
 from tests.layouts import small_gpt
 from tests.pool import close, needs_kernels, on_ranks, parametrize
 from theory.memory import activation_bytes
+from theory.traffic import messages_of_tensors
+
+
+LLAMA = LlamaConfig(vocab_size=37, seq_len=16, n_layer=1, n_head=2, n_embd=32, inner=64)
 
 
 def whole(*shape):
@@ -100,36 +105,52 @@ def test_a_block_in_fp8_keeps_what_is_predicted(part, triton_kernels):
     assert 0 <= kept - activation_bytes(config, s, [range(1, 2)]) <= 8 * 4
 
 
+def weights_after_a_step(tokens, in_eight_bits, **layout):
+    """Of a Llama, whole and flat. tokens (B, T + 1)."""
+    net = small_gpt(LLAMA, edition=Fast, dtype=torch.bfloat16, recompute="mlp", **layout)
+    for stage in net.stages if in_eight_bits else ():
+        fp8.use_fp8(net.module(stage))
+    net.zero_grad()
+    with few_programs():
+        net.forward_backward([tokens[:, :-1]], [tokens[:, 1:]])
+    net.optimizer.finish_grad_sync()
+    net.optimizer.step()
+    return torch.cat([net.whole_parameter(name).flatten() for name in shapes(LLAMA)])
+
+
+def tokens_of_rank(rank):
+    drawn = torch.randint(37, (1, 17), generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
+    return drawn.to(torch.get_default_device())
+
+
+def few_percent_off(eight, plain):
+    """Whether a step in FP8 differs from one in bf16, by a few percent."""
+    net = small_gpt(LLAMA, edition=Fast, dp=2)
+    start = torch.cat([net.whole_parameter(name).flatten() for name in shapes(LLAMA)])
+    return 1e-3 < (eight - plain).norm() / (plain - start).norm() < 0.15
+
+
 @on_ranks(2)
 def test_a_llama_in_fp8_trains_alike_at_each_stage_of_zero(rank):
-    """Each rank scales by its own numbers, so all stages see the same ones. Beside bf16 the gradients are a few percent
-    off, and not equal, also where ranks cut layers or have other blocks."""
+    """Each rank scales by its own numbers, so all stages see the same ones."""
     needs_kernels()
-    config = LlamaConfig(vocab_size=37, seq_len=16, n_layer=1, n_head=2, n_embd=32, inner=64)
-
-    def drawn_by(rank):
-        drawn = torch.randint(37, (1, 17), generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
-        return drawn.to(torch.get_default_device())
-
-    tokens = drawn_by(rank)
-
-    def trained(in_eight_bits, **layout):
-        net = small_gpt(config, edition=Fast, dtype=torch.bfloat16, recompute="mlp", **layout)
-        for stage in net.stages if in_eight_bits else ():
-            fp8.use_fp8(net.module(stage))
-        net.zero_grad()
-        with few_programs():
-            net.forward_backward([tokens[:, :-1]], [tokens[:, 1:]])
-        net.optimizer.finish_grad_sync()
-        net.optimizer.step()
-        return torch.cat([net.whole_parameter(name).flatten() for name in shapes(config)])
-
-    plain, first, *others = trained(False, dp=2), *(trained(True, dp=2, zero=zero) for zero in range(4))
-    net = small_gpt(config, edition=Fast, dp=2)
-    start = torch.cat([net.whole_parameter(name).flatten() for name in shapes(config)])
+    tokens = tokens_of_rank(rank)
+    first, *others = (weights_after_a_step(tokens, True, dp=2, zero=zero) for zero in range(4))
     assert all(close(other, first, 1e-5) for other in others)
-    assert 1e-3 < ((first - plain).norm() / (plain - start).norm()) < 0.15
-    tokens = drawn_by(0)
-    for layout in {"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2, "schedule": "zb-h1"}:
-        plain, first = (trained(some, **layout) for some in (False, True))
-        assert 1e-3 < ((first - plain).norm() / (plain - start).norm()) < 0.15, layout
+    assert few_percent_off(first, weights_after_a_step(tokens, False, dp=2))
+
+
+@parametrize("layout", [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2, "schedule": "zb-h1"}], ids=str)
+@on_ranks(2)
+def test_a_llama_in_fp8_trains_where_ranks_cut_it(layout):
+    """And gathers what is predicted: with --sp FP8 has kept what bf16 gathers again."""
+    needs_kernels()
+    tokens, found = tokens_of_rank(0), []
+    for dtype in "fp8", "bf16":
+        dist.reset_traffic()
+        found.append(weights_after_a_step(tokens, dtype == "fp8", **layout))
+        s = Settings(dp=1, batch_size=1, dtype=dtype, recompute="mlp", **layout)
+        gathers = sum(some.times for some in messages_of_tensors(LLAMA, s, {0: range(LLAMA.n_layer + 2)})
+                      if some.op == "all_gather_into_tensor") if "sp" in layout else 0
+        assert sum(log.calls for op, log in dist.traffic().items() if op == "all_gather_into_tensor") == gathers, dtype
+    assert few_percent_off(*found)

@@ -121,7 +121,7 @@ def block_bytes(config, s, routed, rule, again, fused, load):
     In elements a token:
 
         x, and x + attention                            2C, of the tokens that this rank has under --sp
-        LN of each, which goes into a product           2C, likewise; by further/'s f of all tokens
+        LN of each, the input of a product              2C, of the same tokens; of all where further/'s f gathered them
         q, k, v, attention's output                     4C / tp
         attention's output once more, with --cp         C / tp: Ulysses has it before and after its all-to-all, a ring
                                                         head by head for itself and by token for the projection
@@ -132,9 +132,10 @@ def block_bytes(config, s, routed, rule, again, fused, load):
     (and unless a kernel of fast/ computes it, the gate's result, too), and cos and sin of each position are D float32
     numbers. Latent attention has `latent_bytes`, a rule `rule_bytes`, experts `routed_bytes`.
 
-    --recompute block keeps x alone; attention and mlp drop what that half has inside, and attention keeps its input;
-    mlp and norms drop what norms gave, if no f has copied it, and in all other blocks what activation functions gave.
-    --dtype fp8: a product keeps its input and its weight in a byte an element, and neither can be dropped alone.
+    --recompute block keeps x alone. attention drops what that half has inside, and keeps its input; mlp drops what the
+    MLP has inside. mlp and norms also drop the norms' outputs, unless f has gathered a copy, and, in dense blocks whose
+    MLP does not run again, the output of the activation function. --dtype fp8: a product keeps its input and its weight
+    in a byte an element. So to drop a norm's or an activation's output saves nothing there.
     """
     tokens = tokens_of(config, s)
     c = config.n_embd

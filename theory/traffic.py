@@ -141,7 +141,7 @@ def messages_of_buckets(s, axis, buckets, shards):
 
 
 def nodes_of_experts(s, node):
-    """Over how many nodes, of `node` ranks each, those lie who share out experts. 0: all are on one."""
+    """Over how many nodes the ranks lie that share out experts. node: ranks of a node; 0: all are on one."""
     stride = s.tp * s.cp
     return s.ep // math.gcd(s.ep, -(-node // stride)) if node else 1
 
@@ -229,7 +229,8 @@ def messages_of_tensors(config, s, stages):
     # In forward f gathers and g scatters, in backward the other way round: 8 halves a block.
     gathers = m * (4 * blocks + again + 2 * shared + shared_again)
     latents = (blocks - rules) * bool(config.latent)
-    if is_fast(s):  # backward also gathers again what f has gathered, but experts and a latent's queries have kept it
+    # Backward also gathers again what f has gathered, but experts, a latent's queries and FP8's products have kept it.
+    if is_fast(s) and s.dtype != "fp8":
         gathers += m * (2 * blocks - routed + shared - latents)
     rules_again = delta_rules(config, runs_again(config, s, stages.values()))
     attentions = m * (latents + (twice - rules_again) * (s.recompute in ("attention", "block")))

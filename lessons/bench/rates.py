@@ -47,7 +47,8 @@ def sent_in(link, op, elements, width):
 
 def measure_machine(device, dtype, config, comm):
     """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links under `comm`.
-    All ranks measure at once, because in training, too, they share power."""
+    All ranks measure at once, because in training, too, they share power. (In FP8 the head, which stays bf16, is then
+    predicted too fast.)"""
     eight = dtype == "fp8"
     dtype = parallel.PRECISIONS[dtype]
     config = resized(config, experts=0)  # rates are a dense block's

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -98,7 +99,8 @@ def routes_of_rows():
 
 
 def sent_together(net):
-    """(ranks, elements, how often a micro-batch gathers them) of each bucket, or in the lecture's edition parameter."""
+    """(group, elements, how often a micro-batch gathers them) of each bucket or, in the lecture's edition, of each
+    parameter."""
     wrapped = [model for model in net.stages.values() if isinstance(model, FlatFSDP)]
     # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights.
     once = {flat for model in wrapped for flat in model.prefetcher.until_backward}
@@ -109,8 +111,10 @@ def sent_together(net):
             gathers = 0 if not isinstance(bucket, FlatParameter) else 1 if bucket in once else 2
             yield bucket.group, bucket.numel, gathers
     if isinstance(net.optimizer, parallel.ZeRO0):
-        uses = Counter(param for model in net.stages.values() for layer in model.modules() for param in [
-            *layer.parameters(recurse=False)] * (1 if isinstance(layer, parallel.EMBEDDINGS) else 2))
+        uses = Counter()
+        for layer in itertools.chain(*(model.modules() for model in net.stages.values())):
+            times = 1 if isinstance(layer, parallel.EMBEDDINGS) else 2  # an embedding's backward needs no weights
+            uses.update(dict.fromkeys(layer.parameters(recurse=False), times))
         cut = isinstance(net.optimizer, parallel.ZeRO3)
         for param in net.optimizer.stepped:
             rows = net.optimizer.whole[param] if isinstance(net.optimizer, parallel.ZeRO1) else param
