@@ -91,19 +91,18 @@ class Watch:
         """(the silent ranks among the others, which these are in words). If none is, the words say which have failed;
         if none has, what each is doing."""
         before = self._signs()
-        silent = {}
-        failed = []
-        others = []
-        for _ in range(4):
+        for turn in range(12):
             self._sign()  # because others must not take this rank for a silent one
             time.sleep(self.pause)
-        for rank, sign in self._signs().items():
-            _, end, what = sign
-            others.append(f"rank {rank}: {what}")
-            if end:
-                failed.append(f"rank {rank} failed in {what}: {end}")
-            elif end is None and sign == before[rank]:
-                silent[rank] = f"rank {rank} gives no sign of life since {what}"
+            if turn < 3:
+                continue
+            signs = self._signs()
+            silent = {rank: f"rank {rank} gives no sign of life since {what}" for rank, (_, end, what) in signs.items()
+                      if end is None and signs[rank] == before[rank]}
+            if not silent:  # else somebody is dead, or has waited for a core
+                break
+        others = [f"rank {rank}: {what}" for rank, (_, end, what) in signs.items()]
+        failed = [f"rank {rank} failed in {what}: {end}" for rank, (_, end, what) in signs.items() if end]
         return {*silent}, "; ".join([*silent.values()] or failed or others[:8])
 
     def give_up(self, error):

@@ -24,10 +24,6 @@ import torch.distributed as torch_dist
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 if not GPUS:
     os.environ["TRITON_INTERPRET"] = "1"  # read when `kernels` is imported; what runs them asks for them by name
-if hasattr(os, "SCHED_BATCH"):  # for all that tests start, too
-    # A thread that gets a message takes no core from the one that sends it, which holds a lock: where it does, gloo
-    # asks for the lock again and again until its time is over. That took a third of two cores.
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 import collectives as dist
 import fast
@@ -141,6 +137,10 @@ plain_here = False  # whether this process runs the reference alone
 def _worker(rank, size, device_type, port, pipe, plain):
     global plain_here
     plain_here = plain
+    # A thread that gets a message takes no core from the one that sends it, which holds a lock: where it does, gloo
+    # asks for the lock again and again until its time is over. That took a third of these processes' time.
+    with contextlib.suppress(AttributeError, OSError):  # not on every system, nor in every container
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     gc.freeze()  # what is imported stays: to look at it again and again would take half of some tests
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
