@@ -749,11 +749,10 @@ class Trainer:
 
     def record(self, entry):
         """Rank 0 prints the entry and adds it to log.jsonl."""
-        if dist.get_rank() == 0:
-            print("  ".join(f"{key} {value:.6g}" for key, value in entry.items()), flush=True)
-            if self.s.out:
-                with open(os.path.join(self.s.out, "log.jsonl"), "a") as file:
-                    file.write(json.dumps(entry) + "\n")
+        self.say("  ".join(f"{key} {value:.6g}" for key, value in entry.items()))
+        if self.s.out and dist.get_rank() == 0:
+            with open(os.path.join(self.s.out, "log.jsonl"), "a") as file:
+                file.write(json.dumps(entry) + "\n")
 
     def mean_over_ranks(self, loss):
         loss = loss.clone()

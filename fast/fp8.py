@@ -23,9 +23,8 @@ Read with: Micikevicius et al. (2022), "FP8 formats for deep learning".
 import torch
 from torch.autograd.function import once_differentiable
 
-from fast.linear import collected, fast_linear, gradients_of, sum_parts
+from fast.linear import collected, fast_linear, gradients_of, LINEARS, sum_parts
 from kernels import load_float32, tl, triton
-from parallel import ColumnParallelLinear, RowParallelLinear
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -140,7 +139,7 @@ class Product(torch.autograd.Function):
 def use_fp8(stage):
     """Let the products of a stage's blocks run in FP8."""
     for layer in stage.h.modules():
-        if isinstance(layer, (torch.nn.Linear, ColumnParallelLinear, RowParallelLinear)):
+        if isinstance(layer, LINEARS):
             layer.weight.in_fp8 = True
 
 

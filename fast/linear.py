@@ -81,6 +81,9 @@ def bias_gradient(dy):
 #
 # Another pipeline stage waits for dx, but none for dW and db. A CUDA graph adds them to totals at fixed addresses.
 
+LINEARS = torch.nn.Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
+
+
 class WeightGradients:
     """Computes the weight gradients of a stage's Linears in autograd's place. What runs for one:
 
@@ -94,10 +97,9 @@ class WeightGradients:
     later = None  # a list during an I
 
     def __init__(self, module):
-        linears = torch.nn.Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
         uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
         for layer in module.modules():
-            if isinstance(layer, linears) and uses[layer.weight] == 1:
+            if isinstance(layer, LINEARS) and uses[layer.weight] == 1:
                 layer.weight.collector = self
 
     @contextmanager

@@ -13,13 +13,13 @@ from further.expert_parallel import expert_plan
 from further.delta import CHUNK, delta_plan
 from further.latent import latent_plan
 from further.llama import of_some_heads
+from further.pieces import matrices
 from further.shared import shared_plan
 from model import GPT, GPTConfig
 from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import is_fast, lists_of, most_held, stages_in
-from theory.traffic import (
-    chunks_of, contents, runs_again, shards_of, tokens_of, widths)
+from theory.traffic import chunks_of, contents, runs_again, shards_of, tokens_of, widths
 
 
 def tensors_in(value):
@@ -140,33 +140,35 @@ def block_bytes(config, s, routed, rule, again, fused, load):
     tokens = tokens_of(config, s)
     c = config.n_embd
     width = widths(s)[0]
-    own = c * width / (s.tp if s.sp else 1)
+    tokens_cut = s.tp if s.sp else 1
+    own = c * width / tokens_cut
     if again and s.recompute == "block":
         return tokens * own
     gathers = s.sp and not is_fast(s)
     eight = s.dtype == "fp8"
-    heads, hidden = config.heads_width / s.tp, config.hidden / s.tp
+    norms_go = s.recompute in ("norms", "mlp") and not eight
     tuned = fused and is_fast(s)
+    hidden = config.hidden / s.tp
+    attention = rule_bytes(config, s) if rule else attention_bytes(config, s, fused) + eight * config.heads_width / s.tp
     mlp = mlp_width(config, tuned) * width / s.tp - eight * hidden * (width - 1)
     if routed:  # the router keeps LN(x), too
         mlp = routed_bytes(config, s, load, tuned) + config.shared_experts * mlp
         mlp += bool(config.shared_experts and gathers) * c * width
-    attention = rule_bytes(config, s) if rule else attention_bytes(config, s, fused) + eight * heads
-    norms_go = s.recompute in ("norms", "mlp") and not eight
-    kept = 2 * own + 2 * norm_bytes(config, s, fused) / (s.tp if s.sp else 1)
+    elif norms_go:
+        mlp -= hidden * width
+    of_attention, of_mlp = matrices(config, s.tp) if eight else (0, 0)
+    kept = 2 * own + 2 * norm_bytes(config, s, fused) / tokens_cut
     weights = 0
-    for part, inside, copied, of_weights in (
-            ("attention", attention, gathers and (rule or not config.latent), c * (config.qkv_width / s.tp + heads)),
-            ("mlp", mlp, gathers and not routed, c * (config.up_width / s.tp + hidden))):
+    for part, inside, of_weights, copied, alone in (
+            ("attention", attention, of_attention, gathers and (rule or not config.latent), own),
+            ("mlp", mlp, of_mlp, gathers and not routed, 0)):
         if again and s.recompute == part:
-            kept += own * (part == "attention")
+            kept += alone
             continue
         kept += inside
-        weights += eight * of_weights
+        weights += of_weights
         if not norms_go or copied:
             kept += c if eight else c * width if copied else own
-        if norms_go and part == "mlp" and not routed:
-            kept -= hidden * width
     return tokens * kept + weights
 
 
