@@ -220,11 +220,15 @@ class AllToAll:
 #     sum     wait for the others' pieces t-1 of my chunk, add mine; write the sum to the result and into their windows
 #     fetch   wait for the others' sums t-2, copy them out of my window
 #
-# A slot is written to again four pieces later, and nobody need say so. Before I send piece t, I have all ranks' sums
-# t-3, so they have read my pieces t-3. Before a rank writes its sum t-1 into my window, it has my piece t-1, so I have
-# fetched its sum t-4. (Three slots would do, if an all-gather had a barrier between a fetch and its next count.)
-# A reduce-scatter has the same rounds but writes no sums into windows, an all-gather sends no pieces, and its "sums"
-# are its own chunk. They still count what they do not write.
+# A reduce-scatter has no fetches, and its sums stay. An all-gather sends no pieces, and its "sums" are its own chunk.
+# So pieces and sums are counted apart, and each operation waits only for what it needs.
+#
+# A slot is written to again four pieces later, and nobody need say so. Before I send piece t, I have all ranks' pieces
+# t-2. A rank sends its piece t-2 after it has summed pieces t-4, so mine is read, whose slot I write to now. Before I
+# write sum t-1, I have fetched all ranks' sums t-3, each of which was written after its rank had fetched sums t-5.
+#
+# Between two ranks an all-reduce is a reduce-scatter in which each rank's chunk is the whole tensor: as many bytes, one
+# round less, and both ranks sum in the same order.
 #
 # Two programs share a multiprocessor: while one waits, the other copies. (4 H200s, GB/s on the bus at 1 GiB, all-
 # gather, reduce-scatter, all-reduce: one program with twice the threads had 295, 298, 317, two have 317, 326, 341, NCCL
@@ -246,14 +250,15 @@ def all_reduce_bytes(ranks):
 
 
 @triton.jit
-def _chunk(flat, r, first, lane, row, least, more, end, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr):
+def _chunk(flat, r, first, lane, row, apart, least, more, end, N: tl.constexpr, EVEN: tl.constexpr,
+           ROWS: tl.constexpr):
     """(the addresses of chunk r's elements first + lane; which of them lie in this program's slice of it, up to `end`).
-    Chunks have `least` elements, the first `more` of them one longer. They lie side by side or, if ROWS, in rows: row
-    after row, each in N parts of `row` elements, one of every chunk."""
+    Chunks have `least` elements, the first `more` of them one longer. They begin `apart` elements apart (0: all are the
+    same) or, if ROWS, lie in rows: row after row, each in N parts of `row` elements, one of every chunk."""
     if ROWS:  # (N - 1), because `first` itself skips one part in each row
         start = flat + (r + (first // row).to(tl.int64) * (N - 1)) * row
     else:
-        start = flat + r.to(tl.int64) * least + (0 if EVEN else tl.minimum(r, more))
+        start = flat + r.to(tl.int64) * apart + (0 if EVEN else tl.minimum(r, more))
     return start + first + lane, first + lane < tl.minimum(end, least + (0 if EVEN else (r < more).to(tl.int32)))
 
 
@@ -273,9 +278,9 @@ def _wait_for_all(counters, least, used):
 
 
 @triton.jit
-def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-                SEND: tl.constexpr, GATHER: tl.constexpr, OP: tl.constexpr, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr,
-                SLOTS: tl.constexpr, SLOT: tl.constexpr, LINES: tl.constexpr):
+def _all_reduce(flat, own, windows, apart, least, more, width, row, N: tl.constexpr, EVEN: tl.constexpr,
+                ROWS: tl.constexpr, SEND: tl.constexpr, GATHER: tl.constexpr, OP: tl.constexpr, TOTAL: tl.constexpr,
+                PROGRAMS: tl.constexpr, SLOTS: tl.constexpr, SLOT: tl.constexpr, LINES: tl.constexpr):
     """windows: N addresses, and this rank's number. own: a reduce-scatter's result, or what an all-gather sends. SEND:
     send pieces and sum them. GATHER: send sums and fetch them. EVEN: all chunks have `least` elements. TOTAL: the sum's
     dtype. A program does `width` elements of every chunk, SLOT at a time; all ranks do as many rounds, even where their
@@ -295,29 +300,31 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
     there = tl.load(windows + right)
     pieces = program * (N - 1) + i
     sums = (PROGRAMS + program) * (N - 1) + i
-    # How many pieces this program has handled in all launches; `before`: in those before.
-    done = _counter(here + counters + 4 * (2 * PROGRAMS * (N - 1) + program))
-    before = tl.load(done)
+    # How many pieces, and how many sums, this program has handled in earlier launches.
+    pieces_done = _counter(here + counters + 4 * (2 * PROGRAMS * (N - 1) + program))
+    sums_done = pieces_done + PROGRAMS
+    pieces_before = tl.load(pieces_done)
+    sums_before = tl.load(sums_done)
     lane = tl.arange(0, SLOT)
     start = program * width
     end = tl.minimum(program * width + width, least + (0 if EVEN else 1))
     rounds = tl.cdiv(end - start, SLOT)
-    for t in range(0, rounds + 2):
-        if t < rounds:
-            if SEND:
-                at, inside = _chunk(flat, right[:, None], start + t * SLOT, lane[None], row, least, more, end, N, EVEN,
-                                    ROWS)
+    for t in range(0 if SEND else 1, rounds + (2 if GATHER else 1)):
+        if SEND:
+            if t < rounds:
+                at, inside = _chunk(flat, right[:, None], start + t * SLOT, lane[None], row, apart, least, more, end, N,
+                                    EVEN, ROWS)
                 inside &= used[:, None]
-                slots = _slot(there, pieces, (before + t) & (SLOTS - 1), SLOTS, BYTES, kind)
+                slots = _slot(there, pieces, (pieces_before + t) & (SLOTS - 1), SLOTS, BYTES, kind)
                 tl.store(slots[:, None] + lane[None], tl.load(at, inside), inside)
-                tl.debug_barrier()  # until all threads have written
-            tl.atomic_add(_counter(there + counters + 4 * pieces), 1, used, sem="release", scope="sys")
+                tl.debug_barrier()  # until all threads have written, and have read what they were sent before
+                tl.atomic_add(_counter(there + counters + 4 * pieces), 1, used, sem="release", scope="sys")
         if (t > 0) & (t <= rounds):
             first = start + (t - 1) * SLOT
-            slot = (before + t - 1) & (SLOTS - 1)
-            _wait_for_all(here + counters + 4 * pieces, before + t, used)
-            at, inside = _chunk(flat, rank, first, lane, row, least, more, end, N, EVEN, ROWS)
+            at, inside = _chunk(flat, rank, first, lane, row, apart, least, more, end, N, EVEN, ROWS)
             if SEND:
+                _wait_for_all(here + counters + 4 * pieces, pieces_before + t, used)
+                slot = (pieces_before + t - 1) & (SLOTS - 1)
                 total = tl.full((SLOT,), float("-inf") if OP == "max" else 0, TOTAL)
                 for r in tl.static_range(N):  # in the ranks' order
                     line = program * (N - 1) + (rank - r + N) % N - 1
@@ -329,28 +336,31 @@ def _all_reduce(flat, own, windows, least, more, width, row, N: tl.constexpr, EV
                 total = tl.load(own + first + lane, inside)
             tl.store(at if GATHER else own + first + lane, total, inside)
             if GATHER:
-                slots = _slot(there, sums, slot, SLOTS, BYTES, kind)
+                slots = _slot(there, sums, (sums_before + t - 1) & (SLOTS - 1), SLOTS, BYTES, kind)
                 tl.store(slots[:, None] + lane[None], total[None], used[:, None] & inside[None])
-            tl.debug_barrier()
-            tl.atomic_add(_counter(there + counters + 4 * sums), 1, used, sem="release", scope="sys")
-        if t > 1:
-            _wait_for_all(here + counters + 4 * sums, before + t - 1, used)
-            if GATHER:
-                at, inside = _chunk(flat, left[:, None], start + (t - 2) * SLOT, lane[None], row, least, more, end, N,
-                                    EVEN, ROWS)
+                tl.debug_barrier()
+                tl.atomic_add(_counter(there + counters + 4 * sums), 1, used, sem="release", scope="sys")
+        if GATHER:
+            if t > 1:
+                _wait_for_all(here + counters + 4 * sums, sums_before + t - 1, used)
+                at, inside = _chunk(flat, left[:, None], start + (t - 2) * SLOT, lane[None], row, apart, least, more,
+                                    end, N, EVEN, ROWS)
                 inside &= used[:, None]
-                slots = _slot(here, sums, (before + t - 2) & (SLOTS - 1), SLOTS, BYTES, kind)
+                slots = _slot(here, sums, (sums_before + t - 2) & (SLOTS - 1), SLOTS, BYTES, kind)
                 tl.store(at, tl.load(slots[:, None] + lane[None], inside, cache_modifier=".cg"), inside)
     if rounds > 0:
-        tl.debug_barrier()  # until all threads have read the counter
-        tl.store(done, before + rounds)
+        tl.debug_barrier()  # until all threads have read the counters
+        if SEND:
+            tl.store(pieces_done, pieces_before + rounds)
+        if GATHER:
+            tl.store(sums_done, sums_before + rounds)
 
 
 class AllReduce:
     """All-reduces, reduce-scatters and all-gathers of N ranks, one kernel a call. windows, rank: as for `AllToAll`, but
     of `all_reduce_bytes` bytes. Tensors are contiguous, their dtype in SUMMED, their op in OPS.
 
-    One rank sums each element, in the ranks' order, so all get the same bits. 16-bit ones are summed in float32. row:
+    Each element is summed in the ranks' order, so all get the same bits. 16-bit ones are summed in float32. row:
     Nths do not lie side by side in `flat`, but in rows of N parts of `row` elements, one of every Nth. A part must fill
     whole slots (`takes_rows`).
     """
@@ -367,7 +377,7 @@ class AllReduce:
         """Combine `flat` (n) of all ranks, in place."""
         most = len(flat) - len(flat) % (16 * self.ranks)
         for part in flat[:most], flat[most:]:  # apart, because only chunks of 16 k elements are read in vectors
-            self._launch(part, part, SEND=True, GATHER=True, OP=OPS[op])
+            self._launch(part, part, whole=self.ranks == 2, SEND=True, GATHER=self.ranks > 2, OP=OPS[op])
 
     def reduce_scatter(self, flat, result, op, row=0):
         """Combine `flat` (N n) of all ranks, and write this rank's Nth to `result` (n)."""
@@ -383,16 +393,18 @@ class AllReduce:
             own = own.view(torch.int32)
         self._launch(flat, own, row, SEND=False, GATHER=True, OP="")
 
-    def _launch(self, flat, own, row=0, **what):
+    def _launch(self, flat, own, row=0, whole=False, **what):
+        """whole: each rank's chunk is all of `flat`."""
         if not len(flat):
             return
-        least, more = divmod(len(flat), self.ranks)
+        least, more = divmod(len(flat), 1 if whole else self.ranks)
         slot = sum_slot_bytes(self.ranks) // flat.itemsize
         unit = slot if row else LEAST_BYTES // flat.itemsize
         longest = least + (more > 0)
         width = triton.cdiv(triton.cdiv(longest, SUM_PROGRAMS), unit) * unit
         _all_reduce[(triton.cdiv(longest, width),)](
-            flat, own, self.windows, least, more, width, row, self.ranks, not more, row > 0, **what,
+            flat, own, self.windows, 0 if whole else least, least, more, width, row,
+            self.ranks, not more, row > 0, **what,
             TOTAL=tl.float64 if flat.dtype == torch.float64 else tl.float32,
             PROGRAMS=SUM_PROGRAMS, SLOTS=SUM_SLOTS, SLOT=slot,
             LINES=triton.next_power_of_2(self.ranks - 1), num_warps=8)

@@ -37,11 +37,6 @@ from parallel import is_matrix, placement_of, set_placement, whole_shape
 # of one size are multiplied together. A GPT-2 has three sizes: q, k, v and the projection of all blocks; the first
 # matrix of their MLPs; the second.
 
-def symmetric(a, c=None, alpha=1.0, beta=0.0):
-    """alpha a a^T + beta c of n matrices: a (n, rows, columns), c (n, rows, rows) symmetric, as the result is."""
-    return a @ a.mT if c is None else torch.baddbmm(c, a, a.mT, beta=beta, alpha=alpha)
-
-
 def orthogonal(x):
     """O(u) of n matrices (n, rows, columns), roughly, by Newton-Schulz: no division, five times three products.
 
@@ -52,8 +47,8 @@ def orthogonal(x):
     x = x.mT if is_tall else x  # so that x x^T is the smaller square
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(1e-7)  # no singular value is above 1 now
     for _ in range(5):
-        square = kernels.table[symmetric](x)
-        polynomial = kernels.table[symmetric](square, square, 2.0315, -4.775)
+        square = x @ x.mT
+        polynomial = torch.baddbmm(square, square, square, beta=-4.775, alpha=2.0315)
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)
     return x.mT if is_tall else x
 
@@ -95,23 +90,36 @@ class Matrices:
         self.kind = rows, columns, cut and cut.group, dim  # those of one kind may be multiplied together
 
 
-def directions(every, updates):
-    """u of some Matrices of one kind, each flat -> O(u) of each (n, rows, columns). On GPUs in 16 bits, unless u is
-    float64; CPUs multiply 16 bits slowly.
+def updates(g, m):
+    """m <- 0.95 m + 0.05 g of lists of flat tensors, and u of all, one after the other. On GPUs in 16 bits, unless u is
+    float64; CPUs multiply 16 bits slowly."""
+    torch._foreach_lerp_(m, g, 0.05)
+    u = torch.cat(torch._foreach_lerp(g, m, 0.95))
+    return u.bfloat16() if u.is_cuda and u.dtype == torch.float32 else u
+
+
+def move(w, directions, keep, rate):
+    """w <- keep w - rate O(u), of lists."""
+    torch._foreach_mul_(w, keep)
+    for numbers, direction in zip(w, directions):
+        numbers.view(direction.shape).sub_(direction, alpha=rate)
+
+
+def directions(every, u):
+    """u of some Matrices of one kind, one after the other -> O(u) of each (n, rows, columns).
 
     Matrices that tp has cut are gathered for it: each rank sends (N-1)/N of its 2 bytes an element. All of tp then
     compute the same O(u), so tp makes this step no faster.
     """
-    x = torch.cat([u.view(of.shape) for of, u in zip(every, updates)])
-    if x.is_cuda and x.dtype == torch.float32:
-        x = x.bfloat16()
+    x = u.view(-1, *every[0].shape[1:])
     cut, dim = every[0].cut, every[0].dim
+    compute = kernels.table[orthogonal]
     if cut:
         pieces = x.new_empty(cut.size, *x.shape)
         dist.all_gather_into_tensor(pieces, x, cut.group)
-        x = orthogonal(torch.cat([*pieces], dim)).chunk(cut.size, dim)[cut.rank]
+        x = compute(torch.cat([*pieces], dim)).chunk(cut.size, dim)[cut.rank]
     else:
-        x = orthogonal(x)
+        x = compute(x)
     return x.split([of.shape[0] for of in every])
 
 
@@ -173,11 +181,8 @@ class Muon(torch.optim.AdamW):
     def step_matrices(self, parts, lr, decay):
         """parts: of one kind."""
         every, w, g, m = zip(*parts)
-        torch._foreach_lerp_(m, g, 0.05)
-        updates = torch._foreach_lerp(g, m, 0.95)
-        torch._foreach_mul_(w, 1 - lr * decay)
-        for of, numbers, direction in zip(every, w, directions(every, updates)):
-            numbers.view(of.shape).add_(direction, alpha=-lr * of.scale)
+        found = directions(every, kernels.table[updates](g, m))
+        kernels.table[move](w, found, 1 - lr * decay, lr * every[0].scale)
 
     def new_bucket(self, params, group, *options):
         """What a FlatOptimizer lays these parameters into."""

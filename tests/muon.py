@@ -11,8 +11,8 @@ import collectives as dist
 import further.muon
 import model
 import parallel
-from fast.muon import half_symmetric
-from further.muon import Muon, orthogonal, symmetric
+from fast.muon import fast_move, fast_orthogonal, fast_updates, symmetric
+from further.muon import move, Muon, orthogonal, updates
 from further.owners import owners
 from tests.kernels import KERNEL_DEVICE
 from tests.layouts import DECAY, SMALL
@@ -30,17 +30,39 @@ def test_newton_schulz_is_pytorch_s_to_the_bit(shape):
     assert orthogonal(u.bfloat16().unsqueeze(0))[0].equal(theirs)
 
 
-@parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)], ids=str)
-@parametrize("shape", [(2, 33, 40), (3, 130, 70), (1, 300, 20)], ids=str)
-def test_half_of_a_symmetric_product_is_the_whole(shape, dtype, tolerance, triton_kernels):
-    """Of what lies in columns, too. (The interpreter cuts bf16 off, it does not round.)"""
-    for a in torch.randn(shape), torch.randn(shape).mT.contiguous().mT:
-        a = a.to(KERNEL_DEVICE, dtype)
-        c = symmetric(a)
-        ours, want = half_symmetric(a), symmetric(a.double())
-        assert ours.equal(ours.mT) and close(ours, want, tolerance)
-        ours, want = half_symmetric(a, c, 2.0315, -4.775), symmetric(a.double(), c.double(), 2.0315, -4.775)
-        assert ours.equal(ours.mT) and close(ours, want, tolerance)
+@parametrize("shape", [(2, 40, 48), (1, 136, 64), (1, 304, 16)], ids=str)
+@parametrize("columns", [False, True])
+def test_half_of_a_symmetric_product_is_the_whole(columns, shape, triton_kernels):
+    """In bf16, of what lies in columns, too. (The interpreter cuts bf16 off, it does not round.)"""
+    a = torch.randn(shape, device=KERNEL_DEVICE, dtype=torch.bfloat16)
+    a = a.mT.contiguous().mT if columns else a
+    ours, want = symmetric(a, a), a.double() @ a.double().mT
+    assert ours.equal(ours.mT) and close(ours, want, 2**-7)
+    c, one = ours, torch.eye(shape[1], device=KERNEL_DEVICE, dtype=torch.float64)
+    got = symmetric(c, c, c, 2.0315 / 64, -4.775, 3.4445)
+    want = 2.0315 / 64 * c.double() @ c.double().mT - 4.775 * c.double() + 3.4445 * one
+    assert got.equal(got.mT) and close(got, want, 2**-6)
+    twice = symmetric(c, got)  # they commute, but for rounding
+    assert twice.equal(twice.mT) and close(twice, c.double() @ got.double(), 2**-5)
+
+
+@parametrize("shape", [(2, 32, 48), (2, 24, 64), (2, 64, 24), (1, 136, 272), (1, 40, 32)], ids=str)
+def test_muon_on_kernels_goes_the_same_way(shape, triton_kernels):
+    """On x or on its Gram matrix; then m, u and w of two parts."""
+    u = torch.randn(shape, device=KERNEL_DEVICE) * torch.logspace(0, -1, shape[2], device=KERNEL_DEVICE)
+    assert close(fast_orthogonal(u.bfloat16()), orthogonal(u.double()), 0.06)
+    parts = [torch.randn(7, n, device=KERNEL_DEVICE) for n in (24, 1100)]
+    (g, m, w, n), (g2, m2, w2, _) = (zip(*(part.clone()[:4] for part in parts)) for _ in range(2))
+    assert fast_updates(g, m).dtype == torch.bfloat16
+    m = m2
+    assert close(fast_updates(g, [x.clone() for x in m]), updates(g, [x.clone() for x in m]), 2**-7)
+    for step in fast_updates, updates:
+        step(g, kept := [x.clone() for x in m])
+        assert all(close(x, y + 0.05 * (z - y), 1e-6) for x, y, z in zip(kept, m, g))
+    directions = [x.bfloat16().view(1, 4, -1) for x in n]
+    fast_move(w, directions, 0.9, 0.1)
+    move(w2, directions, 0.9, 0.1)
+    assert all(close(x, y, 1e-6) for x, y in zip(w, w2))
 
 
 @parametrize("most, at_once", [(1, [3, 1, 1, 1] * 2), (6 * 32**2, [4, 4, 1, 1, 1, 1]), (1 << 27, [8, 2, 2])])

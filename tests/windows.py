@@ -87,6 +87,32 @@ def test_kernels_sum_and_gather():
     assert [kernel.call_count for kernel in calls.values()] == [*map(len, cases.values())]
 
 
+@parametrize("size", [2, 3])
+@on_ranks()
+def test_kernels_in_any_order_leave_slots_in_peace(rank, size):
+    """Sums and gathers of one to six rounds, one after another, by ranks of which one is late each time: a slot is
+    written to again only when it was read."""
+    needs_kernels()
+    rng, wrong = np.random.default_rng(0), []
+    most = 1 << 20 if torch.get_default_device().type == "cuda" else 96
+    with carried("kernel"):
+        for i in range(14):
+            name, late, n = ["sum", "scatter", "gather"][rng.integers(3)], rng.integers(size), 4 * rng.integers(1, most)
+            time.sleep(0.01 * (late == rank))
+            whole = torch.arange(int(n) * size) % 97 + 1000.0 * i
+            if name == "sum":
+                dist.all_reduce(got := whole + rank)
+                want = size * whole + sum(range(size))
+            elif name == "scatter":
+                dist.reduce_scatter_tensor(got := torch.zeros(int(n)), whole + rank)
+                want = (size * whole + sum(range(size))).chunk(size)[rank]
+            else:
+                dist.all_gather_into_tensor(got := torch.zeros(len(whole)), whole.chunk(size)[rank].clone())
+                want = whole
+            wrong.append((got != want).any())
+    assert not any(wrong)
+
+
 # Numbers of 4 bytes, who waits for their sum, and how it goes.
 ALL_REDUCES = """
     1023      caller  reduce_scatter all_gather
