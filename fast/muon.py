@@ -17,8 +17,8 @@ from kernels import dot, load_float32, TensorDescriptor, this_program, tl, trito
 # below are computed, and each is stored a second time as its mirror image. Row r of tiles of BM x 2 BM has r // 2 + 1
 # of them. Where a tile's right half lies above the diagonal, another tile's mirror image is stored there, so this half
 # goes beyond the edge, where TMA stores nothing: a branch would keep Triton from making one loop of tiles and K.
-# (H100, 12 matrices of 1600 x 6400 times their transposes: 0.366 ms, with a branch 0.387, with tiles of 128 x 128
-# 0.503, by pointers in place of TMA 0.487. cuBLAS, which computes both halves: 0.539.)
+# (H100, 12 matrices of 1600 x 6400 times their transposes: 0.37 ms, with a branch 0.39, with tiles of 128 x 128 0.50,
+# by pointers in place of TMA 0.49. cuBLAS, which computes both halves: 0.54.)
 
 @triton.jit
 def _store_both(Y, C, matrix, row, column, n, tile, beta):
@@ -98,11 +98,14 @@ def symmetric(a, b, c=None, alpha=1.0, beta=0.0, diagonal=0.0):
 # steps on x are 0.01 off. With one g for all five, singular values of 300.) All polynomials of g commute, so all these
 # products are symmetric.
 
+LEAST_ROWS = 1024  # below, cuBLAS's whole product takes as long as our half, and its launch costs the CPU less
+
+
 def fast_orthogonal(x):
     """further.muon.orthogonal. A 1600 x 6400 matrix takes 47 a^3 FLOPs, a = 1600, in place of 90."""
     n, high, wide = x.shape
     a = min(high, wide)
-    if not (kernels.on_triton(x) and x.is_contiguous() and a % 8 == 0 and tma_takes(x)):
+    if not (a >= LEAST_ROWS and a % 8 == 0 and kernels.on_triton(x) and x.is_contiguous() and tma_takes(x)):
         return orthogonal(x)
     tall = high > wide
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(1e-7)

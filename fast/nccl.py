@@ -294,9 +294,6 @@ class NodeLink(Direct, NcclLink):
         if not (window and input.is_contiguous() and output.is_contiguous() and input.is_cuda and output.is_cuda
                 and input.dtype == output.dtype and kernels.on_triton(window.floats)):
             return False
-        progress("all_to_all_single")
-        log = dist.process.traffic["all_to_all_single"]
-        log.calls += 1
         places = []
         for tensor, sizes in (input, input_split_sizes), (output, output_split_sizes):
             at = tensor.data_ptr()
@@ -305,8 +302,14 @@ class NodeLink(Direct, NcclLink):
             for elements in blocks(tensor, sizes, self.size):
                 place.append((at, elements * width))
                 at += elements * width
+        outgoing, incoming = places
+        if outgoing[self.rank][1] != incoming[self.rank][1]:
+            return False  # `run` says what is wrong
+        progress("all_to_all_single")
+        log = dist.process.traffic["all_to_all_single"]
+        log.calls += 1
         with self.around(("all_to_all_single", [input])):
-            window.all_to_all(*places, log)
+            window.all_to_all(outgoing, incoming, log)
         _written(output)
         progress("after all_to_all_single")
         return True

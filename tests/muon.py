@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import collectives as dist
+import fast.muon
 import further.muon
 import model
 import parallel
@@ -47,22 +48,24 @@ def test_half_of_a_symmetric_product_is_the_whole(columns, shape, triton_kernels
 
 
 @parametrize("shape", [(2, 32, 48), (2, 24, 64), (2, 64, 24), (1, 136, 272), (1, 40, 32)], ids=str)
-def test_muon_on_kernels_goes_the_same_way(shape, triton_kernels):
-    """On x or on its Gram matrix; then m, u and w of two parts."""
+def test_newton_schulz_on_kernels_goes_the_same_way(shape, triton_kernels):
+    """On x or on its Gram matrix."""
     u = torch.randn(shape, device=KERNEL_DEVICE) * torch.logspace(0, -1, shape[2], device=KERNEL_DEVICE)
-    assert close(fast_orthogonal(u.bfloat16()), orthogonal(u.double()), 0.06)
-    parts = [torch.randn(7, n, device=KERNEL_DEVICE) for n in (24, 1100)]
-    (g, m, w, n), (g2, m2, w2, _) = (zip(*(part.clone()[:4] for part in parts)) for _ in range(2))
-    assert fast_updates(g, m).dtype == torch.bfloat16
-    m = m2
-    assert close(fast_updates(g, [x.clone() for x in m]), updates(g, [x.clone() for x in m]), 2**-7)
-    for step in fast_updates, updates:
-        step(g, kept := [x.clone() for x in m])
-        assert all(close(x, y + 0.05 * (z - y), 1e-6) for x, y, z in zip(kept, m, g))
-    directions = [x.bfloat16().view(1, 4, -1) for x in n]
-    fast_move(w, directions, 0.9, 0.1)
-    move(w2, directions, 0.9, 0.1)
-    assert all(close(x, y, 1e-6) for x, y in zip(w, w2))
+    with patch.object(fast.muon, "LEAST_ROWS", 8):
+        assert close(fast_orthogonal(u.bfloat16()), orthogonal(u.double()), 0.06)
+
+
+def test_muon_s_passes_are_pytorch_s(triton_kernels):
+    """Over two parts: the moment, u in bf16, and the weight."""
+    g, m, w = ([torch.randn(n, device=KERNEL_DEVICE) for n in (24, 1100)] for _ in range(3))
+    moments = [[x.clone() for x in m] for _ in range(2)]
+    u, want = fast_updates(g, moments[0]), updates(g, moments[1])
+    assert u.dtype == torch.bfloat16 and close(u, want, 2**-7)
+    assert all(close(x, y, 1e-6) for x, y in zip(*moments))
+    weights = [[x.clone() for x in w] for _ in range(2)]
+    for kind, parts in zip((fast_move, move), weights):
+        kind(parts, [x.bfloat16().view(2, 2, -1) for x in g], 0.9, 0.1)
+    assert all(close(x, y, 1e-6) for x, y in zip(*weights))
 
 
 @parametrize("most, at_once", [(1, [3, 1, 1, 1] * 2), (6 * 32**2, [4, 4, 1, 1, 1, 1]), (1 << 27, [8, 2, 2])])
