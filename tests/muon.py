@@ -92,15 +92,15 @@ def test_matrices_of_one_size_step_together_as_alone(most, at_once):
 @on_ranks(4)
 def test_owners_step_as_one_process_to_the_bit(stage, compute_dtype, rank, size):
     """Given equal gradients. Each matrix has one owner; all ranks together send ZeRO-1's bytes."""
-    one = model.GPT(SMALL)
+    one = model.GPT(SMALL).to(torch.get_default_device())
     net = copy.deepcopy(one)
     alone = Muon(one.named_parameters(), **OPTIONS)
     optimizer = own("FlatOptimizer")(net.named_parameters(), Muon, None, stage, compute_dtype=compute_dtype,
                                        **OPTIONS)
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator("cpu").manual_seed(0)
     for _ in range(2):
         for p in one.parameters():
-            p.grad = torch.randn(p.shape, generator=draw).to(compute_dtype or p.dtype).to(p)
+            p.grad = torch.randn(p.shape, generator=draw, device="cpu").to(compute_dtype or p.dtype).to(p)
         dist.reset_traffic()
         optimizer.zero_grad()
         sum((p * q.grad.to(p)).sum() for p, q in zip(net.parameters(), one.parameters())).backward()

@@ -26,6 +26,7 @@ from theory.memory import tensors_in
 
 # PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
 warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, "torch.distributed")
+warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # where a thread of backward begins with a product
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
