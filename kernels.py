@@ -58,6 +58,7 @@ table = Table()  # this process's; `fast.on()` fills it
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HAVE_TRITON = hasattr(triton, "cdiv")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a b + c is rounded once. Triton 3.9 warns unless one says so
 _choice = "auto"
 
 
@@ -132,8 +133,9 @@ def programs_at_once(device):
 # How to read a Triton kernel: `_map[(7,)](...)` starts 7 programs. Each runs the function once, in any order, many at a
 # time; tl.program_id(0) is its number, 0 to 6. A variable is a block of numbers, spread over the program's threads:
 # tl.arange(0, 4) is [0, 1, 2, 3]. A tensor arrives as the address of its first number, so x_ptr + offsets is a block of
-# addresses. tl.load reads them into registers. Where `mask` is False it reads nothing, and has its last argument there.
-# The compiler knows arguments that are tl.constexpr, and compiles once for each of their values.
+# addresses. tl.load reads them into registers. Where `mask` is False it reads nothing; there the block has tl.load's
+# third argument or, without one, any number, which a store under the same mask does not write. The compiler knows
+# arguments that are tl.constexpr, and compiles once for each of their values.
 
 @triton.jit
 def _elu(x):
@@ -445,10 +447,11 @@ def simple_attention(q, k, v):
     return o
 
 
-# What the model runs can do more: keys may be more or fewer than queries, and L is kept for backward. A row that sees
-# no key has O = 0, and L = inf, so that P = exp(S - L) is 0. Tensors arrive as descriptors for TMA, Hopper's copy
-# engine: one thread asks for a (1, 1, rows, D) tile, and TMA brings it to shared memory, from rows of any stride, with
-# zeros past the last row, past which it stores nothing.
+# What the model runs can do more: keys may be more or fewer than queries, heads of queries may share keys (G), a row
+# may see its document alone (STARTS), and L is kept for backward. A row that sees no key has O = 0, and L = inf, so
+# that P = exp(S - L) is 0. Tensors arrive as descriptors for TMA, Hopper's copy engine: one thread asks for a (1, 1,
+# rows, D) tile, and TMA brings it to shared memory, from rows of any stride, with zeros past the last row, past which
+# it stores nothing.
 
 @triton.jit
 def last_key(rows, Tq, Tk, CAUSAL: tl.constexpr):

@@ -198,6 +198,7 @@ class ZeRO0:
 
     params: parameters or parameter groups, named or not, alike on all ranks of the group. optimizer_class: of `inner`,
     which steps self.stepped[param] in place of each parameter. compute_dtype: of the layers, if not the parameters'.
+    modules: whose layers ZeRO3 hangs hooks on; other stages need none.
     """
 
     def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
@@ -307,10 +308,10 @@ class ZeRO1(ZeRO0):
         dist.all_gather_into_tensor(whole, shard.to(whole.dtype), averaging_group(param, self.group))
 
     def kept(self, param):
-        shard = self.stepped[param]
-        first = len(shard) * dist.get_rank(averaging_group(param, self.group))
-        there = slice(*slice(first, first + len(shard)).indices(param.numel()))  # the last rows are padded
-        return shard, slice(0, max(0, there.stop - there.start)), there
+        shard, n = self.stepped[param], param.numel()
+        first = min(n, len(shard) * dist.get_rank(averaging_group(param, self.group)))
+        end = min(n, first + len(shard))  # the last rows are padded
+        return shard, slice(0, end - first), slice(first, end)
 
 
 class ZeRO2(ZeRO1):

@@ -317,7 +317,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
         else:
             materialize(model, source, device, master, parallel.cut_like)
         stages[stage] = model
-    # 5. The optimizer of the ZeRO stage. It hangs hooks on parameters, so it comes after step 4, which replaces them.
+    # 5. The optimizer of the ZeRO stage. It holds the parameters, so it comes after step 4, which replaces them.
     return ParallelGPT(config, layout, device, mesh, groups, stages, stage_to_rank, optimizer, edition)
 
 

@@ -158,11 +158,11 @@ def fast_updates(g, m):
     return u
 
 
-def fast_move(w, directions, keep, rate):
+def fast_move(w, found, keep, rate):
     """further.muon.move."""
     if not _able(w):
-        return move(w, directions, keep, rate)
-    for numbers, direction in zip(w, directions):
+        return move(w, found, keep, rate)
+    for numbers, direction in zip(w, found):
         _move[(triton.cdiv(len(numbers), 1024),)](numbers, direction.contiguous(), len(numbers), keep, rate, 1024,
                                                   num_warps=4)
     torch.autograd.graph.increment_version(w)

@@ -98,10 +98,10 @@ def updates(g, m):
     return u.bfloat16() if u.is_cuda and u.dtype == torch.float32 else u
 
 
-def move(w, directions, keep, rate):
-    """w <- keep w - rate O(u), of lists."""
+def move(w, found, keep, rate):
+    """w <- keep w - rate O(u), of lists; found: each O(u) (n, rows, columns)."""
     torch._foreach_mul_(w, keep)
-    for numbers, direction in zip(w, directions):
+    for numbers, direction in zip(w, found):
         numbers.view(direction.shape).sub_(direction, alpha=rate)
 
 

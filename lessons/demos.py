@@ -271,7 +271,8 @@ def demo_fsdp():
         say(f"{'' if what.endswith(' of') else '    '}{what} {layer}")
 
     say("wte and lm_head are two matrices here (tied=False). An embedding's backward needs no weights, so none are\n"
-        "gathered for it.\n\nlecture: each layer waits for its own weights; one block\n")
+        "gathered for it.\n\nlecture: each layer waits for its own weights; one block. First the optimizer takes its\n"
+        "rows, and frees the whole matrices\n")
     zero3_step(tell)
     say("\nfull: a block's weights are gathered together, while the one before computes; two blocks. What is computed\n"
         "from \"gather\" to \"wait for\" hides the gather. A scatter stands where it starts\n")

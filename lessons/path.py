@@ -68,11 +68,11 @@ def show(paths):
 
 
 def demo_path(dp, tp, pp, zero, form):
-    """The calls of a step: from Trainer.step to each collective of rank 0, and from there to isend."""
+    """The calls of a step: from Trainer.step to each collective of rank 0, and from there to Link.exchange."""
     flags = (f"--dp {dp} --tp {tp} --pp {pp} --zero {zero} --micro-batches 2 --batch-size {4 * dp} --seq-len 16 "
              f"--n-layer {2 * pp} --n-head {2 * tp} --n-embd {16 * tp}")
     world = Calls()
     together.run(dp * tp * pp, lambda: step(flags.split(), form), world)
     show(world.above)
     print()
-    show(world.below)
+    show(dict(sorted(world.below.items(), key=lambda path: [call[:2] for call in path[1]])))  # as the lines stand

@@ -25,7 +25,7 @@ from tests.runs import TINY
 
 COMPILE_FOR_HOPPER = """
 import triton
-from fast import exchange, hopper
+from fast import exchange, hopper, muon
 from lessons.eight_bits import _few_rows
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -57,13 +57,22 @@ for n, even, send, gather in (4, True, True, True), (4, False, True, False), (8,
              "SLOT": exchange.sum_slot_bytes(n) // 2, "LINES": n}
     types = {name: "*bf16" for name in ("flat", "own")} | {"windows": "*i64"} | dict.fromkeys(
         sizes, "constexpr")
-    whole = ["flat", "own", "width", "row"] + ["least"] * even
+    whole = ["flat", "own", "width", "row"] + ["least", "apart"] * even
     source = triton.compiler.ASTSource(
         kernel, {name: types.get(name, "i32") for name in kernel.arg_names},
         {(kernel.arg_names.index(name),): value for name, value in sizes.items()},
         {(kernel.arg_names.index(name),): aligned for name in whole})
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
-    print("sums", even, code.count("st.global.v4"), code.count("st.global.b16"), code.count("acquire"))
+    print("sums", even, code.count("st.global.v4"), code.count("st.global.b16"), code.count("acquire") - send - gather)
+kernel, sizes = muon._symmetric, {"TRANSPOSED": False, "BM": 128, "BK": 64}
+blocks = {"A": [1, 128, 64], "B": [1, 256, 64], "C": [1, 128, 128], "Y": [1, 128, 128]}
+types = {name: f"tensordesc<bf16{shape}>" for name, shape in blocks.items()} | dict.fromkeys(sizes, "constexpr")
+types |= dict.fromkeys(("alpha", "beta", "diagonal"), "fp32")
+source = triton.compiler.ASTSource(
+    kernel, {name: types.get(name, "i32") for name in kernel.arg_names},
+    {(kernel.arg_names.index(name),): value for name, value in sizes.items()}, {})
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3})
+print("half", compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
 for dtype in "i8", "bf16":
     sizes = {"R": 16, "BN": 32, "BK": 256}
     types = {"x": "*bf16", "w": f"*{dtype}", "scale": "*fp32", "y": "*bf16"} | dict.fromkeys(sizes, "constexpr")
@@ -81,7 +90,8 @@ def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
     """By the Triton that is installed. Attention's tiles fit into 227 KiB of shared memory, and there are the wgmma of
     two groups, each with one loop and one round of two products, whose k = 16 goes through D and then through BN.
     Backward in one pass has five products, over D, D, 64 rows, 64 rows and 128 keys, and adds to memory. The
-    all-reduce writes vectors, but for uneven chunks, and waits once for all ranks' pieces and once for their sums.
+    all-reduce writes vectors, but for uneven chunks, and waits once for all ranks' pieces and once for their sums, a
+    reduce-scatter only for pieces, an all-gather only for sums. Muon's symmetric product has the wgmma of one loop.
     Weights in 8 bits have 8 bits in shared memory, too: each of the 3 or 4 tiles under way has 32 x 256 bytes less."""
     if not hopper.HAVE_GLUON:
         pytest.skip("no Gluon in this Triton, or no Triton")
@@ -90,11 +100,12 @@ def test_kernels_for_hopper_compile_without_a_gpu(tmp_path):
     done = subprocess.run([sys.executable, "-c", COMPILE_FOR_HOPPER], env=environ, cwd=HERE, capture_output=True,
                           text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (D, shared, products), backward, *sums, few, many = (line.split() for line in done.stdout.splitlines())
+    (D, shared, products), backward, *sums, half, few, many = (line.split() for line in done.stdout.splitlines())
     for _, even, vectors, singles, waits in sums:
-        assert (vectors > "0", singles > "0", waits) == (even == "True", even == "False", "2")
+        assert (vectors > "0", singles > "0", waits) == (even == "True", even == "False", "0")
     assert int(shared) <= 227 << 10 and int(products) == 2 * 2 * (int(D) + hopper.TILE) // 16
     assert int(backward[1]) <= 227 << 10 and int(backward[2]) == (2 * int(D) + 2 * 64 + 128) // 16 and int(backward[3])
+    assert int(half[1]) <= 227 << 10 and half[2] == "4"  # of k = 16 in one round, so tiles and K are one loop
     assert "0" not in few + many and int(many[1]) - int(few[1]) in (3 * 32 * 256, 4 * 32 * 256)
 
 
