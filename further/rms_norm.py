@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from kernels import on_triton, programs_at_once, table, tl, triton
+from kernels import load_float32, on_triton, programs_at_once, table, this_program, tl, triton
 
 
 # Its scale alone: no mean, no bias. Over each row, rstd = 1 / sqrt(mean(x^2) + eps), xhat = x rstd, g = dy w:
@@ -22,13 +22,13 @@ from kernels import on_triton, programs_at_once, table, tl, triton
 @triton.jit
 def _rms_norm(x_ptr, weight_ptr, y_ptr, rstd_ptr, width, eps, BLOCK: tl.constexpr):
     """A row a program, all of it in registers."""
-    row = tl.program_id(0).to(tl.int64)
+    row = this_program()
     column = tl.arange(0, BLOCK)
     mask = column < width
-    x = tl.load(x_ptr + row * width + column, mask, 0).to(tl.float32)
+    x = load_float32(x_ptr + row * width + column, mask)
     rstd = 1 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     tl.store(rstd_ptr + row, rstd)
-    weight = tl.load(weight_ptr + column, mask, 0).to(tl.float32)
+    weight = load_float32(weight_ptr + column, mask)
     tl.store(y_ptr + row * width + column, x * rstd * weight, mask)
 
 
@@ -38,13 +38,13 @@ def _rms_norm_backward(x_ptr, dy_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr,
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < width
-    weight = tl.load(weight_ptr + column, mask, 0).to(tl.float32)
+    weight = load_float32(weight_ptr + column, mask)
     dw = tl.zeros((BLOCK,), tl.float32)
     for row in range(first, rows, tl.num_programs(0)):
         offsets = tl.cast(row, tl.int64) * width + column
         rstd = tl.load(rstd_ptr + row)
-        dy = tl.load(dy_ptr + offsets, mask, 0).to(tl.float32)
-        xhat = tl.load(x_ptr + offsets, mask, 0).to(tl.float32) * rstd
+        dy = load_float32(dy_ptr + offsets, mask)
+        xhat = load_float32(x_ptr + offsets, mask) * rstd
         g = dy * weight
         tl.store(dx_ptr + offsets, rstd * (g - xhat * (tl.sum(g * xhat, 0) / width)), mask)
         dw += dy * xhat
