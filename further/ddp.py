@@ -51,15 +51,21 @@ def refuse_unlike(tensors, group):
     """ValueError on all ranks of the group unless each has as many parameters and buffers, of the same shapes and
     dtypes, with the same requires_grad: else gradients of different parameters would be added up."""
     kinds = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-    mine = [len(kinds), sum(t.numel() for t in tensors), zlib.crc32(repr(kinds).encode())]
-    mine = torch.tensor(mine, device=dist.link_of(group).device)
+    ranks = of_each_rank([len(kinds), sum(t.numel() for t in tensors), zlib.crc32(repr(kinds).encode())], group)
+    first = ranks[0][1]
+    for rank, (count, elements, kind) in ranks:
+        if kind != first[2]:
+            raise ValueError(f"rank {rank} has another model than the group's first rank: {count} parameters and "
+                             f"buffers of {elements} elements, not {first[0]} of {first[1]}, or in other shapes, "
+                             "dtypes or requires_grad")
+
+
+def of_each_rank(numbers, group):
+    """[(rank, its numbers), ...] of a group. numbers: this rank's, integers, as many on each rank."""
+    mine = torch.tensor(numbers, device=dist.link_of(group).device)
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(ranks, mine, group)
-    for rank, (count, elements, kind) in zip(get_process_group_ranks(group), torch.stack(ranks).tolist()):
-        if kind != ranks[0][2]:
-            raise ValueError(f"rank {rank} has another model than the group's first rank: {count} parameters and "
-                             f"buffers of {elements} elements, not {ranks[0][0]} of {ranks[0][1]}, or in other shapes, "
-                             "dtypes or requires_grad")
+    return [*zip(get_process_group_ranks(group), torch.stack(ranks).tolist())]
 
 
 def refuse_new(module, known):
@@ -73,11 +79,9 @@ def refuse_other_order(reducer, group):
     """RuntimeError on all ranks unless each has gathered and sent the same buckets in the same order since the last
     step: where a rank leaves out a layer, ZeRO-2 and 3 would average gradients of different parameters."""
     order = [*reducer.left, *(f"bucket {reducer.buckets.index(bucket)}" for bucket in reducer.unsent())]
-    mine = torch.tensor([len(order), zlib.crc32(repr(order).encode())], device=dist.link_of(group).device)
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(ranks, mine, group)
-    for rank, of_rank in zip(get_process_group_ranks(group), torch.stack(ranks).tolist()):
-        if of_rank != mine.tolist():
+    mine = [len(order), zlib.crc32(repr(order).encode())]
+    for rank, of_rank in of_each_rank(mine, group):
+        if of_rank != mine:
             raise RuntimeError(f"rank {rank} has used other parameters in backward than this one: ZeRO-2 and 3 want "
                                "the same on all ranks, DDP and stage=1 take a layer left out for zeros")
 

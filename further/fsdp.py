@@ -8,7 +8,6 @@ A FlatFSDP is made for a GPT: it steps flat shards, and uses each parameter in i
 what PyTorch's FSDP does with use_orig_params, and takes any module: docs/own-model.md.
 """
 
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -97,12 +96,6 @@ class FSDP(FlatFSDP):
         missing = self.reducers[0].missing
         if flat in missing:
             missing[flat] = set(flat.params)
-
-    @contextmanager
-    def no_sync(self):
-        of_matrices, of_vectors = self.reducers
-        with of_matrices.no_sync(), of_vectors.no_sync():
-            yield
 
     def show_parts(self, shown=True):
         self.shows_parts = shown
