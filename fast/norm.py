@@ -178,5 +178,10 @@ def add_layer_norm(x, residual, weight, bias, eps=1e-5):
     """
     if kernels.on_triton(x):
         return AddLayerNorm.apply(x, residual, weight, bias, eps)
+    return add_and_norm(x, residual, weight, bias, eps)
+
+
+def add_and_norm(x, residual, weight, bias, eps=1e-5):
+    """add_layer_norm without its kernel."""
     x = x if residual is None else x + residual
     return x, rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)

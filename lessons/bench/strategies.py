@@ -24,7 +24,7 @@ from fast.edition import Fast
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
 from fast.pipeline import PatientPipeline
-from further import experts, rms_norm
+from further import experts
 from further.kinds import resized
 from further.prefetch import FlatFSDP, FlatParameter, Prefetcher
 from further.schedules import SCHEDULES
@@ -231,12 +231,6 @@ def never(*args, **more):
     return False
 
 
-def add_and_norm(x, residual, weight, bias, eps=1e-5):
-    """norm.add_layer_norm without its kernel."""
-    x = x if residual is None else x + residual
-    return x, rms_norm.rms_norm(x, weight, eps) if bias is None else kernels.layer_norm(x, weight, bias, eps)
-
-
 # Pieces that are an attribute of the edition, and what it is without them.
 OF_EDITION = {"ring": {"context": {}},     # the reference's
               "hiding": {"experts": {}}}   # all rows travel, then all compute
@@ -249,8 +243,8 @@ def pieces():
         "kernels": [(kernels, "on_triton", never)],                                 # PyTorch's operations
         "tuning": [*plain_kernels(                                                  # the reference's
             F.linear, kernels.LayerNorm, kernels.flash_attention, kernels.attention_forward,
-            kernels.attention_backward), (norm, "add_layer_norm", add_and_norm)],
-        "norm": [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", add_and_norm)],
+            kernels.attention_backward), (norm, "add_layer_norm", norm.add_and_norm)],
+        "norm": [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", norm.add_and_norm)],
         "addition": plain_kernels(model.Block),                                     # added to x, and then the norm
         "specialized": [(attention, "specialized_takes", never), (attention, "one_pass_takes", never)],  # Triton's
         "reading": [(run.FastTrainer, "all_finite", WatchedTrainer.all_finite)],    # a step waits for its own norm
