@@ -19,7 +19,7 @@ from model import GPT, GPTConfig
 from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import is_fast, lists_of, most_held, stages_in
-from theory.traffic import chunks_of, contents, runs_again, shards_of, tokens_of, widths
+from theory.traffic import blocks_of, chunks_of, contents, runs_again, shards_of, tokens_of, widths
 
 
 def tensors_in(value):
@@ -100,9 +100,9 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     c = config.n_embd
     width, wide = widths(s)
     tp = s.tp
-    again = {i for run in runs_again(config, s, pieces) for i in run}
+    again = {*blocks_of(config, runs_again(config, s, pieces))}
     kinds = Counter((bool(config.experts) and config.has_experts(i - 1), i % (config.delta_every or 1) > 0, i in again)
-                    for run in pieces for i in run if 1 <= i <= config.n_layer)
+                    for i in blocks_of(config, pieces))
     blocks = sum(n * block_bytes(config, s, *kind, fused, load) for kind, n in kinds.items())
     _, _, first, head = contents(config, pieces)
     positions = config.seq_len / s.cp / tokens  # of a sequence, over the tokens of all sequences
@@ -110,7 +110,7 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     ids = 8 * positions * (config.arch == "gpt2") + 9 * (tp > 1)
     targets = 8 + 12 * (fused or tp > 1)
     of_loss = wide * table_elements(config, s) if s.loss_chunk else tokens * (logits + targets)
-    last = (c * width + norm_bytes(config, s, fused)) / (tp if s.sp else 1) + c * width
+    last = (c * width + norm_bytes(config, s, c, fused)) / (tp if s.sp else 1) + c * width
     return int(blocks + tokens * (first * ids + head * last) + head * of_loss)
 
 
@@ -157,7 +157,7 @@ def block_bytes(config, s, routed, rule, again, fused, load):
     elif norms_go:
         mlp -= hidden * width
     of_attention, of_mlp = matrices(config, s.tp) if eight else (0, 0)
-    kept = 2 * own + 2 * norm_bytes(config, s, fused) / tokens_cut
+    kept = 2 * own + 2 * norm_bytes(config, s, c, fused) / tokens_cut
     weights = 0
     for part, inside, of_weights, copied, alone in (
             ("attention", attention, of_attention, gathers and (rule or not config.latent), own),
@@ -172,13 +172,13 @@ def block_bytes(config, s, routed, rule, again, fused, load):
     return tokens * kept + weights
 
 
-def norm_bytes(config, s, fused):
-    """Bytes that a norm keeps of a row besides x: mean and rstd, or rstd. PyTorch has no kernel of RMSNorm on CPUs;
-    there also x rstd, and x in float32."""
+def norm_bytes(config, s, n, fused):
+    """Bytes that a norm keeps of a row of n numbers besides x: mean and rstd, or rstd. PyTorch has no kernel of
+    RMSNorm on CPUs; there also x rstd, and x in float32."""
     width = widths(s)[0]
     if config.arch == "gpt2":
         return 8
-    return 4 + (not fused and s.device == "cpu") * config.n_embd * (2 * max(width, 4) - width)
+    return 4 + (not fused and s.device == "cpu") * n * (2 * max(width, 4) - width)
 
 
 def attention_bytes(config, s, fused):
@@ -210,7 +210,7 @@ def latent_bytes(config, s, positions, fused):
     """
     width = widths(s)[0]
     tokens_cut = s.tp if s.sp else 1
-    norm = 4 if fused or s.device != "cpu" else 4 + config.latent * (2 * max(width, 4) - width)
+    norm = norm_bytes(config, s, config.latent, fused)
     heads = 4 * config.n_head * config.query_width + config.heads_width
     return (heads * width + 4 * config.n_head) / s.tp + (norm + config.shared_width * width) / tokens_cut + (
         config.shared_width + s.sp * config.n_embd) * width + max(width, 4) * config.rope_dim * positions

@@ -65,10 +65,15 @@ class Message(NamedTuple):
     times: int = 1  # how often a step repeats all these calls
 
 
+def blocks_of(config, runs):
+    """The blocks in a rank's runs of pieces, by number from 1."""
+    return [i for run in runs for i in run if 1 <= i <= config.n_layer]
+
+
 def contents(config, runs):
     """(blocks, blocks with experts, embeddings, heads): how many there are of each in a rank's runs of pieces."""
     pieces = [i for run in runs for i in run]
-    blocks = [i for i in pieces if 1 <= i <= config.n_layer]
+    blocks = blocks_of(config, runs)
     routed = sum(config.has_experts(i - 1) for i in blocks) if config.experts else 0
     return len(blocks), routed, pieces.count(0), pieces.count(config.n_layer + 1)
 
@@ -76,12 +81,12 @@ def contents(config, runs):
 def delta_rules(config, runs):
     """How many blocks in a rank's runs of pieces have a gated delta rule, not attention."""
     every = config.delta_every or 1
-    return sum(i % every > 0 for run in runs for i in run if 1 <= i <= config.n_layer)
+    return sum(i % every > 0 for i in blocks_of(config, runs))
 
 
 def runs_again(config, s, runs):
     """The blocks of a rank's runs of pieces of which backward runs a part again."""
-    blocks = [[i for i in run if 1 <= i <= config.n_layer][:s.recompute_blocks or None] for run in runs]
+    blocks = [blocks_of(config, [run])[:s.recompute_blocks or None] for run in runs]
     return blocks if s.recompute != "none" else []
 
 
