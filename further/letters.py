@@ -74,6 +74,7 @@ def extent(t):
 
 
 def tensors_in(values):
+    """Tensors among values, and in tuples, lists and dicts of them."""
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 

@@ -22,6 +22,7 @@ from lessons.bench.timing import of_all_ranks, say
 from lessons.lecture8 import gpipe_step
 from lessons.puzzles import HERE
 from model import GPT, GPTConfig
+from safe.reports import storages
 
 EDITIONS = {"lecture": parallel.Lecture, "full": Full, "fast": Fast}
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # its momentum is an optimizer's state
@@ -95,12 +96,6 @@ def strategy(edition, zero, net):
     return model, edition.optimizer(zero, model.parameters(), SGD, None, [model], None)
 
 
-def bytes_of(*tensors):
-    """What they take together. Views of the same memory count once, and freed memory not at all."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 def trained(edition, zero, config):
     """Some steps on this rank's part of the batches. Returns (losses, (STEPS,); bytes of weights, shards and momentum
     after them; the steps' seconds; what `code_run` says of one more)."""
@@ -114,7 +109,7 @@ def trained(edition, zero, config):
     losses = torch.stack([step_of(model, after_backward, tokens) for tokens in mine])
     seconds = time.perf_counter() - start
     states = [value for state in optimizer.state.values() for value in state.values()]
-    kept = bytes_of(*net.parameters(), *parallel.params_of(optimizer), *states)
+    kept = sum(storages([*net.parameters(), *parallel.params_of(optimizer), *states]).values())  # of freed memory 0
     sent = dist.traffic()
     return losses, sent, kept, seconds, code_run(partial(step_of, model, after_backward, mine[0]))
 

@@ -6,12 +6,10 @@ import dataclasses
 import functools
 from collections import Counter
 
-import torch
-from torch.utils._pytree import tree_leaves
-
 from further.expert_parallel import expert_plan
 from further.delta import CHUNK, delta_plan
 from further.latent import latent_plan
+from further.letters import tensors_in
 from further.llama import of_some_heads
 from further.pieces import matrices
 from further.shared import shared_plan
@@ -20,11 +18,6 @@ from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import is_fast, lists_of, most_held, stages_in
 from theory.traffic import blocks_of, chunks_of, contents, runs_again, shards_of, tokens_of, widths
-
-
-def tensors_in(value):
-    """The tensors in a module's output: a tensor, or tuples, lists and dicts of them."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 # ----------------------------------------------------------------------------------------- memory: predicted and in use
