@@ -13,13 +13,13 @@ import torch
 
 import kernels
 import parallel
-from further.fits import misfit, multiple, what_muon_needs, what_ranks_divide, what_stages_divide
+from further.fits import multiple, what_muon_needs, what_ranks_divide, what_stages_divide
 from further.lists import check, lower, read_schedule, schedule_of
 from further.refusals import AT_LEAST_1
 from safe import deepseeks
 from safe.files import tell
 from safe.huggingface import open_hf, shortened
-from safe.sizes import BadInput, check_sizes, checked_use, reject
+from safe.sizes import BadInput, check_sizes, checked_use, reject, reject_misfit
 from train import config_of, dashed, device_for, edition_of, flag, Flags, processes_of
 
 
@@ -157,11 +157,6 @@ def check_parts(s, c, world, local_world, processes):
     reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
            f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}")
     reject_misfit(what_ranks_divide(s, c, world, local_world if world > 1 else None))
-
-
-def reject_misfit(table):
-    why = misfit(table)
-    reject(why, why)
 
 
 def check_schedule(s, config):

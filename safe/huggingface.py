@@ -15,7 +15,7 @@ from further.kinds import resized
 from model import GPT, buffers, GPTConfig, materialize, shapes
 from safe import deepseeks, llamas
 from safe.files import read_safetensors, write_blocks, write_file, write_safetensors
-from safe.sizes import BadInput, check_sizes, reject
+from safe.sizes import BadInput, check_fixed, check_sizes, reject
 
 KEYS = {  # field of GPTConfig: (key in config.json, value if the key is missing)
     "vocab_size": ("vocab_size", 50257), "seq_len": ("n_positions", 1024), "n_layer": ("n_layer", 12),
@@ -117,12 +117,9 @@ def open_hf(folder):
         tensors |= found
         where |= dict.fromkeys(found, file)
     config = with_the_head_there(config, tensors)
-    keys = {field: key_of(hf, field) for field in KEYS}
-    if config.arch == "llama":
-        keys = family(config).keys_of(config)
     whose = "the default" if config.arch == "llama" else "a GPT-2's"
-    said = ", ".join(f"{key} {getattr(config, field)}" + f", {whose}, as there is none in the file"
-                     * (key not in hf) for field, key in keys.items() if config.experts or field not in OF_EXPERTS)
+    said = ", ".join(f"{key} {getattr(config, field)}" + f", {whose}, as there is none in the file" * (key not in hf)
+                     for field, key in keys_of(config, hf).items())
     for name, shape in expected(config):
         reject(name not in tensors, f"{file}: has no {name}, which config.json asks for ({said})")
         tensor = tensors[name]
@@ -230,6 +227,13 @@ def key_of(hf, field):
     return ALSO_CALLED[key] if ALSO_CALLED.get(key) in hf else key
 
 
+def keys_of(config, hf):
+    """{field: what a config.json calls it} of the fields that such a config has. hf {}: by the names that we write."""
+    if config.arch == "llama":
+        return family(config).keys_of(config)
+    return {field: key_of(hf, field) for field in KEYS if config.experts or field not in OF_EXPERTS}
+
+
 def expected(config):
     """(name, shape there) of all tensors. First come the sizes that a damaged config.json may make so large that
     `shapes_there` would not end."""
@@ -256,8 +260,7 @@ def config_from(hf):
     inner = sizes["inner"]
     reject((kind == WITH_EXPERTS) != bool(experts), f"model_type {kind!r} with num_experts {experts!r}: only "
            f"{WITH_EXPERTS!r} has num_experts, and at least 1")
-    for key, value in HF_FIXED.items():
-        reject(hf.get(key, value) is not value, f"{key} is {hf.get(key)!r}, only {value} is supported")
+    check_fixed(hf, HF_FIXED)
     reject(name not in list(HF_ACTIVATIONS), f"activation_function is {name!r}, not one of {', '.join(HF_ACTIVATIONS)}")
     # In a GPTConfig 0 stands for 4C, here null does.
     reject(inner == 0, f"n_inner {inner!r} must be null or at least 1")
@@ -296,12 +299,8 @@ def changes(config, dtype, came):
     if not came:
         return ours
     before = config_from(came)
-    if config.arch == "llama":
-        keys = {field: (key, key) for field, key in family(config).keys_of(config).items()}
-    else:
-        keys = {field: (key, key_of(came, field)) for field, (key, _) in KEYS.items()
-                if config.experts or field not in OF_EXPERTS}
-    found = {theirs: ours[key] for field, (key, theirs) in keys.items()
+    theirs = keys_of(config, came)
+    found = {theirs[field]: ours[key] for field, key in keys_of(config, {}).items()
              if getattr(config, field) != getattr(before, field)}
     found |= {"architectures": ours["architectures"]}
     found["torch_dtype" if "torch_dtype" in came else "dtype"] = ours["dtype"]
@@ -318,7 +317,7 @@ def hf_config(config, dtype):
     if config.arch == "llama":
         return every | family(config).hf_config(config)
     kind, name = (WITH_EXPERTS, "RingGPTMixtureOfExperts") if config.experts else ("gpt2", "GPT2LMHeadModel")
-    fields = [field for field in KEYS if config.experts or field not in OF_EXPERTS]
     return {"model_type": kind, "architectures": [name], **every, **HF_FIXED, **ALSO_WRITTEN,
-            **{KEYS[field][0]: getattr(config, field) for field in fields}, "n_inner": config.inner or None,
+            **{key: getattr(config, field) for field, key in keys_of(config, {}).items()},
+            "n_inner": config.inner or None,
             "activation_function": next(hf for hf, ours in HF_ACTIVATIONS.items() if ours == config.activation)}

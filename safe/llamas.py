@@ -6,7 +6,7 @@ import torch
 
 from further.llama import LlamaConfig
 from model import buffers, shapes
-from safe.sizes import check_sizes, reject
+from safe.sizes import check_fixed, check_sizes, reject
 
 KEYS = {  # field of LlamaConfig: key in config.json
     "vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_layer": "num_hidden_layers",
@@ -41,8 +41,7 @@ PARTS = {  # our layer: theirs, whose rows lie one below the other
 def config_from(hf):
     """The LlamaConfig that a config.json describes. BadInput names the key."""
     kind = hf["model_type"]
-    for key, value in FIXED.items():
-        reject(hf.get(key, value) is not value, f"{key} is {hf.get(key)!r}, only {value} is supported")
+    check_fixed(hf, FIXED)
     layers = hf.get("layer_types") or []
     reject(not isinstance(layers, list) or any(layer != "full_attention" for layer in layers),
            f"layer_types is {layers!r}, only 'full_attention' is supported")

@@ -38,8 +38,19 @@ def check_sizes(c, called):
     reject(not 0 <= c.norm_eps <= 1, f"{called('norm_eps')} {c.norm_eps} must be between 0 and 1")
     if c.arch == "llama":
         reject(not 0 < c.rope_theta < math.inf, f"{called('rope_theta')} {c.rope_theta} must be above 0")
-    why = misfit(what_sizes_divide(c, called))
+    reject_misfit(what_sizes_divide(c, called))
+
+
+def reject_misfit(table):
+    """BadInput with the first line of a table of further/fits.py that is true."""
+    why = misfit(table)
     reject(why, why)
+
+
+def check_fixed(hf, fixed):
+    """BadInput if a config.json has another value than the one that is supported. fixed: {key: value}."""
+    for key, value in fixed.items():
+        reject(hf.get(key, value) is not value, f"{key} is {hf.get(key)!r}, only {value} is supported")
 
 
 def checked_use(choice):
