@@ -9,8 +9,7 @@ wrong one counts: those behind it rely on it. train.py and safe/flags.py refuse 
 import itertools
 import math
 
-from further.lists import schedule_of
-from parallel import ranks_of_stages
+from further.lists import schedule_of, size_of_schedule
 
 
 def multiple(n, of):
@@ -162,7 +161,7 @@ def what_stages_divide(s, c):
     for a_rank in s.virtual_stages, None:  # before there are lists of so many, and as the lists have it
         if not a_rank:
             lists = schedule_of(s.schedule)(s.pp, 2 * s.pp, s.virtual_stages)
-            a_rank = len(ranks_of_stages(lists)) // s.pp
+            *_, a_rank = size_of_schedule(lists)
             yield s.pp == 1 and s.virtual_stages > 1 or s.virtual_stages not in (1, a_rank), (
                 f"--virtual-stages {s.virtual_stages} is for --schedule interleaved and --pp 2 or more: leave it out")
         fewer = f"--pp {most // a_rank}" if s.virtual_stages == 1 else f"--virtual-stages {max(1, most // s.pp)}"

@@ -96,6 +96,11 @@ def check_complete(lists, m=None):
     return stage_to_rank
 
 
+def size_of_schedule(lists):
+    """(ranks, micro-batches, stages a rank) of complete lists."""
+    return len(lists), 1 + max(action.micro_batch for action in lists[0]), len(ranks_of_stages(lists)) // len(lists)
+
+
 def gap(actions, stage, micro_batch):
     """Where to show that a stage lacks an action of a micro-batch: at the last one that it has of it, or else of the
     next micro-batch, or at the list's end."""
@@ -200,10 +205,10 @@ def read_schedule(s):
         what = getattr(error, "strerror", None) or error
         raise ValueError(f"--schedule-file {file}: {what}; give a row a rank, as `python -m lessons pipeline` prints"
                          ) from None
-    count = 1 + max(action.micro_batch for actions in lists for action in actions)
-    if (s.pp, s.micro_batches) != (len(lists), count):
-        raise ValueError(f"--schedule-file {file} is of {len(lists)} ranks and {count} micro-batches: give --pp "
-                         f"{len(lists)} --micro-batches {count}")
+    p, m, _ = size_of_schedule(lists)
+    if (s.pp, s.micro_batches) != (p, m):
+        raise ValueError(f"--schedule-file {file} is of {p} ranks and {m} micro-batches: give --pp {p} "
+                         f"--micro-batches {m}")
     if s.schedule not in ("1f1b", text):
         raise ValueError(f"--schedule {s.schedule} beside --schedule-file: leave one of them out")
     return text

@@ -25,10 +25,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl
 
-from further.lists import parse
+from further.lists import parse, size_of_schedule
 from lessons import moving, pages
 from lessons.puzzles import HERE
-from parallel import ranks_of_stages
 from safe.sizes import BadInput, reject
 
 LIMIT = 1 << 18  # bytes of a request's body; 16 ranks with 64 micro-batches and 4 stages each are 110,000
@@ -64,8 +63,8 @@ def turns(file, has_left=lambda: False):
 def run(query, has_left=lambda: False):
     """Train with the lists in query["text"] and with 1F1B, in turns: what `turns` returns."""
     lists = parse(query.get("text", ""))
-    v = len(ranks_of_stages(lists)) // len(lists)
-    sizes = {"ranks": (len(lists), 8), "stages a rank": (v, 4), "actions": (sum(map(len, lists)), 1024)}
+    p, _, v = size_of_schedule(lists)
+    sizes = {"ranks": (p, 8), "stages a rank": (v, 4), "actions": (sum(map(len, lists)), 1024)}
     for what, (count, most) in sizes.items():
         reject(count > most, f"these lists have {count} {what}: give at most {most} to run them here")
     reject(not running.acquire(blocking=False), "another run is under way: wait for its end")

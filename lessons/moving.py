@@ -14,14 +14,13 @@ import torch.distributed as torch_dist
 
 import collectives as dist
 import parallel
-from further.lists import names_of, parse, ScheduleError
+from further.lists import names_of, parse, ScheduleError, size_of_schedule
 from further import prefetch
 from further.prefetch import FlatFSDP, FlatParameter
 from further.schedules import SCHEDULES
 from lessons.bench.timing import patched
 from lessons.plan import rows_of
 from model import GPT, GPTConfig, PRESETS
-from parallel import ranks_of_stages
 from safe.reports import parameters_in_words
 from safe.sizes import reject
 from theory.clock import bubble, critical_path, simulate
@@ -87,8 +86,7 @@ def pipeline(query):
     else:
         lists = SCHEDULES[name](*(number(query, *most) for most in (("p", 4, 16), ("m", 8, 64), ("v", 2, 4))))
     timeline = simulate(lists, *costs)
-    p, m = len(lists), 1 + max(action.micro_batch for action in lists[0])
-    v = len(ranks_of_stages(lists)) // p
+    p, m, v = size_of_schedule(lists)
     formulas = {known: bubble(known, p, v, *costs) for known in ("1f1b", "zb-h1", name) if known and m >= p}
     return {"text": text_of(lists), "formulas": formulas, "idle": max(timeline.idle), "peak": max(timeline.peak),
             **picture(timeline.spans, critical_path(timeline))}

@@ -19,13 +19,13 @@ import torch.distributed as torch_dist
 import collectives as dist
 import safe
 from further.full import Full
-from further.lists import parse
+from further.lists import parse, size_of_schedule
 from lessons import moving
 from lessons.bench.timing import of_all_ranks, say
 from lessons.pictures import costs_of
 from lessons.puzzles import HERE
 from model import GPTConfig
-from parallel import one_f_one_b, ranks_of_stages
+from parallel import one_f_one_b
 from safe import launch
 from safe.reports import timed
 from safe.sizes import BadInput
@@ -40,15 +40,16 @@ TOKENS = 64    # of a sequence
 
 def trainers(lists, text, device):
     """{name: a Trainer}: of the lists, whose text it is, and of 1F1B. They train one model on the same batches."""
-    p, m, stages = len(lists), 1 + max(action.micro_batch for action in lists[0]), len(ranks_of_stages(lists))
-    config = GPTConfig(n_layer=2 * stages, n_embd=256, n_head=4, seq_len=TOKENS, vocab_size=256)
+    p, m, v = size_of_schedule(lists)
+    layers = 2 * p * v
+    config = GPTConfig(n_layer=layers, n_embd=256, n_head=4, seq_len=TOKENS, vocab_size=256)
     tokens = np.frombuffer((HERE / "collectives.py").read_bytes(), np.uint8)
 
     def trainer(schedule, v):
-        s = Flags(pp=p, micro_batches=m, batch_size=2 * m, n_layer=2 * stages, n_embd=256, seq_len=TOKENS, steps=STEPS,
+        s = Flags(pp=p, micro_batches=m, batch_size=2 * m, n_layer=layers, n_embd=256, seq_len=TOKENS, steps=STEPS,
                   schedule=schedule, virtual_stages=v, dp=1, device="cpu")
         return Trainer(s, config, None, (*split(tokens), Bytes()), device, Full)
-    return {"yours": trainer(text, stages // p), "1f1b": trainer("1f1b", 1)}
+    return {"yours": trainer(text, v), "1f1b": trainer("1f1b", 1)}
 
 
 def measure(every):
@@ -73,7 +74,8 @@ def summary(lists, found):
     """What explore's page shows of `measure`, in ms. A step's time: its median and its middle half. measured: the
     pipeline of the step of median length; predicted: the clock's, with the F, I and W that were measured; clock: how
     long 1F1B's is on it, with its own F and B."""
-    said = {"layers": 2 * len(ranks_of_stages(lists)), "ranks": len(lists), "cores": launch.cores()}
+    p, m, v = size_of_schedule(lists)
+    said = {"layers": 2 * p * v, "ranks": p, "cores": launch.cores()}
     for name, steps in found.items():
         times = sorted(1e3 * seconds for seconds, *_ in steps[WARM_UP:])
         low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -85,17 +87,15 @@ def summary(lists, found):
         return [[[(action, 1e3 * start, 1e3 * end) for action, start, end in row if action.kind in "FBIW"]
                  for row in ranks] for *_, ranks in sorted(found[name][WARM_UP:], key=lambda step: step[0])]
 
-    def on_clock(name, lists):
-        v = len(ranks_of_stages(lists)) // len(lists)
+    def on_clock(name, lists, v):
         return simulate(lists, *(v * cost for cost in costs_of(sum(rows(name), []))))
 
     median = rows("yours")[len(found["yours"][WARM_UP:]) // 2]
     first = min(start for row in median for _, start, _ in row)
-    m = 1 + max(action.micro_batch for action in lists[0])
     return said | {"measured": moving.picture([[(action, start - first, end - first) for action, start, end in row]
                                                for row in median]),
-                   "predicted": moving.picture(on_clock("yours", lists).spans),
-                   "clock": on_clock("1f1b", one_f_one_b(len(lists), m)).length}
+                   "predicted": moving.picture(on_clock("yours", lists, v).spans),
+                   "clock": on_clock("1f1b", one_f_one_b(p, m), 1).length}
 
 
 def turns(file, out):
