@@ -17,8 +17,8 @@ import torch
 import collectives as dist
 import parallel
 from further.diloco import island_of
-from further.whole import part_here, put_together, take_part
-from model import buffers, shapes
+from further.whole import part_here, put_together, shapes_of_all, take_part
+from model import buffers
 
 
 # --------------------------------------------------------------------------------------------------------------- there
@@ -45,7 +45,7 @@ def save(trainer, done):
 def whole_parameter(net, name, key=None, island=0):
     """A parameter of a ParallelGPT as one process would hold it, in the master dtype; with `key`, what the optimizer
     keeps of it (zeros before its first step); or a buffer. Of islands, what this one has. Call it on all ranks."""
-    shape = {**shapes(net.config), **buffers(net.config)}[name]
+    shape = shapes_of_all(net.config)[name]
     dtype = torch.float32 if name in buffers(net.config) else parallel.master_dtype(net.layout.dtype)
     part = slice(0), torch.empty(0, device=net.device)  # of a rank that has nothing of it
     groups = []

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from further.kinds import resized
-from model import GPT, buffers, GPTConfig, materialize, shapes
+from further.whole import shapes_of_all
+from model import GPT, GPTConfig, materialize
 from safe import deepseeks, llamas
 from safe.files import read_safetensors, write_blocks, write_file, write_safetensors
 from safe.sizes import BadInput, check_fixed, check_sizes, reject
@@ -60,15 +61,15 @@ def save(model, folder):
     """Write the model as a Hugging Face folder, which transformers' from_pretrained can read. With a model from `load`
     go the other files of its folder and all keys of its config.json."""
     tensors = model.state_dict()
-    names = {**shapes(model.config), **buffers(model.config)}
-    write_hf(folder, model.config, ((name, tensors[name]) for name in names), came=getattr(model, "came", NOTHING))
+    named = ((name, tensors[name]) for name in shapes_of_all(model.config))
+    write_hf(folder, model.config, named, came=getattr(model, "came", NOTHING))
 
 
 def parts_of(config, name):
     """{what a folder calls a part of our parameter or buffer: its shape}. Experts are stacked in ours, not there."""
     if config.arch == "llama":
         return llamas.parts_of(config, name)
-    shape = {**shapes(config), **buffers(config)}[name]
+    shape = shapes_of_all(config)[name]
     each = config.stacked(name)
     own = shape[1:] if each else shape
     return dict.fromkeys(each or [name], own[::-1] if name.endswith(TRANSPOSED) else own)
@@ -96,8 +97,7 @@ def taken_apart(config, name, whole):
 
 def shapes_there(config):
     """{name: shape} of a folder's tensors: parameters, then buffers."""
-    names = *shapes(config), *buffers(config)
-    return {part: shape for name in names for part, shape in parts_of(config, name).items()}
+    return {part: shape for name in shapes_of_all(config) for part, shape in parts_of(config, name).items()}
 
 
 def family(config):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from further.llama import LlamaConfig
-from model import buffers, shapes
+from further.whole import shapes_of_all
 from safe.sizes import check_fixed, check_sizes, reject
 
 KEYS = {  # field of LlamaConfig: key in config.json
@@ -81,7 +81,7 @@ def hf_config(config):
 def parts_of(config, name):
     """{what a folder calls a part of our parameter, or of each expert's: its shape}."""
     layer, _, leaf = name.rpartition(".")
-    shape = {**shapes(config), **buffers(config)}[name]
+    shape = shapes_of_all(config)[name]
     if layer == "lm_head":
         return {name: shape}
     if each := config.stacked(name):
@@ -105,7 +105,7 @@ def parts_of_layer(config, layer, leaf, shape):
 
 def joined(config, name, parts):
     """Our parameter of a folder's parts."""
-    shape = {**shapes(config), **buffers(config)}[name]
+    shape = shapes_of_all(config)[name]
     return torch.cat(parts).view(shape) if parts else torch.zeros(shape)
 
 

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import collectives as dist
 import kernels
 import parallel
+from further.whole import shapes_of_all
 from lessons.bench.timing import patched, plain_kernels
-from model import buffers, GPT, materialize, shapes
+from model import GPT, materialize
 from theory.clock import stage_to_rank_in, stages_in
 
 
@@ -22,7 +23,8 @@ def random_source(config, device):
     """A function from names to weights, matrices near 0 and vectors near 1. They are drawn on the device, because for
     GPT-2 XL a CPU needs longer than the benchmark. A name has the same weights on every rank: routers that differ
     would send each rank's tokens elsewhere."""
-    sizes = {"lm_head.weight": shapes(config)["wte.weight"], **shapes(config), **buffers(config)}
+    sizes = shapes_of_all(config)
+    sizes.setdefault("lm_head.weight", sizes["wte.weight"])  # of a tied head
 
     def draw(name):
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
