@@ -40,11 +40,17 @@ def started_by_tasks():
     return ""
 
 
+def set_by_torchrun():
+    """(RANK, WORLD_SIZE, whether the environment has all that torchrun sets)."""
+    given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")]
+    rank, world, port, _ = given
+    return rank, world, all(given) and (rank + world + port).isdigit() and int(rank) < int(world)
+
+
 def check_start():
     """ValueError if the environment has a part of what torchrun sets, or if others have started several processes."""
-    given = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")]
-    rank, world, port, _ = given
-    if all(given) and (rank + world + port).isdigit() and int(rank) < int(world):
+    rank, world, whole = set_by_torchrun()
+    if whole:
         return
     if rank or world:
         raise ValueError("the environment has a part of what torchrun sets: start with torchrun, or unset RANK and "

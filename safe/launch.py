@@ -17,7 +17,7 @@ import torch
 import torch.distributed as torch_dist
 
 from collectives import meeting_place
-from further.refusals import started_by_tasks
+from further.refusals import set_by_torchrun, started_by_tasks
 from safe.sizes import BadInput, reject
 
 
@@ -42,18 +42,17 @@ def started():
         os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stdout or open(os.devnull, "w")
     check_interfaces()
-    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    rank = given["RANK"] or "0"
-    world = given["WORLD_SIZE"] or "1"
-    numbers = rank, world, given["MASTER_PORT"]
-    whole = all(given.values()) and all(map(str.isdigit, numbers)) and int(rank) < int(world)
-    if not whole:
-        forget_launcher()
-        why = started_by_tasks()
-        reject(why, why)
-    reject(not whole and (rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no "
-           "MASTER_ADDR and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
-    return int(world)
+    rank, world, whole = set_by_torchrun()
+    if whole:
+        return int(world)
+    forget_launcher()
+    why = started_by_tasks()
+    reject(why, why)
+    rank = rank or "0"
+    world = world or "1"
+    reject((rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no MASTER_ADDR "
+           "and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
+    return 1
 
 
 def check_interfaces():
