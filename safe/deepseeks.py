@@ -105,9 +105,13 @@ def pairs(config, name, weight, order):
     return torch.cat([kept, turned[:, order]], 1).flatten(0, 1)
 
 
-def ours(config, name, weight):
-    return pairs(config, name, weight, torch.arange(config.rope_dim).view(-1, 2).T.flatten())
+def joined(config, name, parts):
+    """Our parameter of a folder's parts."""
+    order = torch.arange(config.rope_dim).view(-1, 2).T.flatten()
+    return pairs(config, name, llamas.joined(config, name, parts), order)
 
 
-def theirs(config, name, weight):
-    return pairs(config, name, weight, torch.arange(config.rope_dim).view(2, -1).T.flatten())
+def taken_apart(config, name, whole):
+    """A folder's parts of our parameter."""
+    order = torch.arange(config.rope_dim).view(2, -1).T.flatten()
+    return llamas.taken_apart(config, name, pairs(config, name, whole, order))

@@ -77,20 +77,16 @@ def parts_of(config, name):
 
 def joined(config, name, parts):
     """Our parameter of a folder's parts."""
-    if config.latent:
-        return deepseeks.ours(config, name, llamas.joined(config, name, parts))
     if config.arch == "llama":
-        return llamas.joined(config, name, parts)
+        return family(config).joined(config, name, parts)
     whole = torch.stack(parts) if config.stacked(name) else parts[0]
     return whole.mT if name.endswith(TRANSPOSED) else whole
 
 
 def taken_apart(config, name, whole):
     """A folder's parts of our parameter."""
-    if config.latent:
-        return llamas.taken_apart(config, name, deepseeks.theirs(config, name, whole))
     if config.arch == "llama":
-        return llamas.taken_apart(config, name, whole)
+        return family(config).taken_apart(config, name, whole)
     whole = whole.mT if name.endswith(TRANSPOSED) else whole
     return whole if config.stacked(name) else [whole]
 
@@ -101,7 +97,7 @@ def shapes_there(config):
 
 
 def family(config):
-    """The module that knows what config.json says of a Llama."""
+    """The module that knows the folders of such a Llama."""
     return deepseeks if config.latent else llamas
 
 
