@@ -39,7 +39,7 @@ SECONDS = 300    # that a run may take
 running, drawing, stopping = threading.Lock(), threading.Lock(), threading.Event()
 
 
-def turns(file, has_left=lambda: False):
+def turns(file, has_left):
     """What `python -m lessons turns` finds of the lists in this file. BadInput if has_left() or the server stops."""
     folder = pathlib.Path(file).parent
     said, found, end = folder / "said", folder / "found.json", time.monotonic() + SECONDS

@@ -142,15 +142,15 @@ def draw_explore():
     return 30 + 100 * len(steps), out
 
 
-def spans_of(trace, unit=1.0):
-    """As a Timeline's spans, from the first action's start: the pipeline as it ran, from train.py's --trace. unit: that
-    of the times, in microseconds."""
+def spans_of(trace):
+    """As a Timeline's spans, in microseconds from the first action's start: the pipeline as it ran, from train.py's
+    --trace."""
     events = [event for event in trace["traceEvents"] if event["name"].split()[0] in {*"FBIW"}]
     first = min(event["ts"] for event in events)
     spans = defaultdict(list)
     for event in sorted(events, key=lambda event: (event["tid"], event["ts"])):  # a rank's
         action, start = parallel.Action(event["name"][0], **event["args"]), event["ts"] - first
-        spans[event["tid"]].append((action, unit * start, unit * (start + event["dur"])))
+        spans[event["tid"]].append((action, start, start + event["dur"]))
     return [*spans.values()]
 
 
