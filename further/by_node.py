@@ -54,7 +54,7 @@ def spread(rows, places, size):
 
 def through_nodes(experts, between, x, chosen, gates):
     """As Experts.forward, whose `mlps` takes rows for all experts of this node: (B, T, C) -> (B, T, C)."""
-    nodes, k = dist.get_world_size(between), chosen.shape[-1]
+    nodes = dist.get_world_size(between)
     tokens, choices, weights = x.flatten(0, 1), chosen.flatten(0, 1), gates.flatten(0, 1)     # (t, C), (t, k), (t, k)
     node_of_choice = choices // (experts.count // nodes)
     every = torch.arange(nodes, device=x.device)

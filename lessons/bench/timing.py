@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import json
 import os
 import platform
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+from unittest.mock import patch
 
 import torch
 import torch.distributed as torch_dist
@@ -110,13 +110,8 @@ def patched(rows):
     """Inside, each (object, attribute, what stands in its place) holds, or (dictionary, key, value)."""
     with contextlib.ExitStack() as stack:
         for owner, name, new in rows:
-            if isinstance(owner, dict):
-                stack.callback(owner.update, dict(owner))
-                stack.callback(owner.clear)  # before that
-                owner[name] = new
-            else:
-                stack.callback(setattr, owner, name, inspect.getattr_static(owner, name))
-                setattr(owner, name, new)
+            is_key = isinstance(owner, dict)
+            stack.enter_context(patch.dict(owner, {name: new}) if is_key else patch.object(owner, name, new))
         yield
 
 
