@@ -204,12 +204,13 @@ def messages_of_experts(config, s, stages, rows, node):
 
 def messages_of_tensors(config, s, stages):
     """Messages of tensor parallelism, f's and g's, and of the norms between them, which see T/N tokens with --sp."""
+    runs = stages.values()
     m = s.micro_batches
     c = config.n_embd
     tokens = tokens_of(config, s)
     narrow, wide = widths(s)
-    blocks, routed, first, last = contents(config, stages.values())
-    twice, twice_routed = recomputed(config, s, stages.values())
+    blocks, routed, first, last = contents(config, runs)
+    twice, twice_routed = recomputed(config, s, runs)
     again = twice * {"none": 0, "norms": 0, "block": 2}.get(s.recompute, 1)  # how many sublayers run again
     # The last g of what runs again does not, because backward does not need its result.
     scatters = m * (4 * blocks + twice * (s.recompute == "block"))
@@ -221,7 +222,7 @@ def messages_of_tensors(config, s, stages):
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", rows, wide, m * last)
     for op in HALVES if s.sp else ["all_reduce"]:
         yield Message("embedding, head", op, "tp", [tokens * c], narrow, m * (first + last))
-    rules = delta_rules(config, stages.values())
+    rules = delta_rules(config, runs)
     norms_of_heads = config.head_dim * (2 * (blocks - rules) * getattr(config, "qk_norm", False) + rules)
     of_heads = [tokens * config.shared_width] if config.latent else []  # what they share: f takes it, too
     if not s.sp:  # a block: g twice forward, f twice backward
@@ -237,7 +238,7 @@ def messages_of_tensors(config, s, stages):
     # Backward also gathers again what f has gathered, but experts, a latent's queries and FP8's products have kept it.
     if is_fast(s) and s.dtype != "fp8":
         gathers += m * (2 * blocks - routed + shared - latents)
-    rules_again = delta_rules(config, runs_again(config, s, stages.values()))
+    rules_again = delta_rules(config, runs_again(config, s, runs))
     attentions = m * (latents + (twice - rules_again) * (s.recompute in ("attention", "block")))
     yield Message("latents, rotary keys", GATHER, "tp", of_heads, narrow, attentions)
     yield Message("their gradients", SCATTER, "tp", of_heads, narrow, m * latents)
@@ -259,8 +260,10 @@ def messages_of_context(config, s, stages, node):
     because c_proj's weight gradient needs the second one's result. What goes round a ring is as large within Ulysses: U
     times the tokens, an Uth of the heads."""
     yield Message("loss", "all_reduce", "cp", [1], widths(s)[1])
-    rules = delta_rules(config, stages.values())
-    rules_again = delta_rules(config, runs_again(config, s, stages.values())) * (s.recompute in ("attention", "block"))
+    runs = stages.values()
+    again = runs_again(config, s, runs) if s.recompute in ("attention", "block") else []
+    rules = delta_rules(config, runs)
+    rules_again = delta_rules(config, again)
     if rules:
         yield from messages_of_delta_rules(config, s, node, s.micro_batches * rules, s.micro_batches * rules_again)
     narrow, wide = widths(s)
@@ -269,9 +272,9 @@ def messages_of_context(config, s, stages, node):
     tokens = tokens_of(config, s)
     width = config.qkv_width // (config.n_head + 2 * config.kv_heads)  # of a head
     heads, keys = (tokens * n * width // s.tp for n in (config.n_head, config.kv_heads))
-    backwards = s.micro_batches * (contents(config, stages.values())[0] - rules)
-    again = recomputed(config, s, stages.values())[0] * (s.recompute in ("attention", "block")) - rules_again
-    both = 2 * backwards + s.micro_batches * again  # forwards and backwards: keys and values go round in each
+    backwards = s.micro_batches * (contents(config, runs)[0] - rules)
+    twice = s.micro_batches * (len(blocks_of(config, again)) - rules_again)  # forwards that run again
+    both = 2 * backwards + twice  # forwards and backwards: keys and values go round in each
     if others:
         yield Message("keys and values", "isend", "ring", [2 * keys], narrow, others * both)
         yield Message("their gradients", "isend", "ring", [2 * keys], wide, others * backwards)
