@@ -11,9 +11,10 @@ import collectives as dist
 from further.full import Full
 from lessons.bench.timing import say
 from model import PRESETS
+from safe.data import load_data
 from safe.flags import Settings
 from theory.traffic import messages_of_buckets, sent
-from train import Bytes, split, standard_library, Trainer
+from train import Bytes, Trainer
 
 STEPS = 200
 CONFIG = dataclasses.replace(PRESETS["tiny"], n_layer=2, n_embd=64, seq_len=64)
@@ -34,7 +35,7 @@ def formula(s, rank):
 def demo_diloco():
     """Loss against bytes: each rank an island that trains apart, averaged once in H steps (DiLoCo); beside it DDP."""
     n, rank = dist.get_world_size(), dist.get_rank()
-    data = *split(Bytes().tokens_of([file.read_bytes() for file in standard_library()])), Bytes()
+    data = load_data(Settings(), Bytes())
     say(f"{n} ranks, each an island; {CONFIG.parameters():,} parameters, {STEPS} steps of AdamW with 8 sequences of "
         f"{CONFIG.seq_len} tokens a rank.\nValidation loss: where islands never meet, the mean of theirs. Bytes: sent "
         f"by rank 0 in all {STEPS} steps, and by the formula\n\n"

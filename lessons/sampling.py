@@ -25,7 +25,9 @@ from lessons.bench.timing import launch_us, say, synchronize
 from lessons.eight_bits import few_rows, in_int8
 from lessons.four_bits import few_rows_of_four, from_int4, in_int4
 from model import Linear, PRESETS
-from train import batch, Bytes, split, standard_library
+from safe.data import load_data
+from safe.flags import Settings
+from train import batch, Bytes
 
 BITS = {8: (in_int8, few_rows, lambda q, scale: q * scale[:, None]), 4: (in_int4, few_rows_of_four, from_int4)}
 
@@ -66,7 +68,7 @@ def weights_read(net):
 
 def trained(config, steps, device):
     """(a CachedGPT after some steps on Python's standard library, the function of its loss on held-out text)"""
-    text, held_out = split(Bytes().tokens_of(file.read_bytes() for file in standard_library()))
+    text, held_out, _ = load_data(Settings(), Bytes())
     net = CachedGPT(config).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 
