@@ -1,10 +1,13 @@
 """`python -m lessons`: what the demos print is true."""
 
 import re
+import sys
+from unittest.mock import Mock
 
 import pytest
 
 import lessons.demos
+from lessons.bench.timing import say
 from lessons.ladder import STEPS
 from tests.pool import in_new_process, parametrize
 from tests.runs import printed_by
@@ -336,6 +339,12 @@ def test_a_demo_shows_the_law(plain_pool, name, ranks, shown):
     printed = re.sub(r"\de-1[3-9]|0e\+00", "~0", printed)
     for part in shown.replace("\n        ", "\n").split("\n...\n"):
         assert part.lstrip("\n") in printed, printed
+
+
+def test_a_demo_outlives_a_closed_pipe(monkeypatch):
+    """As behind `| head`: a rank that ended there would be called lost."""
+    monkeypatch.setattr(sys, "stdout", Mock(write=Mock(side_effect=BrokenPipeError)))
+    say("a line")
 
 
 def test_cuda_is_played_without_a_gpu():

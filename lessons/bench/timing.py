@@ -19,6 +19,7 @@ import torch.distributed as torch_dist
 import collectives as dist
 import kernels
 from kernels import triton
+from safe.files import tell
 from safe.launch import cores
 from safe.sizes import BadInput
 from theory.memory import tensors_in
@@ -141,7 +142,7 @@ def is_first():
 
 def say(text):
     if is_first():
-        print(text, flush=True)
+        tell(text)
 
 
 def say_in_order(text):
