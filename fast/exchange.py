@@ -225,10 +225,12 @@ class AllToAll:
 #
 # A slot is written to again four pieces later, and nobody need say so. Before I send piece t, I have all ranks' pieces
 # t-2. A rank sends its piece t-2 after it has summed pieces t-4, so mine is read, whose slot I write to now. Before I
-# write sum t-1, I have fetched all ranks' sums t-3, each of which was written after its rank had fetched sums t-5.
+# write sum t-1, I have fetched all ranks' sums t-3, each of which was written after its rank had fetched sums t-5. When
+# a launch begins, all pieces and sums of those before have been received.
 #
-# Between two ranks an all-reduce is a reduce-scatter in which each rank's chunk is the whole tensor: as many bytes, one
-# round less, and both ranks sum in the same order.
+# Between two ranks an all-reduce is a reduce-scatter in which each rank's chunk is the whole tensor. It sends as many
+# bytes, and an element crosses once, not twice in turn. Both ranks sum in the same order. It works in place: piece t is
+# sent one round before its sum is written, with a barrier between.
 #
 # Two programs share a multiprocessor: while one waits, the other copies. (4 H200s, GB/s on the bus at 1 GiB, all-
 # gather, reduce-scatter, all-reduce: one program with twice the threads had 295, 298, 317, two have 317, 326, 341, NCCL
@@ -245,7 +247,8 @@ def sum_slot_bytes(ranks):
 
 
 def all_reduce_bytes(ranks):
-    """Bytes of a window: a program's slots and counters for pieces and sums of each other rank, and its own counter."""
+    """Bytes of a window: a program's slots and counters for pieces and sums of each other rank, and 16 for its own two
+    counters."""
     return SUM_PROGRAMS * (2 * (ranks - 1) * (SUM_SLOTS * sum_slot_bytes(ranks) + 4) + 16)
 
 
@@ -281,10 +284,10 @@ def _wait_for_all(counters, least, used):
 def _all_reduce(flat, own, windows, apart, least, more, width, row, N: tl.constexpr, EVEN: tl.constexpr,
                 ROWS: tl.constexpr, SEND: tl.constexpr, GATHER: tl.constexpr, OP: tl.constexpr, TOTAL: tl.constexpr,
                 PROGRAMS: tl.constexpr, SLOTS: tl.constexpr, SLOT: tl.constexpr, LINES: tl.constexpr):
-    """windows: N addresses, and this rank's number. own: a reduce-scatter's result, or what an all-gather sends. SEND:
-    send pieces and sum them. GATHER: send sums and fetch them. EVEN: all chunks have `least` elements. TOTAL: the sum's
-    dtype. A program does `width` elements of every chunk, SLOT at a time; all ranks do as many rounds, even where their
-    chunks are shorter. LINES: a power of 2, N-1 or more."""
+    """windows: N addresses, and this rank's number. own: a reduce-scatter's result (between two ranks, an all-reduce's:
+    `flat` itself), or what an all-gather sends. SEND: send pieces and sum them. GATHER: send sums and fetch them. EVEN:
+    all chunks have `least` elements. TOTAL: the sum's dtype. A program does `width` elements of every chunk, SLOT at a
+    time; all ranks do as many rounds, even where their chunks are shorter. LINES: a power of 2, N-1 or more."""
     kind: tl.constexpr = flat.dtype.element_ty
     BYTES: tl.constexpr = SLOT * (kind.primitive_bitwidth // 8)
     counters: tl.constexpr = 2 * PROGRAMS * (N - 1) * SLOTS * BYTES  # they lie behind all slots

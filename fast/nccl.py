@@ -20,8 +20,8 @@ from safe.messages import progress
 
 
 # If the caller waits, nothing computes beside the operation. Then a kernel does it, from SUM_FROM bytes on. (2 H200s,
-# an all-reduce, us, by the kernel | by copies or messages | NCCL's own, the first and last from a CUDA graph: 16 KiB
-# 8 | 23 | 11, 1 MiB 12 | 22 | 17, 16 MiB 85 | 156 | 100, 64 MiB 236 | 393 | 267, 1 GiB 3335 | 3760 | 3277.)
+# an all-reduce from a CUDA graph, us, by the kernel | NCCL's own: 16 KiB 9 | 11, 1 MiB 12 | 19, 16 MiB 92 | 111, 64 MiB
+# 235 | 270, 1 GiB 3132 | 3282. Copies or messages took 23, 22, 156, 393 and 3760 on another host.)
 SUM_FROM = 1 << 12
 
 
@@ -141,7 +141,8 @@ class Direct(LeavesRoom):
             self.all_gather(chunks)
 
     def _note_sent(self, written, *outgoing):
-        """Count what a kernel has sent to each other rank, and that it wrote to a tensor. outgoing: lists (N)."""
+        """Count what a kernel has sent to each other rank, and that it wrote to a tensor. outgoing: lists (N). (Between
+        two ranks an all-reduce's two messages are one.)"""
         _written(written)
         log = self.log
         for tensors in outgoing:

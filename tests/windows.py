@@ -90,8 +90,8 @@ def test_kernels_sum_and_gather():
 @parametrize("size", [2, 3])
 @on_ranks()
 def test_kernels_in_any_order_leave_slots_in_peace(rank, size):
-    """Sums and gathers of one to six rounds, one after another, by ranks of which one is late each time: a slot is
-    written to again only when it was read."""
+    """Sums and gathers of one to seventeen rounds, one after another, by ranks of which one is late each time. (In
+    models of two to eight ranks with random schedules 4 slots never failed, 3 often.)"""
     needs_kernels()
     rng, wrong = np.random.default_rng(0), []
     most = 1 << 20 if torch.get_default_device().type == "cuda" else 96
