@@ -3,7 +3,7 @@
 from dataclasses import asdict, fields
 
 from further.experts import ExpertsConfig
-from model import GPTConfig
+from model import buffers, GPTConfig, shapes
 
 
 def resized(config, **sizes):
@@ -19,3 +19,8 @@ def resized(config, **sizes):
     if kind.arch != config.arch:
         given["activation"] = kind.activation
     return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
+
+
+def shapes_of_all(config):
+    """Name -> shape of every parameter of the whole model, then of every buffer."""
+    return {**shapes(config), **buffers(config)}

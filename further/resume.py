@@ -17,7 +17,8 @@ import torch
 import collectives as dist
 import parallel
 from further.diloco import island_of
-from further.whole import part_here, put_together, shapes_of_all, take_part
+from further.kinds import shapes_of_all
+from further.whole import part_here, put_together, take_part
 from model import buffers
 
 

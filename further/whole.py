@@ -12,13 +12,7 @@ import math
 import torch
 
 import collectives as dist
-from model import buffers, shapes
 from parallel import cut_like, whole_shape
-
-
-def shapes_of_all(config):
-    """Name -> shape of every parameter of the whole model, then of every buffer."""
-    return {**shapes(config), **buffers(config)}
 
 
 # kept: as parallel.ZeRO0.kept returns it, or with an optimizer's state in place of what is stepped.

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from further.kinds import resized
-from further.whole import shapes_of_all
+from further.kinds import resized, shapes_of_all
 from model import GPT, GPTConfig, materialize
 from safe import deepseeks, llamas
 from safe.files import read_safetensors, write_blocks, write_file, write_safetensors

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from further.kinds import shapes_of_all
 from further.llama import LlamaConfig
-from further.whole import shapes_of_all
 from safe.sizes import check_fixed, check_sizes, reject
 
 KEYS = {  # field of LlamaConfig: key in config.json

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import collectives as dist
 import kernels
 import parallel
-from further.whole import shapes_of_all
+from further.kinds import shapes_of_all
 from lessons.bench.timing import patched, plain_kernels
 from model import GPT, materialize
 from theory.clock import stage_to_rank_in, stages_in
