@@ -8,7 +8,7 @@ import torch
 
 import kernels
 from fast.grouped import programs_beside_transfers, tma_takes
-from further.muon import move, orthogonal, updates
+from further.muon import COEFFICIENTS, move, orthogonal, SHARE, unit, updates
 from kernels import dot, load_float32, TensorDescriptor, this_program, tl, triton
 
 
@@ -109,13 +109,14 @@ def fast_orthogonal(x):
     if not (kernels.on_triton(x) and a >= LEAST_ROWS and a % 8 == 0 and x.is_contiguous() and tma_takes(x)):
         return orthogonal(x)
     tall = high > wide
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(1e-7)
+    x = unit(x)
+    first, third, fifth = COEFFICIENTS
     for steps in (2, 2, 1) if max(high, wide) >= 2 * a else (1,) * 5:
         rows = x.mT if tall else x
         g = symmetric(rows, rows)
         product = None
         for step in range(steps):
-            q = symmetric(g, g, g, 2.0315, -4.775, 3.4445)
+            q = symmetric(g, g, g, fifth, third, first)
             product = q if product is None else symmetric(product, q)
             if step + 1 < steps:
                 g = symmetric(symmetric(g, q), q)
@@ -129,13 +130,13 @@ def fast_orthogonal(x):
 # bytes. PyTorch's operations would move 56.
 
 @triton.jit
-def _update(g, m, u, n, BLOCK: tl.constexpr):
+def _update(g, m, u, n, share, BLOCK: tl.constexpr):
     at = this_program() * BLOCK + tl.arange(0, BLOCK)
     new = load_float32(g + at, at < n)
     moment = tl.load(m + at, at < n)
-    moment += 0.05 * (new - moment)
+    moment += share * (new - moment)
     tl.store(m + at, moment, at < n)
-    tl.store(u + at, moment + 0.05 * (new - moment), at < n)
+    tl.store(u + at, moment + share * (new - moment), at < n)
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def fast_updates(g, m):
         return updates(g, m)
     u = m[0].new_empty(sum(map(len, m)), dtype=torch.bfloat16)
     for new, moment, part in zip(g, m, u.split([*map(len, m)])):
-        _update[(triton.cdiv(len(moment), 1024),)](new, moment, part, len(moment), 1024, num_warps=4)
+        _update[(triton.cdiv(len(moment), 1024),)](new, moment, part, len(moment), SHARE, 1024, num_warps=4)
     torch.autograd.graph.increment_version(m)
     return u
 

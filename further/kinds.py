@@ -1,4 +1,7 @@
-"""Which config has these sizes? Experts, a Llama, latent attention: each is a subclass, in a file of its own."""
+"""Which config has these sizes? Experts, a Llama, latent attention: each is a subclass, in a file of its own.
+
+And which tensors has a model of that config?
+"""
 
 from dataclasses import asdict, fields
 

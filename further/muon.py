@@ -37,6 +37,15 @@ from parallel import is_matrix, placement_of, set_placement, whole_shape
 # of one size are multiplied together. A GPT-2 has three sizes: q, k, v and the projection of all blocks; the first
 # matrix of their MLPs; the second.
 
+COEFFICIENTS = 3.4445, -4.775, 2.0315  # of s, s^3 and s^5
+SHARE = 0.05  # of a gradient in m
+
+
+def unit(x):
+    """Matrices (n, rows, columns) divided by their norms, so that no singular value is above 1."""
+    return x / x.norm(dim=(1, 2), keepdim=True).clamp(1e-7)
+
+
 def orthogonal(x):
     """O(u) of n matrices (n, rows, columns), roughly, by Newton-Schulz: no division, five times three products.
 
@@ -45,11 +54,12 @@ def orthogonal(x):
     """
     is_tall = x.shape[1] > x.shape[2]
     x = x.mT if is_tall else x  # so that x x^T is the smaller square
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(1e-7)  # no singular value is above 1 now
+    x = unit(x)
+    first, third, fifth = COEFFICIENTS
     for _ in range(5):
         square = x @ x.mT
-        polynomial = torch.baddbmm(square, square, square, beta=-4.775, alpha=2.0315)
-        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
+        polynomial = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
+        x = torch.baddbmm(x, polynomial, x, beta=first)
     return x.mT if is_tall else x
 
 
@@ -93,8 +103,8 @@ class Matrices:
 def updates(g, m):
     """m <- 0.95 m + 0.05 g of lists of flat tensors, and u of all, one after the other. On GPUs in 16 bits, unless u is
     float64; CPUs multiply 16 bits slowly."""
-    torch._foreach_lerp_(m, g, 0.05)
-    u = torch.cat(torch._foreach_lerp(g, m, 0.95))
+    torch._foreach_lerp_(m, g, SHARE)
+    u = torch.cat(torch._foreach_lerp(g, m, 1 - SHARE))
     return u.bfloat16() if u.is_cuda and u.dtype == torch.float32 else u
 
 
@@ -113,13 +123,13 @@ def directions(every, u):
     """
     x = u.view(-1, *every[0].shape[1:])
     cut, dim = every[0].cut, every[0].dim
-    compute = kernels.table[orthogonal]
     if cut:
         pieces = x.new_empty(cut.size, *x.shape)
         dist.all_gather_into_tensor(pieces, x, cut.group)
-        x = compute(torch.cat([*pieces], dim)).chunk(cut.size, dim)[cut.rank]
-    else:
-        x = compute(x)
+        x = torch.cat([*pieces], dim)
+    x = kernels.table[orthogonal](x)
+    if cut:
+        x = x.chunk(cut.size, dim)[cut.rank]
     return x.split([of.shape[0] for of in every])
 
 

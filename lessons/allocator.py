@@ -13,10 +13,10 @@ import dataclasses
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from further.letters import tensors_in
 from lessons.bench.timing import say
 from model import GPT, PRESETS
 from safe.reports import size, storages
-from theory.memory import tensors_in
 
 MIB = 1 << 20
 

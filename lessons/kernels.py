@@ -15,9 +15,9 @@ from fast import edition, norm
 from fast.grouped import tma_takes
 from fast.muon import symmetric
 from further import by_hand, experts
+from further.letters import tensors_in
 from kernels import HAVE_TRITON, tile_of
 from lessons.bench.timing import off, patched, plain_kernels
-from theory.memory import tensors_in
 
 
 class Case(NamedTuple):

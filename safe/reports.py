@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives as dist
 import kernels
 from further.bpe import Tokenizer
+from further.letters import tensors_in
 from further.prefetch import FlatParameter
 from parallel import master_dtype
 from safe.data import about_left_out, Numbers
@@ -23,7 +24,7 @@ from safe.huggingface import changes
 from safe.messages import Watched
 from safe.sizes import BadInput
 from theory import speed
-from theory.memory import kept_tensors, memory_bytes, reducers_of, tensors_in
+from theory.memory import kept_tensors, memory_bytes, reducers_of
 from train import Bytes
 
 

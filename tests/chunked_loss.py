@@ -6,9 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
 import kernels
+from further.letters import tensors_in
 from tests.layouts import SMALL, small_gpt, tokens_of
 from tests.pool import on_both, on_ranks, parametrize
-from theory.memory import tensors_in
 
 
 class WidestLogits(TorchDispatchMode):

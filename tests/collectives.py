@@ -16,9 +16,9 @@ import torch.distributed as torch_dist
 from torch.utils._pytree import tree_map
 
 import collectives as dist
+from further.letters import tensors_in
 from tests.links import carried, nodes_of, NO_DOUBLING, served_by  # noqa: F401
 from tests.pool import is_plain, needs_kernels, on_both, on_plain, on_ranks, parametrize
-from theory.memory import tensors_in
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 import collectives as dist
 import fast.recorded
+from further.letters import tensors_in
 from tests.layouts import case_of, differences_in, expanded, in_layout, small_gpt, tokens_of
 from tests.pool import close, on_cpus, on_ranks, own, parametrize
 from tests.zero import when_it_computes
@@ -20,7 +21,7 @@ from fast.graphs import replay_micro_batches, ShardTotals, Totals
 from fast.recorded import count_traffic, traffic_since
 from fast.zero import AheadOptimizer
 from safe.messages import Watched
-from theory.memory import reducers_of, tensors_in
+from theory.memory import reducers_of
 
 
 class Tape(TorchDispatchMode):

@@ -23,6 +23,7 @@ import further.experts
 import further.rms_norm
 import kernels
 import model
+from further.letters import tensors_in
 from tests.pool import close, GPUS, HERE, parametrize, table
 from fast import edition
 from fast.adamw import AdamW
@@ -35,7 +36,6 @@ from lessons.compiled import occupancy
 from lessons.kernels import attention, CASES, main, tiles_read
 from safe.flags import BadInput, check_layout, Settings
 from safe.sizes import checked_use
-from theory.memory import tensors_in
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels

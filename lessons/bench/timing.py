@@ -18,11 +18,11 @@ import torch.distributed as torch_dist
 
 import collectives as dist
 import kernels
+from further.letters import tensors_in
 from kernels import triton
 from safe.files import tell
 from safe.launch import cores
 from safe.sizes import BadInput
-from theory.memory import tensors_in
 
 
 # PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
