@@ -632,7 +632,7 @@ def row_losses(logits, targets, vocab_size, group=None):
 
 def gpt2_plan(f, g, columns=ColumnParallelLinear):
     """How each layer of a GPT-2 is cut, with this f and g. What is not named (layer norms, positions) stays whole."""
-    column, row = partial(columns, f=f), partial(RowParallelLinear, g=g)
+    column, row = partial(columns, f=f), partial(kernels.table[RowParallelLinear], g=g)
     return {
         "wte": partial(VocabParallelEmbedding, g=g),
         "attn.c_attn": partial(column, fused=(1, 1, 1)),
@@ -1092,13 +1092,14 @@ class Lecture:
     zero: the class of each ZeRO stage. sharded: wraps a stage's module at ZeRO-3 before it has weights, so that it
     is never whole on a rank (further/prefetch.py); None: it is whole once, while the model is built. muon: the highest
     ZeRO stage with --optimizer muon, which needs whole matrices. pipeline: runs gpipe and 1f1b. halved: runs all
-    schedules; None: further/schedules.py's. sequence: f and g of sequence parallelism; None: further/sequence.py's.
-    context, experts: options of context_parallel and expert_parallel.
+    schedules; None: further/schedules.py's. tensor: f and g of tensor parallelism. sequence: those of sequence
+    parallelism; None: further/sequence.py's. context, experts: options of context_parallel and expert_parallel.
     """
     zero = ZeRO0, ZeRO1, ZeRO2, ZeRO3
     sharded = None
     muon = 0
     columns = ColumnParallelLinear
+    tensor = CopyToGroup.apply, ReduceFromGroup.apply
     pieces_of = staticmethod(even_pieces)
     pipeline = Pipeline
     halved = None

@@ -393,8 +393,7 @@ def cut_layers(model, layout, groups, edition):
         f, g = edition.sequence or (gathered, scattered)
         sequence_parallel(model, groups.tp, tensor_plan(model.config, f, g, edition.columns))
     elif layout.tp > 1:
-        f, g = parallel.CopyToGroup.apply, parallel.ReduceFromGroup.apply
-        parallel.tensor_parallel(model, groups.tp, tensor_plan(model.config, f, g, edition.columns))
+        parallel.tensor_parallel(model, groups.tp, tensor_plan(model.config, *edition.tensor, edition.columns))
 
 
 def tensor_plan(config, f, g, columns):

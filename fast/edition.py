@@ -18,6 +18,7 @@ from fast.experts import fast_grouped, FusedExperts, visit_under_own_rows, witho
 from fast.muon import fast_move, fast_orthogonal, fast_updates
 from fast.pipeline import PatientPipeline
 from fast.sequence import gathered, RegatheringColumns, scattered
+from fast.tensor import BiasedOnce, CopyInPlace, ReduceInPlace
 from fast.zero import AheadOptimizer, GuardedFlatFSDP
 from further.expert_parallel import through_experts
 from further.experts import Experts, grouped_linear
@@ -27,6 +28,7 @@ from further.muon import move, orthogonal, updates
 from further.pieces import split_pieces
 from further.rms_norm import RowNorm
 from model import Block
+from parallel import RowParallelLinear
 
 
 class FusedBlock(Block):
@@ -42,6 +44,7 @@ class FusedBlock(Block):
 
 LAYERS = {  # of a GPT: what computes the same sooner
     Block: FusedBlock,
+    RowParallelLinear: BiasedOnce,
     Experts: FusedExperts,
     RowNorm: norm.TunedRowNorm,
     swiglu: llama.swiglu,
@@ -68,6 +71,7 @@ class Fast(Full):
     columns = RegatheringColumns
     pieces_of = staticmethod(split_pieces)
     pipeline = halved = PatientPipeline
+    tensor = CopyInPlace.apply, ReduceInPlace.apply
     sequence = gathered, scattered
     context = {"ring": TunedRing.apply}
     experts = {"travel": visit_under_own_rows}

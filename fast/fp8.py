@@ -115,15 +115,15 @@ def two_copies(x, dtype, sums=False, transposed=True):
 
 
 class Product(torch.autograd.Function):
-    """x W^T + b. take: as `collected` gives it. Of x and W it keeps the transposed copies alone, a byte an element."""
+    """x W^T + b. take, adds: as for fast/linear.py's. Of x and W it keeps the transposed copies alone, a byte an element."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, take):
+    def forward(ctx, x, weight, bias, take, adds=True):
         rows = two_copies(x.reshape(-1, x.shape[-1]).contiguous(), torch.float8_e4m3fn)
         matrix = two_copies(weight.contiguous(), torch.float8_e4m3fn)
         ctx.take = take
         ctx.save_for_backward(rows.t, rows.unit, matrix.t, matrix.unit)
-        return rows.product(matrix, bias).view(*x.shape[:-1], len(weight))
+        return rows.product(matrix, bias if adds else None).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
@@ -133,7 +133,7 @@ class Product(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (rows @ TwoCopies(None, weight, weight_unit)).view(*dy.shape[:-1], -1)
-        return dx, *gradients_of(ctx, rows, TwoCopies(None, x, x_unit)), None
+        return dx, *gradients_of(ctx, rows, TwoCopies(None, x, x_unit)), None, None
 
 
 def use_fp8(stage):
@@ -143,8 +143,8 @@ def use_fp8(stage):
             layer.weight.in_fp8 = True
 
 
-def linear(x, weight, bias=None):
+def linear(x, weight, bias=None, adds=True):
     """fast_linear, in FP8 where `use_fp8` says so."""
     if hasattr(weight, "in_fp8"):
-        return Product.apply(x, *collected(x, weight, bias))
-    return fast_linear(x, weight, bias)
+        return Product.apply(x, *collected(x, weight, bias), adds)
+    return fast_linear(x, weight, bias, adds)

@@ -6,7 +6,7 @@ takes 74 % longer without padding. A bias's gradient takes 25 us, PyTorch's 46.
 
 from collections import Counter
 from contextlib import contextmanager
-from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -90,13 +90,15 @@ class WeightGradients:
         F   its product, in one of the functions below, which `collected` gives detached weights and `take`
         I   autograd calls the function's backward, which returns dx, and puts (W, b, dy, x) into `later`
         W   compute(W, b, dy, x): dW = dy^T x, db = sum of dy, then the hooks, such as DDP's
-        B   as I, but computes at once
+        B   as I, but computes at once. Layers that --tp cuts wait until something travels: then `catch_up` computes
 
-    Norms, embeddings, routers, experts, tied weights and biases that are added after g stay with autograd, in I.
+    Norms, embeddings, routers, experts, tied weights and biases that are added after g (with --sp) stay with autograd,
+    in I.
     """
     later = None  # a list during an I
 
     def __init__(self, module):
+        self.waiting = []
         uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
         for layer in module.modules():
             if isinstance(layer, LINEARS) and uses[layer.weight] == 1:
@@ -111,11 +113,17 @@ class WeightGradients:
         finally:
             self.later = None
 
-    def take(self, *computed_from):
-        if self.later is None:
-            self.compute(*computed_from)
+    def take(self, weight, *computed_from):
+        if self.later is not None:
+            self.later.append((weight, *computed_from))
+        elif parallel.placement_of(weight).cuts:
+            self.waiting.append((weight, *computed_from))
         else:
-            self.later.append(computed_from)
+            self.compute(weight, *computed_from)
+
+    def catch_up(self):
+        while self.waiting:
+            self.compute(*self.waiting.pop(0))
 
     @torch.no_grad()
     def compute(self, weight, bias, dy, x):
@@ -133,13 +141,23 @@ class WeightGradients:
             hook(param)
 
 
+class Taker(NamedTuple):
+    """take(dy, x) for a product of these parameters."""
+    collector: WeightGradients
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def __call__(self, dy, x):
+        self.collector.take(self.weight, self.bias, dy, x)
+
+
 def collected(x, weight, bias):
     """(weight, bias, take) for a product. Where a WeightGradients collects, the parameters are detached, so that
-    autograd's hooks do not fire before the weight gradient exists, and `take(dy, x)` of rows hands it what it needs."""
+    autograd's hooks do not fire before the weight gradient exists, and a Taker, called with rows of dy and x, hands it what it needs."""
     collector = getattr(weight, "collector", None)
     if not collector or not x.requires_grad:  # all before x is frozen, so nothing detached would have a backward
         return weight, bias, None
-    return weight.detach(), None if bias is None else bias.detach(), partial(collector.take, weight, bias)
+    return weight.detach(), None if bias is None else bias.detach(), Taker(collector, weight, bias)
 
 
 def gradients_of(ctx, dy, x):
@@ -152,13 +170,13 @@ def gradients_of(ctx, dy, x):
 
 
 class Product(torch.autograd.Function):
-    """x W^T + b. take: as `collected` gives it."""
+    """x W^T + b. take: as `collected` gives it. adds: whether b is added; without, it has a gradient all the same."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, take):
+    def forward(ctx, x, weight, bias, take, adds=True):
         ctx.take = take
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias if adds else None)
 
     @staticmethod
     @once_differentiable
@@ -166,7 +184,7 @@ class Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy = dy.reshape(-1, dy.shape[-1]).contiguous()                                        # (rows, out)
         dx = (dy @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, *gradients_of(ctx, dy, x.reshape(-1, x.shape[-1])), None
+        return dx, *gradients_of(ctx, dy, x.reshape(-1, x.shape[-1])), None, None
 
 
 # ------------------------------------------------------------------------------------------------------ padded outputs
@@ -202,12 +220,13 @@ class PaddedProduct(torch.autograd.Function):
         return dx, *gradients_of(ctx, rows[:, :dy.shape[-1]], x.reshape(-1, x.shape[-1])), None
 
 
-def fast_linear(x, weight, bias=None):
+def fast_linear(x, weight, bias=None, adds=True):
+    """F.linear. adds: as for Product."""
     inputs = x, *collected(x, weight, bias)
     if bias is None and pads(x, weight):
         return PaddedProduct.apply(*inputs)
-    if inputs[-1] or bias is not None and kernels.on_triton(x):  # else F.linear is as fast
-        return Product.apply(*inputs)
+    if inputs[-1] or bias is not None and kernels.on_triton(x) or not adds:  # else F.linear is as fast
+        return Product.apply(*inputs, adds)
     return F.linear(x, weight, bias)
 
 

@@ -56,7 +56,10 @@ class CollectingMicroBatch(MicroBatch):
         self.later = []  # what W computes weight gradients from
 
     def backward(self, dy):
-        return self.gradients(dy)
+        dx = self.gradients(dy)
+        if self.weight_gradients:
+            self.weight_gradients.catch_up()
+        return dx
 
     def gradients(self, dy):
         return super().backward(dy)

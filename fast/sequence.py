@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import collectives as dist
+import kernels
 from fast import nccl
 from fast.linear import collected, gradients_of
+from fast.tensor import CopyInPlace
 from further.sequence import Conjugate
 from parallel import ColumnParallelLinear
 
@@ -61,8 +63,8 @@ class RegatheredProduct(torch.autograd.Function):
     """f, then X W^T + b. X is (B, T/N, in), and a rank keeps only these, its own tokens, until backward.
 
     That saves memory. The cost: backward gathers X again, while it computes dY W. Then it adds up dX over the ranks,
-    while it computes dY^T X. So a sublayer takes 5 halves of an all-reduce in place of 4.
-    In a zero-bubble pipeline "I" gathers X, and "W" frees it.
+    while it computes dY^T X, and the weight gradients that wait. So a sublayer takes 5 halves of an all-reduce in place
+    of 4. In a zero-bubble pipeline "I" gathers X, and "W" frees it.
     """
 
     @staticmethod
@@ -84,6 +86,8 @@ class RegatheredProduct(torch.autograd.Function):
             added, dx = start_scattering(dy @ weight, ctx.group, async_op=True)
         arrived.wait()
         gradients = gradients_of(ctx, dy.flatten(0, -2), whole.flatten(0, -2))
+        if ctx.take:
+            ctx.take.collector.catch_up()
         added.wait()
         return dx, *gradients, None, None
 
@@ -102,5 +106,9 @@ class RegatheringColumns(ColumnParallelLinear):
             self.product = lambda x, weight, bias: RegatheredProduct.apply(x, *collected(x, weight, bias), group)
 
     def forward(self, x):
-        again = self.product and not hasattr(self.weight, "in_fp8")
-        return self.product(x, self.weight, self.bias) if again else super().forward(x)
+        if self.product and not hasattr(self.weight, "in_fp8"):
+            return self.product(x, self.weight, self.bias)
+        if self.f == CopyInPlace.apply:
+            x = CopyInPlace.apply(x, self.cut.group, getattr(self.weight, "collector", None))
+            return kernels.table[F.linear](x, self.weight, self.bias)
+        return super().forward(x)

@@ -173,11 +173,11 @@ def rows():
     """{name: value} of what a process has after edition.on(): kernels.table, collectives.LINKS, the edition's own."""
     own = {f"Fast.{name}": value for name, value in vars(edition.Fast).items() if not name.startswith("__")}
     given = {f"Fast.{kind}": value for kind in ("context", "experts") for value in own.pop(f"Fast.{kind}").values()}
-    f, g = own.pop("Fast.sequence")
+    pairs = {f"Fast.{kind}.{letter}": function for kind in ("tensor", "sequence")
+             for letter, function in zip("fg", own.pop(f"Fast.{kind}"))}
     return {**{key.__name__: new for key, new in (fast.KERNELS | edition.LAYERS).items()},
             **{f"LINKS.{name}": new for name, new in (safe.messages.LINKS | fast.links.LINKS).items()},
-            **own, **given, "Fast.f": f, "Fast.g": g, "DDP": fast.DDP, "FSDP": fast.FSDP,
-            "ShardedOptimizer": fast.ShardedOptimizer}
+            **own, **given, **pairs, "DDP": fast.DDP, "FSDP": fast.FSDP, "ShardedOptimizer": fast.ShardedOptimizer}
 
 
 def rows_entered(run, *args, **options):
@@ -228,8 +228,8 @@ ENTERED = {  # a layout, and the rows that it enters
     "dp=4 node=2": "LINKS.nodes",
     "dp=2 comm=ring": "LINKS.ring",
     "dp=2 comm=torch": "LINKS.torch",
-    "tp=2": "Fast.columns",
-    "tp=2 sp=1": "Fast.f Fast.g",
+    "tp=2": "Fast.columns Fast.tensor.f Fast.tensor.g RowParallelLinear",
+    "tp=2 sp=1": "Fast.sequence.f Fast.sequence.g",
     "pp=2 micro_batches=2 schedule=zb-h1": "Fast.pipeline Fast.halved",
     "cp=2 tokens=8 seq_len=8": "Fast.context attention_reference attention_backward_reference",
     "dp=2 ep=2 experts=4": "Experts Fast.experts through_experts grouped_linear",
