@@ -17,7 +17,8 @@ from model import GPT, GPTConfig
 from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import is_fast, lists_of, most_held, stages_in
-from theory.traffic import blocks_of, chunks_of, contents, runs_again, shards_of, tokens_of, widths
+from theory.traffic import (
+    blocks_of, chunks_of, contents, norms_run_again, runs_again, shards_of, tokens_of, widths)
 
 
 # ----------------------------------------------------------------------------------------- memory: predicted and in use
@@ -139,7 +140,7 @@ def block_bytes(config, s, routed, rule, again, fused, load):
         return tokens * own
     gathers = s.sp and not is_fast(s)
     eight = s.dtype == "fp8"
-    norms_go = s.recompute in ("norms", "mlp") and not eight
+    norms_go = norms_run_again(s) and not eight
     tuned = fused and is_fast(s)
     hidden = config.hidden / s.tp
     attention = rule_bytes(config, s) if rule else attention_bytes(config, s, fused) + eight * config.heads_width / s.tp

@@ -18,8 +18,8 @@ from further.pieces import matrices
 from theory.clock import bubble, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements, table_elements
 from theory.traffic import (
-    HALVES, chunks_of, contents, in_two_levels, messages, nodes_of_experts, recomputed, sent, shards_of, tokens_of,
-    widths)
+    HALVES, chunks_of, contents, in_two_levels, messages, nodes_of_experts, norms_run_again, recomputed, sent,
+    shards_of, tokens_of, widths)
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -158,7 +158,7 @@ def operations(config, tokens):
 
 def block_seconds(config, s, machine, routed):
     """(F, I, W, what I takes more where it runs a part of the block again): seconds that the GPU computes in one block
-    for one micro-batch. routed: the block has experts."""
+    for one micro-batch. routed: the block has experts. Norms run again in every block, whatever --recompute-blocks."""
     narrow, wide = widths(s)
     tokens = tokens_of(config, s)
     met = here = 1  # MLPs: a token's, this rank's
@@ -169,11 +169,11 @@ def block_seconds(config, s, machine, routed):
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
     f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp, s.ep, routed))
     into_buckets = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
-    f += scores
-    i += 2.5 * scores
-    w += into_buckets
     dropped = tokens * narrow * (4 * config.n_embd + (config.up_width + config.hidden) / s.tp) / machine.elementwise
-    again = {"none": 0.0, "norms": dropped, "mlp": 2 * met * mlp * tokens / machine.matmul,
+    f += scores
+    i += 2.5 * scores + dropped * norms_run_again(s)
+    w += into_buckets
+    again = {"none": 0.0, "norms": 0.0, "mlp": 2 * met * mlp * tokens / machine.matmul,
              "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
     return f, i, w, again
 
@@ -208,7 +208,8 @@ def stage_seconds(config, s, machine, stages):
         f, i, w = (a + b for a, b in zip((f, i, w), parts))
     if not blocks or s.cuda_graphs == "on":
         return f, i, w
-    launch = (blocks + routed * (7 if s.ep > 1 else 3) / 9) * machine.launch * (1 + twice / blocks / 3)
+    launched_twice = blocks if norms_run_again(s) else twice
+    launch = (blocks + routed * (7 if s.ep > 1 else 3) / 9) * machine.launch * (1 + launched_twice / blocks / 3)
     slow = max(1.0, launch / (f + i + w))
     return slow * f, slow * i, slow * w
 

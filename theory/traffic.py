@@ -90,6 +90,12 @@ def runs_again(config, s, runs):
     return blocks if s.recompute != "none" else []
 
 
+def norms_run_again(s):
+    """Whether backward computes the norms again, in every block. --recompute mlp does, because blocks beyond
+    --recompute-blocks drop what they drop under "norms"."""
+    return s.recompute in ("norms", "mlp")
+
+
 def recomputed(config, s, runs):
     """How many these are: (blocks, blocks with experts)."""
     return contents(config, runs_again(config, s, runs))[:2]
