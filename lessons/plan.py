@@ -1,5 +1,6 @@
 """Layouts that fit, with their predicted times."""
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -13,10 +14,10 @@ from lessons.bench.timing import say, Table, write_json
 from safe.flags import check_parts, dashed, replayable, Settings, SIZES
 from safe.reports import about_context, parameters_in_words
 from safe.sizes import BadInput
-from theory.clock import stage_to_rank_in
+from theory.clock import stage_to_rank_in, stages_in
 from theory.memory import ROOM, needed_bytes
 from theory.speed import Costs, describe_machine, mfu, mfu_note, predict, ring_hides
-from theory.traffic import tokens_of, widths
+from theory.traffic import blocks_of, tokens_of, widths
 from train import Layout, LLAMAS
 
 
@@ -55,7 +56,7 @@ def axes_of(config, gpus, batch_size, dtype, machine):
 
 def all_layouts(config, gpus, batch_size, dtype, machine):
     """Every layout that train.py takes and that may be fast: of 2^n sequences a micro-batch, or one if sequences are
-    cut."""
+    cut. None recomputes, or takes its loss in chunks."""
     for layout in axes_of(config, gpus, batch_size, dtype, machine):
         if not is_taken(layout, config, gpus, machine.node):
             continue
@@ -63,21 +64,50 @@ def all_layouts(config, gpus, batch_size, dtype, machine):
         shards = [(zero, within) for zero in range(4 if replicas > 1 else 1)
                   for within in [None] + [local] * (zero > 0 and 1 < local < replicas)]  # a node's replicas, if pp = 1
         sizes = [1 << log for log in range(each.bit_length() if layout.cp == 1 else 1) if each % (1 << log) == 0]
-        for size, (schedule, v), (zero, within), recompute, sp, ep in itertools.product(
-                sizes, WORTH[:None if layout.pp > 1 else 1], shards, ("none", "norms", "mlp", "attention", "block"),
-                {False, layout.tp > 1}, divisors(max(1, config.experts))):
+        for size, (schedule, v), (zero, within), sp, ep in itertools.product(
+                sizes, WORTH[:None if layout.pp > 1 else 1], shards, {False, layout.tp > 1},
+                divisors(max(1, config.experts))):
             m = each // size
-            worth = schedule not in SPLIT or m >= layout.pp and recompute == "none"
+            worth = schedule not in SPLIT or m >= layout.pp
             s = dataclasses.replace(layout, zero=zero, zero_within=within, schedule=schedule, virtual_stages=v,
-                                    micro_batches=m, recompute=recompute, sp=sp, ep=ep)
+                                    micro_batches=m, sp=sp, ep=ep)
             if worth and is_taken(s, config, gpus, machine.node):
                 yield s
-                if tokens_of(config, s) * config.vocab_size / s.tp * widths(s)[0] > 2**30:
-                    yield dataclasses.replace(s, loss_chunk=CHUNK)
+
+
+def fits(config, s, machine):
+    return max(needed_bytes(config, s)) <= ROOM * machine.memory
+
+
+def fitting(config, s, machine):
+    """Layout s if it fits. If not, s in every way that makes it fit: a part that backward runs again, the loss in
+    chunks, both. Each way takes time, so a layout that fits needs none."""
+    if fits(config, s, machine):
+        yield s
+        return
+    logits = tokens_of(config, s) * config.vocab_size / s.tp * widths(s)[0]
+    chunks = (0, CHUNK) if logits > 2**30 else (0,)
+    parts = ("none",) if s.schedule in SPLIT else ("none", "norms", "mlp", "attention", "block")
+    for chunk, part in itertools.product(chunks, parts):
+        smaller = dataclasses.replace(s, loss_chunk=chunk, recompute=part)
+        if fits(config, smaller, machine):
+            yield in_fewest_blocks(config, smaller, machine)
+
+
+def in_fewest_blocks(config, s, machine):
+    """Layout s, which fits, with the smallest --recompute-blocks with which it does: each block more frees memory, and
+    takes time."""
+    if s.recompute in ("none", "norms"):  # norms run again in every block
+        return s
+    stages = [run for rank in range(s.pp) for run in stages_in(s, config, rank).values()]
+    most = max(len(blocks_of(config, [run])) for run in stages)
+    some = [dataclasses.replace(s, recompute_blocks=n) for n in range(1, most)]
+    first = bisect.bisect_left(some, True, key=lambda fewer: fits(config, fewer, machine))
+    return [*some, s][first]  # s itself: in all blocks
 
 
 SHOWN = ("dp", "tp", "sp", "pp", "cp", "cp_kind", "ep", "zero", "zero_within", "schedule", "virtual_stages",
-         "micro_batches", "recompute", "loss_chunk")
+         "micro_batches", "recompute", "recompute_blocks", "loss_chunk")
 
 
 def describe_layout(s):
@@ -120,16 +150,19 @@ def by_time(a):
     """The rows, fastest first."""
     config, machine = a.config, a.machine
     candidates = []
-    for s in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine):
-        on_gpus = dataclasses.replace(s, cuda_graphs="on" if replayable(s, config) else "off")
-        candidates.append((predict(config, on_gpus, machine), s))
+    for layout in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine):
+        for s in fitting(config, layout, machine):
+            on_gpus = dataclasses.replace(s, cuda_graphs="on" if replayable(s, config) else "off")
+            candidates.append((predict(config, on_gpus, machine), s))
     candidates.sort(key=lambda pair: sum(pair[0]))
     tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
     for costs, s in candidates:
-        key = describe_layout(dataclasses.replace(s, micro_batches=1, virtual_stages=1, recompute="none", loss_chunk=0))
-        if key in seen or max(needed := needed_bytes(config, s)) > ROOM * machine.memory:
+        key = describe_layout(dataclasses.replace(s, micro_batches=1, virtual_stages=1, recompute="none",
+                                                  recompute_blocks=0, loss_chunk=0))
+        if key in seen:
             continue
         seen.add(key)
+        needed = needed_bytes(config, s)
         step = sum(costs)
         shares = {axis: 100 * seconds / step for axis, seconds in costs._asdict().items()}
         limit = max(shares.keys() - {"compute"}, key=shares.get)

@@ -1,6 +1,7 @@
 """Predictions obey the formulas."""
 
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -19,12 +20,12 @@ from tests.llama import write_folder
 from tests.pool import close, parametrize, table
 from tests.runs import output_of, parse
 from lessons.overlap import hidden_from, ratios
-from lessons.plan import SPLIT, all_layouts, describe_layout
+from lessons.plan import CHUNK, SPLIT, all_layouts, describe_layout, in_fewest_blocks, rows_of
 from further.experts import ExpertsConfig
 from further.schedules import SCHEDULES, zero_bubble_h1
 from safe.flags import check_layout, model_config, replayable, Settings
 from theory.clock import simulate
-from theory.memory import needed_bytes
+from theory.memory import ROOM, needed_bytes
 from theory.speed import (
     counted_flops, matrices, mfu, mfu_note, operations, passes, predict, ring_hides, stage_seconds)
 from theory.traffic import tokens_of, trips_of_rows
@@ -209,7 +210,7 @@ def test_layouts_that_plan_considers_can_run(flags, axis, sizes):
     a = asked(f"plan {flags}")
     found = list(all_layouts(a.config, a.gpus, a.batch_size, a.dtype, a.machine))
     assert {getattr(s, axis) for s in found} == {*map(int, str(sizes).split())}
-    assert all(s.recompute == "none" and s.micro_batches >= s.pp for s in found if s.schedule in SPLIT)
+    assert all(s.micro_batches >= s.pp for s in found if s.schedule in SPLIT)
     for s in {(s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.sp): s for s in found}.values():
         assert check_layout(dataclasses.replace(s, device="cpu"), a.config, a.gpus, min(8, a.gpus)) == a.gpus
 
@@ -236,10 +237,46 @@ def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
     for row in rows:
         s = Settings(**{**row["settings"], "device": "cpu", "form": "fast"})
         assert check_layout(s, a.config, 1, 1) == a.gpus and row["layout"] == describe_layout(s)
+        assert s.recompute == "none" or s.schedule not in SPLIT
         ranks = [n / 2**30 for n in needed_bytes(a.config, s)]
         assert row["gib"] == max(ranks) < 0.9 * a.machine.memory / 2**30 and len(ranks) == s.pp
         assert row["ranks"].split() == [f"{gib:.1f}" for gib in ranks] * (s.pp > 1)
         assert holds(s) and 0 < row["mfu"] < 70 and (row["cp"] > 0) == (s.cp > 1) and (row["ep"] > 0) == (s.ep > 1)
+
+
+@parametrize("config, flags, most", [(XL, "--dp 4", 48), (XL, "--tp 2 --sp --cp 2", 48), (MOE, "--dp 8 --ep 8", 6),
+                                     (XL, "--pp 2 --schedule interleaved --virtual-stages 2 --micro-batches 4", 12)])
+def test_each_block_more_that_runs_again_frees_memory_and_takes_time(config, flags, most):
+    """So the fewest blocks that fit are found by halving. Before the first MLP runs again, the norms do."""
+    for part, before in ("mlp", ["none", "norms"]), ("attention", ["none"]), ("block", ["none"]):
+        counted = [f"{part} --recompute-blocks {n}" for n in [*range(1, most), 0]]
+        some = [layout(f"{flags} --recompute {how}", config) for how in before + counted]
+        again = some[len(before):]
+        needed = [max(needed_bytes(config, s)) for s in again]
+        assert all(fewer > more for fewer, more in itertools.pairwise(needed))
+        for s, least in zip(again, needed):
+            assert in_fewest_blocks(config, again[-1], dataclasses.replace(H200, memory=least / ROOM + 1)) == s
+        for graphs, launch, least in ("on", 0.0, 1e-6), ("off", 1.0, -1e-9):  # of the second the CPU decides
+            machine = dataclasses.replace(FAST, launch=launch)
+            seconds = [predict(config, dataclasses.replace(s, cuda_graphs=graphs), machine).compute for s in some]
+            assert all(more / fewer - 1 > least for fewer, more in itertools.pairwise(seconds))
+
+
+def test_plan_runs_no_more_again_than_has_to_be():
+    """Of each layout it lists the fastest way to fit that there is: a part, so many blocks, the loss in chunks."""
+    a = asked("plan --model cs336-8b --n-layer 14 --gpus 2 --batch-size 2 --machine h100")
+    rows = list(rows_of(a))
+    ways = [("none", 0), ("norms", 0), *itertools.product(("mlp", "attention", "block"), range(14))]
+    for row in rows:
+        assert parse(f"--batch-size 2 --dtype bf16 {row['layout']}".split()) == Settings(**row["settings"])
+        times = []
+        for (part, blocks), chunk in itertools.product(ways, (0, CHUNK)):
+            s = Settings(**row["settings"] | dict(recompute=part, recompute_blocks=blocks, loss_chunk=chunk))
+            if max(needed_bytes(a.config, s)) <= ROOM * a.machine.memory:
+                s.cuda_graphs = "on" if replayable(s, a.config) else "off"
+                times.append(1e3 * sum(predict(a.config, s, a.machine)))
+        assert close(row["ms"], min(times), 1e-6), row["layout"]
+    assert any(row["settings"]["recompute_blocks"] and row["settings"]["loss_chunk"] for row in rows)
 
 
 PLANNED = [  # flags, what stands at the head, columns that have no number but 0, ties
