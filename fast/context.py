@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 import collectives as dist
 import kernels
 from fast.attention import tuned_attention_forward, tuned_backward_kv, tuned_backward_q
+from fast.hopper import add_in_one_pass, delta_and_zeros, one_pass_takes, write_rounded
 from fast.nccl import Direct
 from further.context import RingAttention, seen
 from kernels import aligned, load_float32, load_rows, store_rows, this_program, tiled, tl, triton
@@ -93,9 +94,10 @@ def going_round_ahead(tensor, group):
 class TunedRing(RingAttention):
     """RingAttention on Triton's kernels. Merging takes few further passes over memory. Messages overlap computation.
 
-    The first K and V travel while a rank computes with its own keys: O in forward, dQ in backward. It computes dK and
-    dV of its own keys last, because meanwhile those of other ranks' keys travel home. Over more than two ranks, sums
-    are float32. Over two ranks a sum has two terms, and the first stays in the 16 bits in which its kernel wrote it.
+    The first K and V travel while a rank computes with its own keys. In backward it does so in two parts, because at
+    the end dK and dV of other ranks' keys travel home: first dQ, last dK and dV; or, in one pass, half of its heads
+    first. Over more than two ranks, and in one pass, sums are float32. Else a sum has two terms, and the first stays in
+    the 16 bits in which its kernel wrote it.
     """
 
     @staticmethod
@@ -132,20 +134,16 @@ class TunedRing(RingAttention):
         half = do.shape[1] // 2
         q, k, v = kernels.heads(qkv)
         do = aligned(do.transpose(1, 2))
-        delta = torch.empty_like(lse)
         grads = torch.empty_like(qkv)
         dkv = None  # dK and dV received with the keys
         handle = dist.Handle()
-        dq, dk, dv = kernels.heads(grads)                                                     # (B, H, T/N, D)
+        own = (InOnePass if one_pass_takes(q, k, True) else InTwoKernels)(q, k, v, o, lse, do, grads, ctx.group)
         for other, kv in going_round_ahead(qkv[:, :, -2:], ctx.group):
             if other == rank:
-                tuned_backward_q(q, k, v, o, lse, delta, do, True, dq)
-                total = as_sum(dq.transpose(1, 2), ctx.group)                                 # (B, T/N, H, D)
+                own.begin()
                 continue
             rows, keys, _ = seen(rank, other, half)
-            dq_part, dkv_part = gradients_of_part(*(x[:, :, rows] for x in (q, o, do)), lse[:, rows], delta[:, rows],
-                                                  kv[:, keys])
-            add_rows(total[:, rows], dq_part)
+            dkv_part = own.add_part(kv[:, keys], rows)
             handle.wait()
             first = dkv is None
             if first:
@@ -153,11 +151,9 @@ class TunedRing(RingAttention):
                 dkv[:, dkv_part.shape[1]:] = 0
             add_rows(dkv[:, keys], dkv_part, first)
             handle, dkv = start_shift(dkv, ctx.group)
-        tuned_backward_kv(q, k, v, lse, delta, do, True, dk, dv)
+        own.end()
         handle.wait()
         add_rows(grads[:, :, -2:], dkv)
-        if dist.get_world_size(ctx.group) > 2:
-            dq.copy_(total.transpose(1, 2))
         return grads, None, None, None
 
 
@@ -166,11 +162,75 @@ def as_sum(part, group):
     return part if dist.get_world_size(group) == 2 else part.float()
 
 
-def gradients_of_part(q, o, do, lse, delta, kv):
-    """(dQ (B, Tq, H, D), dK and dV (B, Tk, 2, H/G, D)) of attention to another rank's keys; each query sees all."""
-    dq = q.new_empty(q.transpose(1, 2).shape)
-    dkv = kv.new_empty(kv.shape)
-    k, v, dk, dv = (*kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
-    tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))
-    tuned_backward_kv(q, k, v, lse, delta, do, False, dk, dv)
-    return dq, dkv
+class InTwoKernels:
+    """A rank's backward through its own keys, in grads, and through other ranks' keys. q, o, do (B, H, T/N, D)."""
+
+    def __init__(self, q, k, v, o, lse, do, grads, group):
+        self.group = group
+        self.queries = q, o, do
+        self.keys = k, v
+        self.lse = lse
+        self.delta = torch.empty_like(lse)
+        self.dq, *self.dkv = kernels.heads(grads)
+
+    def begin(self):
+        q, o, do = self.queries
+        tuned_backward_q(q, *self.keys, o, self.lse, self.delta, do, True, self.dq)
+        self.total = as_sum(self.dq.transpose(1, 2), self.group)                              # (B, T/N, H, D)
+
+    def add_part(self, kv, rows):
+        """Add dQ of attention of some rows to another rank's keys kv (B, Tk, 2, H/G, D), all of which each of them
+        sees. Returns dK and dV, as kv."""
+        q, o, do = (x[:, :, rows] for x in self.queries)
+        lse, delta = self.lse[:, rows], self.delta[:, rows]
+        dq = q.new_empty(q.transpose(1, 2).shape)
+        dkv = kv.new_empty(kv.shape)
+        k, v, dk, dv = (*kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
+        tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))
+        tuned_backward_kv(q, k, v, lse, delta, do, False, dk, dv)
+        add_rows(self.total[:, rows], dq)
+        return dkv
+
+    def end(self):
+        q, _, do = self.queries
+        tuned_backward_kv(q, *self.keys, self.lse, self.delta, do, True, *self.dkv)
+        if dist.get_world_size(self.group) > 2:
+            self.dq.copy_(self.total.transpose(1, 2))
+
+
+class InOnePass(InTwoKernels):
+    """The same by hopper's one pass, whose kernel adds up all parts of dQ."""
+
+    def begin(self):
+        q, o, do = self.queries
+        self.delta, self.total = delta_and_zeros(o, do, self.lse)                             # (B*H, T/N, D)
+        self.add_own(first=True)
+
+    def add_own(self, first):
+        """The first or the other half of its own keys: of the sequences or, if there is one, of the heads."""
+        q, _, do = self.queries
+        axis = int(len(q) == 1)
+        n = self.keys[0].shape[axis]
+        start, end = (0, (n + 1) // 2) if first else ((n + 1) // 2, n)
+        if start == end:
+            return
+
+        def some(x):
+            each = x.shape[axis] // n  # heads of queries to one of keys
+            return x.narrow(axis, each * start, each * (end - start))
+
+        q, k, v, do, dk, dv = map(some, (q, *self.keys, do, *self.dkv))
+        lse, delta, total = (some(x.unflatten(0, self.dq.shape[:2])).flatten(0, 1)
+                             for x in (self.lse, self.delta, self.total))
+        add_in_one_pass(q, k, v, do, lse, delta, True, total, dk, dv)
+
+    def add_part(self, kv, rows):
+        q, _, do = (x[:, :, rows] for x in self.queries)
+        dkv = kv.new_empty(kv.shape)
+        k, v, dk, dv = (*kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
+        add_in_one_pass(q, k, v, do, self.lse[:, rows], self.delta[:, rows], False, self.total[:, rows], dk, dv)
+        return dkv
+
+    def end(self):
+        self.add_own(first=False)
+        write_rounded(self.total, self.dq)

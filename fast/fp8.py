@@ -115,7 +115,8 @@ def two_copies(x, dtype, sums=False, transposed=True):
 
 
 class Product(torch.autograd.Function):
-    """x W^T + b. take, adds: as for fast/linear.py's. Of x and W it keeps the transposed copies alone, a byte an element."""
+    """x W^T + b. take, adds: as for fast/linear.py's. Of x and W it keeps the transposed copies alone, a byte an
+    element."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, take, adds=True):

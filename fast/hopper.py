@@ -214,9 +214,9 @@ def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H,
 # ------------------------------------------------------------------------------------------------------------ backward
 #
 # The two kernels of fast/attention.py compute S and dP twice: 7 matmuls a block. One pass computes them once: 5.
-# A program holds dK and dV of BN keys in registers, while it goes over the rows that see them, from the diagonal on.
-# Each ROWS of these have a part of dQ, which TMA adds in float32 to memory: in the order in which parts come, so two
-# runs differ by rounding.
+# A program holds dK and dV of BN keys in registers, while it goes over the rows that see them, from the diagonal on (of
+# another rank's keys in a ring, over all rows). Each ROWS of these have a part of dQ, which TMA adds in float32 to
+# memory: in the order in which parts come, so two runs differ by rounding.
 #
 # Eight warps compute, one loads ahead, one adds. S^T and dP^T are computed, because P^T and dS^T are in the registers
 # that dV's and dK's products want; dS goes through shared memory for dQ's. dP starts from -delta, so dS = P dP, which
@@ -233,18 +233,21 @@ FEWEST_ROWS = 2048   # With fewer, filling dQ with zeros, and rounding it in the
 
 
 @gluon.jit
-def _keys_at(tiles, i, blocks):
-    """(head, first key, tiles of rows that see these keys) of tile i. From the end, so forward's schedule serves."""
+def _keys_at(tiles, i, blocks, Tq, CAUSAL: gl.constexpr):
+    """(head, first key, first row that sees these keys, tiles of rows) of tile i. From the end, so forward's schedule
+    serves."""
     head, block = _tile_at(tiles, i, blocks)
-    return head, (blocks - 1 - block) * BN, (block + 1) * (BN // ROWS)
+    n0 = (blocks - 1 - block) * BN
+    m0 = n0 if CAUSAL else 0
+    return head, n0, m0, (Tq - m0) // ROWS
 
 
 @gluon.jit
 def _load_for_keys(Q, K, V, DO, LSE, DELTA, tiles, kv_slots, kv_full, kv_free, slots, vectors, q_full, do_full, free,
-                   H, G, blocks, STAGES: gl.constexpr):
+                   H, G, blocks, Tq, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
     n = 0
     for i in range(gl.load(tiles)):
-        head, n0, steps = _keys_at(tiles, i, blocks)
+        head, n0, first, steps = _keys_at(tiles, i, blocks, Tq, CAUSAL)
         b = head // (H // G)
         shared = head % (H // G)
         mbarrier.wait(kv_free.index(0), 1 - i % 2)
@@ -253,7 +256,7 @@ def _load_for_keys(Q, K, V, DO, LSE, DELTA, tiles, kv_slots, kv_full, kv_free, s
             tma_load(V if values else K, [b, shared, n0, 0], kv_full.index(values), kv_slots.index(values))
         for h in range(shared * G, shared * G + G):
             for j in range(steps):
-                m0 = n0 + j * ROWS
+                m0 = first + j * ROWS
                 mbarrier.wait(free.index(n % STAGES), 1 - n // STAGES % 2)
                 for dy in gl.static_range(2):  # Q and LSE, then dO and delta
                     slot = n % STAGES * 2 + dy
@@ -265,15 +268,15 @@ def _load_for_keys(Q, K, V, DO, LSE, DELTA, tiles, kv_slots, kv_full, kv_free, s
 
 
 @gluon.jit
-def _add_to_dq(DQ, tiles, dq_slot, dq_full, dq_free, free, G, blocks, STAGES: gl.constexpr):
+def _add_to_dq(DQ, tiles, dq_slot, dq_full, dq_free, free, G, blocks, Tq, CAUSAL: gl.constexpr, STAGES: gl.constexpr):
     n = 0
     for i in range(gl.load(tiles)):
-        head, n0, steps = _keys_at(tiles, i, blocks)
+        head, n0, first, steps = _keys_at(tiles, i, blocks, Tq, CAUSAL)
         for h in range(head * G, head * G + G):
             for j in range(steps):
                 mbarrier.wait(dq_full.index(0), n % 2)
                 mbarrier.arrive(free.index((n + STAGES - 1) % STAGES), pred=n > 0)  # all warps are past step n - 1
-                tma_add(DQ, [h * (blocks * BN) + n0 + j * ROWS, 0], dq_slot)
+                tma_add(DQ, [h, first + j * ROWS, 0], dq_slot)
                 tma.store_wait(0)
                 mbarrier.arrive(dq_free.index(0))
                 n += 1
@@ -291,7 +294,7 @@ def _ds_of(k, v, q, do, vectors, q_full, do_full, slot, phase, dk, dv, shift, sc
     lse = vectors.index(2 * slot).load(LAYOUT)
     s = warpgroup_mma_wait(1, (s,))
     p = gl.exp2(s * scale2 - lse)
-    if shift > -BN:  # row i sees key j if j + shift <= i
+    if shift > -BN:  # row i sees key j if j + shift <= i; below, all rows see all keys
         keys = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT)) + shift
         p = gl.where(keys[:, None] <= gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :], p, 0.0)
     dv = warpgroup_mma(gl.convert_layout(p.to(k.dtype), FACTOR), do, dv, is_async=True)
@@ -301,7 +304,7 @@ def _ds_of(k, v, q, do, vectors, q_full, do_full, slot, phase, dk, dv, shift, sc
 
 @gluon.jit
 def _gradients(DK, DV, tiles, kv_slots, kv_full, kv_free, slots, vectors, q_full, do_full, ds_slots, dq_slot, dq_full,
-               dq_free, scale2, scale, H, G, blocks, D: gl.constexpr, STAGES: gl.constexpr):
+               dq_free, scale2, scale, H, G, blocks, Tq, CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, D // 2, 16])
@@ -310,9 +313,10 @@ def _gradients(DK, DV, tiles, kv_slots, kv_full, kv_free, slots, vectors, q_full
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     n = gl.to_tensor(0)
+    above = 0 if CAUSAL else -BN  # shift of the first rows of a query head
     for i in range(gl.load(tiles)):
-        head, n0, steps = _keys_at(tiles, i, blocks)
-        shift = 0
+        head, n0, _, steps = _keys_at(tiles, i, blocks, Tq, CAUSAL)
+        shift = gl.to_tensor(above)
         dv = gl.zeros([BN, D], gl.float32, LAYOUT)
         mbarrier.wait(kv_full.index(0), i % 2)
         dk = warpgroup_mma_init(gl.zeros([BN, D], gl.float32, LAYOUT))
@@ -329,10 +333,10 @@ def _gradients(DK, DV, tiles, kv_slots, kv_full, kv_free, slots, vectors, q_full
             dk = warpgroup_mma(gl.convert_layout(ds, FACTOR), q, dk, is_async=True)
             dq, dv = warpgroup_mma_wait(1, (dq, dv))
             mbarrier.wait(dq_free.index(0), 1 - n % 2)
-            dq_slot.store(dq)
+            dq_slot.reshape([ROWS, D]).store(dq)
             fence_async_shared()
             mbarrier.arrive(dq_full.index(0))
-            shift = gl.where(shift == ROWS - steps * ROWS, 0, shift - ROWS)  # 0: the next query head's diagonal
+            shift = gl.where(shift == above + ROWS - steps * ROWS, above, shift - ROWS)  # above: the next query head
             phase = gl.where(slot == STAGES - 1, 1 - phase, phase)
             slot = gl.where(slot == STAGES - 1, 0, slot + 1)
             n += 1
@@ -347,15 +351,15 @@ def _gradients(DK, DV, tiles, kv_slots, kv_full, kv_free, slots, vectors, q_full
 
 
 @gluon.jit
-def one_pass_backward_kernel(Q, K, V, DO, LSE, DELTA, DQ, DK, DV, tiles, stride, scale2, scale, H, G, blocks,
-                             D: gl.constexpr, STAGES: gl.constexpr):
-    """dK and dV of all tiles of BN keys, as `tiles` hands them out. dQ / scale is added to DQ (B*H*Tq, D), float32."""
+def one_pass_backward_kernel(Q, K, V, DO, LSE, DELTA, DQ, DK, DV, tiles, stride, scale2, scale, H, G, blocks, Tq,
+                             CAUSAL: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """dK and dV of all tiles of BN keys, as `tiles` hands them out. dQ / scale is added to DQ (B*H, Tq, D), float32."""
     tiles += gl.program_id(0) * stride
     kv_slots = gl.allocate_shared_memory(K.dtype, [2, 1, 1, BN, D], K.layout)
     slots = gl.allocate_shared_memory(Q.dtype, [2 * STAGES, 1, 1, ROWS, D], Q.layout)
     vectors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, ROWS], LSE.layout)
     ds_slots = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, BN, ROWS], Q.layout)
-    dq_slot = gl.allocate_shared_memory(gl.float32, [ROWS, D], DQ.layout)
+    dq_slot = gl.allocate_shared_memory(gl.float32, [1, ROWS, D], DQ.layout)
     kv_full = _barriers(2, 1)
     kv_free = _barriers(1, 1)
     q_full = _barriers(STAGES, 1)
@@ -366,28 +370,28 @@ def one_pass_backward_kernel(Q, K, V, DO, LSE, DELTA, DQ, DK, DV, tiles, stride,
     fence_async_shared()
     gl.warp_specialize([
         (_gradients, (DK, DV, tiles, kv_slots, kv_full, kv_free, slots, vectors, q_full, do_full, ds_slots, dq_slot,
-                      dq_full, dq_free, scale2, scale, H, G, blocks, D, STAGES)),
+                      dq_full, dq_free, scale2, scale, H, G, blocks, Tq, CAUSAL, D, STAGES)),
         (_load_for_keys, (Q, K, V, DO, LSE, DELTA, tiles, kv_slots, kv_full, kv_free, slots, vectors, q_full, do_full,
-                          free, H, G, blocks, STAGES)),
-        (_add_to_dq, (DQ, tiles, dq_slot, dq_full, dq_free, free, G, blocks, STAGES)),
+                          free, H, G, blocks, Tq, CAUSAL, STAGES)),
+        (_add_to_dq, (DQ, tiles, dq_slot, dq_full, dq_free, free, G, blocks, Tq, CAUSAL, STAGES)),
     ], [1, 1], [24, 24])
 
 
 @triton.jit
-def delta_and_zeros_kernel(O, DO, DELTA, DQ, T_pad, T, H, D: tl.constexpr, BM: tl.constexpr):
+def delta_and_zeros_kernel(O, DO, DELTA, DQ, T_pad, H, D: tl.constexpr, BM: tl.constexpr):
     bh = tl.program_id(1)
     m0 = tl.program_id(0) * BM
     o = load_rows(O, bh // H, bh % H, m0).to(tl.float32)
     delta = tl.sum(o * load_rows(DO, bh // H, bh % H, m0).to(tl.float32), 1)
     tl.store(DELTA + bh.to(tl.int64) * T_pad + m0 + tl.arange(0, BM), delta)
-    DQ.store([bh * T + m0, 0], tl.zeros([BM, D], tl.float32))
+    DQ.store([bh, m0, 0], tl.zeros([1, BM, D], tl.float32))
 
 
 @triton.jit
-def rounded_dq_kernel(SUM, DQ, scale, T, H, BM: tl.constexpr):
+def rounded_dq_kernel(SUM, DQ, scale, H, D: tl.constexpr, BM: tl.constexpr):
     bh = tl.program_id(1)
     m0 = tl.program_id(0) * BM
-    store_rows(DQ, bh // H, bh % H, m0, SUM.load([bh * T + m0, 0]) * scale)
+    store_rows(DQ, bh // H, bh % H, m0, SUM.load([bh, m0, 0]).reshape(BM, D) * scale)
 
 
 @functools.cache  # CUDA graphs keep the addresses. While one is recorded, no new schedule can be made.
@@ -456,23 +460,49 @@ def tiled_rows(x, rows):
     return TensorDescriptor(x, list(x.shape), [x.stride(0) if len(x) > 1 else 16, 1], [1, rows])
 
 
+def tiled_sum(x):
+    """As `tiled`, of x (B*H, T, D), for tiles (1, ROWS, D)."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, ROWS.value, x.shape[2]])
+
+
 def one_pass_backward(q, k, v, o, lse, do, dq, dk, dv):
     """As tuned_attention_backward, causal. Needs 4 bytes for each number of dq besides, free when it returns."""
-    B, H, T, D = q.shape
+    delta, dq_sum = delta_and_zeros(o, do, lse)
+    add_in_one_pass(q, k, v, do, lse, delta, True, dq_sum, dk, dv)
+    write_rounded(dq_sum, dq)
+
+
+def delta_and_zeros(o, do, lse):
+    """What `add_in_one_pass` needs: (delta, as lse; zeros (B*H, Tq, D), float32, for dQ / scale)."""
+    B, H, T, D = o.shape
+    rows = ROWS.value
+    delta = torch.empty_like(lse)
+    dq_sum = o.new_empty(B * H, T, D, dtype=torch.float32)
+    delta_and_zeros_kernel[T // rows, B * H](
+        tiled(o, rows), tiled(do, rows), delta, tiled_sum(dq_sum), lse.stride(0), H, D, rows)
+    return delta, dq_sum
+
+
+def add_in_one_pass(q, k, v, do, lse, delta, is_causal, dq_sum, dk, dv):
+    """Add dQ / scale to dq_sum, and write dk, dv. lse, delta, dq_sum: of q's rows, which may be some of those of
+    `delta_and_zeros`. Not causal, all rows see all keys."""
+    B, H, Tq, D = q.shape
+    Tk = k.shape[2]
     G = H // k.shape[1]
-    blocks = T // TILE
+    blocks = Tk // TILE
     rows = ROWS.value
     scale = 1 / math.sqrt(D)
-    delta = torch.empty_like(lse)
-    dq_sum = TensorDescriptor.from_tensor(q.new_empty(B * H * T, D, dtype=torch.float32), [rows, D])
-    grid = T // rows, B * H
-    delta_and_zeros_kernel[grid](tiled(o, rows), tiled(do, rows), delta, dq_sum, lse.stride(0), T, H, D, rows)
     programs = min(grouped.programs_beside_transfers(q.device), B * H // G * blocks)
     together = max(1, round(programs / blocks))  # heads that programs are at, so that Q, dO and dQ stay in L2
-    tiles = specialized_tiles(T, T, True, B * H // G, together, programs, q.device)
+    tiles = specialized_tiles(Tk, Tq, is_causal, B * H // G, together, programs, q.device)
     one_pass_backward_kernel[(programs,)](
         described(tiled(q, rows)), described(tiled(k, TILE)), described(tiled(v, TILE)), described(tiled(do, rows)),
-        described(tiled_rows(lse, rows), 0), described(tiled_rows(delta, rows), 0), described(dq_sum),
+        described(tiled_rows(lse, rows), 0), described(tiled_rows(delta, rows), 0), described(tiled_sum(dq_sum)),
         described(tiled(dk, TILE)), described(tiled(dv, TILE)), tiles, tiles.shape[1], scale * math.log2(math.e),
-        scale, H, G, blocks, D=D, STAGES=BACKWARD_STAGES, num_warps=8, maxnreg=168)
-    rounded_dq_kernel[grid](dq_sum, tiled(dq, rows), scale, T, H, rows)
+        scale, H, G, blocks, Tq, CAUSAL=is_causal, D=D, STAGES=BACKWARD_STAGES, num_warps=8, maxnreg=168)
+
+
+def write_rounded(dq_sum, dq):
+    _, H, T, D = dq.shape
+    rows = ROWS.value
+    rounded_dq_kernel[T // rows, len(dq_sum)](tiled_sum(dq_sum), tiled(dq, rows), 1 / math.sqrt(D), H, D, rows)

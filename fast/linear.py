@@ -142,7 +142,7 @@ class WeightGradients:
 
 
 class Taker(NamedTuple):
-    """take(dy, x) for a product of these parameters."""
+    """take(dy, x), of rows, for a product of these parameters."""
     collector: WeightGradients
     weight: torch.Tensor
     bias: torch.Tensor
@@ -153,7 +153,7 @@ class Taker(NamedTuple):
 
 def collected(x, weight, bias):
     """(weight, bias, take) for a product. Where a WeightGradients collects, the parameters are detached, so that
-    autograd's hooks do not fire before the weight gradient exists, and a Taker, called with rows of dy and x, hands it what it needs."""
+    autograd's hooks do not fire before the weight gradient exists, and a Taker hands it what it needs."""
     collector = getattr(weight, "collector", None)
     if not collector or not x.requires_grad:  # all before x is frozen, so nothing detached would have a backward
         return weight, bias, None

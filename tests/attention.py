@@ -39,11 +39,11 @@ source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in kernel
 compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
 print(D, compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
 kernel = hopper.one_pass_backward_kernel
-sizes = {"D": D, "STAGES": hopper.BACKWARD_STAGES}
+sizes = {"CAUSAL": True, "D": D, "STAGES": hopper.BACKWARD_STAGES}
 rows = {"Q": 64, "DO": 64, "K": TILE, "V": TILE, "DK": TILE, "DV": TILE}
 types = {name: f"tensordesc<bf16[1, 1, {rows[name]}, {D}],{layout!r}>" for name in rows}
-for name, shape, swizzled in ("LSE", [1, 64], 0), ("DELTA", [1, 64], 0), ("DQ", [64, D], 128):
-    layout = hopper.gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=32, rank=2)
+for name, shape, swizzled in ("LSE", [1, 64], 0), ("DELTA", [1, 64], 0), ("DQ", [1, 64, D], 128):
+    layout = hopper.gl.NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=32, rank=len(shape))
     types[name] = f"tensordesc<fp32{shape},{layout!r}>"
 types |= {"tiles": "*i32", "scale2": "fp32", "scale": "fp32"} | dict.fromkeys(sizes, "constexpr")
 source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, sizes, {})
@@ -159,7 +159,8 @@ def test_specialized_tiles_are_handed_out_once(Tq, Tk, is_causal, costs, heads, 
         assert (groups := [tile // blocks // together for tile in row]) == sorted(groups)
 
 
-def test_backward_in_one_pass(triton_kernels, monkeypatch):
+@parametrize("rows", [slice(None), slice(128, None)], ids=["causal", "some queries, all keys"])
+def test_backward_in_one_pass(triton_kernels, monkeypatch, rows):
     """Two query heads a key head, and two tiles a program. Without a Hopper GPU, the kernel runs as plain Python."""
     if not hopper.HAVE_GLUON:
         pytest.skip("no Gluon in this Triton, or no Triton")
@@ -168,15 +169,27 @@ def test_backward_in_one_pass(triton_kernels, monkeypatch):
     if not real:
         monkeypatch.setattr(hopper, "described", gluon.Descriptor)
         monkeypatch.setattr(hopper, "one_pass_backward_kernel", gluon.Launch(hopper.one_pass_backward_kernel, hopper))
+    is_causal = rows == slice(None)
     q, k, v, do = (random(1, heads, *shape, dtype=dtype) for heads in (4, 2, 2, 4))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    y = plain_attention(leaves[0], *(x.repeat_interleave(2, 1) for x in leaves[1:]), True)
+    y = plain_attention(leaves[0], *(x.repeat_interleave(2, 1) for x in leaves[1:]), is_causal)
     s = q.double() @ k.double().repeat_interleave(2, 1).mT
-    s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
+    if is_causal:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
     lse = (s / math.sqrt(shape[1])).logsumexp(-1).flatten(0, 1).float() / math.log(2)
-    grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
-    hopper.one_pass_backward(q, k, v, y.detach().to(dtype), lse, do, *grads)
-    for ours, exact in zip(grads, torch.autograd.grad(y, leaves, do.double())):
+    dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
+    o = y.detach().to(dtype)
+    if is_causal:
+        hopper.one_pass_backward(q, k, v, o, lse, do, dq, dk, dv)
+    else:  # twice, so dQ is added up
+        delta, dq_sum = hopper.delta_and_zeros(o, do, lse)
+        for _ in range(2):
+            hopper.add_in_one_pass(q[:, :, rows], k, v, do[:, :, rows], lse[:, rows], delta[:, rows], False,
+                                   dq_sum[:, rows], dk, dv)
+        hopper.write_rounded(dq_sum, dq)
+        dq /= 2
+    do = torch.zeros_like(do).index_copy_(2, torch.arange(shape[0], device=do.device)[rows], do[:, :, rows])
+    for ours, exact in zip((dq, dk, dv), torch.autograd.grad(y, leaves, do.double())):
         assert close(ours, exact, tolerance=1e-2 if real else 1e-5)
 
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import gc
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,8 +17,9 @@ import further.experts
 import further.kinds
 import kernels
 import model
-from fast import grouped
-from tests.kernels import plain_gelu
+from fast import grouped, hopper
+from tests import gluon
+from tests.kernels import KERNEL_DEVICE, plain_gelu
 from lessons.blind import intercepted
 from tests.collectives import nodes_of
 from tests.layouts import SMALL, case_of, differences_in, small_gpt, tokens_of
@@ -126,6 +128,36 @@ def test_ring_attention_on_kernels(dtype, error, rank, size):
         assert (ours.double() - theirs[:, mine]).norm() < error * theirs[:, mine].norm()
     sent, keys_and_values = sum(t.bytes for t in dist.traffic().values()), part.numel() * 2 // 3
     assert sent == (size - 1) * keys_and_values * (2 * dtype.itemsize + 4)
+
+
+@parametrize("passes, B, heads", [(2, 1, 1), (1, 1, 2), (1, 2, 1)], ids=str)
+@on_ranks(2)
+def test_the_tuned_ring(passes, B, heads, rank):
+    """Two query heads a key head. Backward in one pass computes half of a rank's own heads first, of two sequences one.
+    Without a Hopper GPU its kernel runs as plain Python."""
+    needs_kernels()
+    if passes == 1 and not hopper.HAVE_GLUON:
+        pytest.skip("no Gluon in this Triton, or no Triton")
+    T, D = 512, 128 if KERNEL_DEVICE == "cuda" else 16
+    torch.manual_seed(0)
+    qkv, dy = torch.randn(B, T, 4, heads, D), torch.randn(B, T, 2 * heads, D)
+    whole, mine = qkv.double().requires_grad_(), further.context.own_tokens(T, rank, 2, 1, qkv.device)
+    y = kernels.attention(whole)
+    y.backward(dy.double())
+    kernels.use("triton")
+    part, dy_part = (x[:, mine].half() for x in (qkv, dy))
+    plain = {} if hopper.specialized_takes(*[part.flatten(2, 3).transpose(1, 2)] * 2, True) else {
+        "described": gluon.Descriptor,
+        "one_pass_backward_kernel": gluon.Launch(hopper.one_pass_backward_kernel, hopper)}
+    with (contextlib.nullcontext() if qkv.is_cuda else served_by(DirectGlooLink)), patch.multiple(hopper, **plain), (
+            patch.multiple(fast.context, one_pass_takes=lambda *_: passes == 1, add_in_one_pass=DEFAULT)) as mocks:
+        mocks["add_in_one_pass"].side_effect = hopper.add_in_one_pass
+        out = fast.context.TunedRing.apply(part.requires_grad_(), None)
+        out.backward(dy_part)
+    kernels.use("auto")
+    assert mocks["add_in_one_pass"].call_count == (0 if passes == 2 else 3)
+    for ours, theirs in (out, y), (part.grad, whole.grad):
+        assert (ours.double() - theirs[:, mine]).norm() < 2e-3 * theirs[:, mine].norm()
 
 
 def crossing(layout, node):
