@@ -7,6 +7,7 @@
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
     python bench.py scaling               1, 2, 4, ... GPUs, weak and strong
     python bench.py optimizers            a step of AdamW and of Muon alone
+    python bench.py context               attention to a sequence over several ranks, beside PyTorch's
     python bench.py pictures FILE         SVG of what the code does, and of a trace of train.py --trace
 
 Each command starts as many processes as it needs (or runs under torchrun) and prints a table; `--json FILE` writes its
@@ -40,6 +41,7 @@ import collectives as dist
 import kernels
 from fast import edition
 from fast.recorded import RecordedGraph
+from lessons.bench import context as over_ranks
 from lessons.bench.optimizers import KINDS, optimizers
 from lessons.bench.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
 from lessons.bench.strategies import configs_of, layouts, OF_EDITION, pieces, strategies
@@ -194,7 +196,8 @@ def scaling(a):
 # ---------------------------------------------------------------------------------------------------------------- flags
 
 WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectives, "strategies": strategies,
-        "plan": plan, "scaling": scaling, "optimizers": optimizers, "pictures": pictures}
+        "plan": plan, "scaling": scaling, "optimizers": optimizers, "context": over_ranks.context,
+        "pictures": pictures}
 TRAINED = "strategies", "scaling", "optimizers"
 
 
@@ -204,17 +207,19 @@ def option(takers, name, help=None, **more):
 
 
 number = functools.partial(option, type=positive)
-MEASURED, OF_A_MODEL = "kernels lessons collectives strategies scaling optimizers", "strategies scaling plan"
+MEASURED = "kernels lessons collectives strategies scaling optimizers context"
+OF_A_MODEL = "strategies scaling plan"
 SIZED = OF_A_MODEL + " optimizers"
 FLAGS = [
     option(MEASURED + " plan", "--json", "write the rows there, with hardware, versions, commit", default="",
            metavar="FILE"),
-    number("collectives strategies scaling optimizers plan", "--gpus",
+    number("collectives strategies scaling optimizers context plan", "--gpus",
            "processes, in plan GPUs; left out, all GPUs, on the CPU 2, in plan 8"),
     option(MEASURED, "--device", choices=["auto", "cpu", "cuda"], default="auto"),
     option(MEASURED, "--quick", "tiny sizes, few repeats: shows only that it works", action="store_true"),
-    option(MEASURED, "--only", "which kernels, lessons, collectives, optimizers or strategies; left out, all (but "
-           "experts, pairs, dense twin only with --experts), in scaling ddp and zero3", nargs="+", metavar="NAME"),
+    option(MEASURED, "--only", "which kernels, lessons, collectives, optimizers, kinds of --cp-kind or strategies; "
+           "left out, all (but experts, pairs, dense twin only with --experts), in scaling ddp and zero3", nargs="+",
+           metavar="NAME"),
     option(SIZED, "--arch", "architecture; left out, that of the preset", choices=["gpt2", "llama"]),
     option(SIZED, "--model", "preset; left out, gpt2, on the CPU tiny, in plan gpt2-xl; of a llama 1b, on the CPU tiny",
            choices=[*PRESETS, *LLAMAS]),
@@ -233,9 +238,10 @@ FLAGS = [
     number("strategies", "--loss-chunk", "as in train.py", default=0),
     number("strategies", "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
     option("strategies scaling", "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),
-    option("kernels collectives strategies", "--plain", "measure the reference alone, without fast/",
+    option("kernels collectives strategies context", "--plain", "measure the reference alone, without fast/",
            action="store_true"),
-    number("strategies scaling optimizers", "--repeats", "timed runs of each step; left out, 7, but 3 with --quick"),
+    number("strategies scaling optimizers context", "--repeats",
+           "timed runs of each step; left out, 7, but 3 with --quick"),
     option("strategies", "--without", "time ours without these pieces of fast/, one at a time; no names: all of "
            + ", ".join([*pieces(), *OF_EDITION]), nargs="*", choices=[*pieces(), *OF_EDITION], metavar="PIECE"),
     option("scaling", "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong"], default="weak"),
@@ -280,23 +286,27 @@ def check(a, world):
     check_processes(a, world)
     if a.what in TRAINED:
         check_model(a, "gpt2" if a.device == "cuda" and not a.quick else "tiny")
+    if a.what in (*TRAINED, "context"):
         a.repeats = a.repeats or (3 if a.quick else 7)
     if a.what == "strategies":
         check_strategies(a)
     else:
         check_names(a)
-    return a.gpus if a.what in ("collectives", "strategies", "optimizers") else 1
+    return a.gpus if a.what in ("collectives", "strategies", "optimizers", "context") else 1
 
 
 def check_names(a):
     able = [name for name, lesson in LESSONS.items() if on_triton(a) or not lesson.on_triton]
     names = {"kernels": list(CASES), "collectives": list(BUS), "lessons": able,
-             "scaling": ["ddp", "zero3", "zero1", "zero2"], "optimizers": list(KINDS)}[a.what]
+             "scaling": ["ddp", "zero3", "zero1", "zero2"], "optimizers": list(KINDS),
+             "context": over_ranks.KINDS[:3 if a.gpus > 2 else 2]}[a.what]
     a.only = a.only or names[:2 if a.what == "scaling" else None]
     for name in a.only:
         reject(name not in names, f"--only {name}: there are {', '.join(names)} with --device {a.device}")
     reject(a.what == "kernels" and not on_triton(a),
            "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
+    reject(a.what == "context" and a.gpus not in (2, 4, 8, 16),
+           f"--gpus {a.gpus}: 16 heads are spread over 2, 4, 8 or 16 processes; give --gpus 2")
     reject(a.what == "collectives" and a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2")
 
 

@@ -246,6 +246,12 @@ def test_bench_optimizers(tmp_path):
     assert state[0, "Muon"] < 0.8 * state[0, "AdamW"] and state[1, "Muon"] < 0.6 * state[0, "Muon"]
 
 
+def test_bench_context(tmp_path):
+    found, _ = bench_rows(tmp_path, "context", "--repeats", "1")
+    assert [row["way"] for row in found["rows"]] == ["the Nth", "ring", "ulysses"]
+    assert all(row["ms"] > 0 and row["tflops"] > 0 for row in found["rows"])
+
+
 def asked(flags):
     """What bench.py makes of its command line."""
     a = bench.parse(flags.split())

@@ -56,7 +56,8 @@ def layouts(n, m, virtual, experts):
     every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}, "cp": {"cp": n},
               "cp ulysses": {"cp": n, "cp_kind": "ulysses"}}
     if n > 3 and n % 2 == 0:
-        every |= {"hsdp": {"dp": n, "zero": 3, "zero_within": n // 2}, "dp+tp": {"dp": n // 2, "tp": 2}}
+        every |= {"cp both": {"cp": n, "cp_kind": "ulysses+ring"}, "dp+tp": {"dp": n // 2, "tp": 2},
+                  "hsdp": {"dp": n, "zero": 3, "zero_within": n // 2}}
     # pipelines late, because after them ranks have made different numbers of windows, and `make_window` makes no more
     every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in SCHEDULES}
     every["interleaved"]["virtual_stages"] = virtual

@@ -1,0 +1,100 @@
+"""Attention to a sequence that is spread over ranks: ring, Ulysses and both, beside PyTorch's context_parallel.
+
+    python bench.py context --gpus 2
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel, SDPBackend
+
+import collectives as dist
+import kernels
+import parallel
+from fast.edition import Fast
+from further.context import in_a_ring, RingAttention
+from further.ulysses import ulysses_attention
+from lessons.bench.peers import world_mesh
+from lessons.bench.strategies import tried
+from lessons.bench.timing import interleaved, say, Table, write_json
+from safe.launch import settled_rendezvous
+
+KINDS = "ring", "ulysses", "ulysses+ring"
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FLASH": SDPBackend.FLASH_ATTENTION}
+
+
+def context(a):
+    """Causal attention, forward and backward, to one sequence. A rank has its tokens of it, as --cp gives them."""
+    device = dist.initialize(a.device, rendezvous=settled_rendezvous)
+    cuda = device.type == "cuda" and not a.quick
+    heads, width, dtype = (16, 128, torch.bfloat16) if cuda else (4, 16, torch.float32)
+    table = Table(f"{a.gpus} processes; causal attention of {heads} heads of {width} to one sequence, {dtype}, forward "
+                  "and backward\nthe Nth: of one GPU's time for all of it", {
+        "tokens": "tokens:>7,", "way": "way:<12", "who": "who:<31", "ms": "ms:>9.2f",
+        "tflops": "TFLOP/s GPU:>11.1f"}, device)
+    for tokens in (16384, 65536) if cuda else (512,):
+        def row(way, who, seconds):
+            flops = 7 * tokens**2 * heads * width / a.gpus
+            table.row(tokens=tokens, way=way, who=who, ms=1e3 * seconds, tflops=flops / seconds / 1e12)
+
+        random = functools.partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
+        whole, part = random(1, tokens, 3, heads, width), random(1, tokens // a.gpus, 3, heads, width)
+        steps = {way: both_ways(attention, part) for way, attention in ours(a, device).items()}
+        seconds = interleaved({"the Nth": both_ways(kernels.attention, whole), **steps}, device, a.repeats, 3)
+        row("the Nth", "ours", seconds.pop("the Nth") / a.gpus)
+        for way, took in seconds.items():
+            row(way, "ours", took)
+        for name in BACKENDS if device.type == "cuda" else ():
+            few, many = ([x.detach().transpose(1, 2).contiguous().requires_grad_() for x in qkv.unbind(2)]
+                         for qkv in (part, whole))
+            with sdpa_kernel(BACKENDS[name]):
+                row("the Nth", f"torch, {name}", interleaved(
+                    {"": both_ways(causal, *many)}, device, a.repeats, 3)[""] / a.gpus)
+                for rotation, way in ("alltoall", "ring"), ("allgather", "gathered"):
+                    took, why = tried(lambda: interleaved(
+                        {"": rotating(rotation, device, few)}, device, a.repeats, 3)[""])
+                    if why:
+                        say(f"torch, {name}, {way}: {why}")
+                    else:
+                        row(way, f"torch, {name}", took)
+    write_json(a, device, table)
+
+
+causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+
+
+def both_ways(attention, *inputs):
+    """A function that runs attention forward and backward."""
+    dy = torch.randn_like(attention(*inputs))
+    return lambda: torch.autograd.grad(attention(*inputs), inputs, dy)
+
+
+def ours(a, device):
+    """{kind of --cp-kind: attention of this rank's qkv (B, T/N, 3, H, D)}"""
+    ring = RingAttention.apply if a.plain else Fast.context["ring"]
+    world = parallel.make_mesh(device.type, 1, 1, 1, a.gpus)["cp"].get_group()
+    ways = {"ring": functools.partial(in_a_ring, group=world, ring=ring),
+            "ulysses": functools.partial(ulysses_attention, group=world)}
+    if "ulysses+ring" in a.only:
+        traders, around = parallel.groups_of(torch.arange(a.gpus).view(1, -1, 2))
+        ways["ulysses+ring"] = functools.partial(ulysses_attention, group=traders, attention=functools.partial(
+            in_a_ring, group=around, ring=ring))
+    return {kind: ways[kind] for kind in a.only}
+
+
+def rotating(rotation, device, qkv):
+    """PyTorch's ring attention of this rank's q, k, v (B, H, T/N, D), forward and backward. rotation: how keys and
+    values reach the other ranks."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+    set_rotate_method(rotation)
+    mesh = world_mesh(device)
+
+    def step():
+        with context_parallel(mesh):
+            y = causal(*qkv)
+            return torch.autograd.grad(y, qkv, torch.ones_like(y))
+
+    step()
+    return step
