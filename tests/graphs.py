@@ -13,11 +13,13 @@ from torch.utils._pytree import tree_map_only
 
 import collectives as dist
 import fast.recorded
+import fast.tensor
 from further.letters import tensors_in
 from tests.layouts import case_of, differences_in, expanded, in_layout, small_gpt, tokens_of
 from tests.pool import close, on_cpus, on_ranks, own, parametrize
 from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
+from fast.linear import WeightGradients
 from fast.recorded import count_traffic, traffic_since
 from fast.zero import AheadOptimizer
 from safe.messages import Watched
@@ -118,7 +120,7 @@ def graphs_on_tape():
 
 def in_layout_on_tape(*args, without=None, **options):
     """in_layout, with CUDA graphs; without: a method of ShardTotals that does nothing."""
-    with graphs_on_tape(), contextlib.ExitStack() as broken:
+    with graphs_on_tape(), contextlib.ExitStack() as broken, patch.object(fast.tensor, "BESIDE_FROM", 0):
         if without:
             broken.enter_context(patch.object(ShardTotals, without, lambda *_: None))
         return in_layout(*args, cuda_graphs=True, **options)
@@ -132,7 +134,7 @@ REPLAYED = """
     pp=2 micro_batches=4 schedule=interleaved virtual_stages=2
     dp=2 pp=2 micro_batches=4 schedule=zb-h1 zero=1
     pp=2 micro_batches=2 schedule=zb-v
-    tp=2 micro_batches=2 recompute=block
+    tp=2 micro_batches=2 recompute=none,block sp=0,1
     dp=2 micro_batches=2 zero=1,3 loss_chunk=7
     pp=2 micro_batches=2 schedule=zb-h1 loss_chunk=7
     dp=1 micro_batches=2 zero=3
@@ -176,6 +178,32 @@ def test_recordings_of_another_shape_go_before_its_first_step(zero):
         assert recorded and not any(graph() for graph in recorded)
         assert all(close(*pair) for pair in losses) and losses[-1][0] < losses[-2][0]
         assert not net.pipeline.graphs.closing
+
+
+@parametrize("least, expected", [(0, ["sum", "dW, db", "dW, db", "wait"] * 4), (1 << 30, ["dW, db"] * 8)], ids=str)
+@on_ranks(2)
+def test_weight_gradients_of_cut_layers_wait_for_traffic(least, expected):
+    """Two sublayers in each of two blocks. (The head is tied, so its gradient stays with autograd.)"""
+    log, send = [], dist.all_reduce
+
+    def summed(tensor, *args, async_op=False, **more):
+        handle = send(tensor, *args, async_op=async_op, **more)
+        if not async_op:
+            return handle
+        log.append("sum")
+        return dist.Handle(lambda: (log.append("wait"), handle.wait()))
+
+    def computed(collector, weight, bias, *rest):
+        log.append("dW" if bias is None else "dW, db")
+        return compute(collector, weight, bias, *rest)
+
+    compute = WeightGradients.compute
+    with (graphs_on_tape(), patch.object(fast.tensor, "BESIDE_FROM", least), patch.object(dist, "all_reduce", summed),
+          patch.object(WeightGradients, "compute", computed)):
+        net = small_gpt(tp=2)
+        replay_micro_batches(net)
+        net.forward_backward(*([t.to(net.device)] for t in tokens_of(0)))
+    assert log == expected
 
 
 @on_cpus  # on GPUs some of it ends the capture with an error
