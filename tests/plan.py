@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 
 import bench
+import fast.tensor
 import lessons.plan
 import model
 import parallel
@@ -27,7 +28,7 @@ from safe.flags import check_layout, model_config, replayable, Settings
 from theory.clock import simulate
 from theory.memory import ROOM, needed_bytes
 from theory.speed import (
-    counted_flops, matrices, mfu, mfu_note, operations, passes, predict, ring_hides, stage_seconds)
+    BESIDE_FROM, counted_flops, matrices, mfu, mfu_note, operations, passes, predict, ring_hides, stage_seconds)
 from theory.traffic import tokens_of, trips_of_rows
 
 EVEN = model.GPTConfig(256, 1024, 30, 16, 2048)
@@ -107,6 +108,55 @@ def test_computation_hides_traffic_and_fills_the_step():
     assert close(moe, dense, 1e-6)
     one, two = (predict(MOE, layout(f"--dp 8 --zero 1 --ep {ep}", MOE), FAST).optimizer for ep in (1, 2))
     assert close(one, two, 1e-6)  # each rank's Nth of all
+
+
+# Flags, and how much of tp's traffic hides in backward: as long as so many twelfths of the products of a block's
+# forward take. All weight gradients take 12, those of column-parallel layers 7.
+HIDDEN = """
+    --tp 4                                                     12
+    --tp 4 --dp 2 --zero 1                                     12
+    --tp 4 --pp 2 --micro-batches 4                            12
+    --tp 4 --dtype fp8                                         12
+    --tp 4 --batch-size 2                                       0
+    --tp 4 --dp 2 --zero 2                                      0
+    --tp 4 --dp 2 --zero 3                                      0
+    --tp 4 --cuda-graphs off                                    0
+    --tp 4 --form full                                          0
+    --tp 4 --pp 2 --micro-batches 4 --schedule zb-h1            0
+    --tp 4 --sp                                                19
+    --tp 4 --sp --batch-size 2                                 19
+    --tp 4 --sp --dp 2 --zero 3                                14
+    --tp 4 --sp --cuda-graphs off                              14
+    --tp 4 --sp --pp 2 --micro-batches 4 --schedule zb-h1       7
+    --tp 4 --sp --dtype fp8                                     0
+    --tp 4 --sp --form full                                     0"""
+
+
+@parametrize("flags, twelfths", table(HIDDEN))
+def test_backward_hides_tp_s_traffic_under_products(flags, twelfths):
+    """As long as they last, at most all of it, and not what it takes from their memory."""
+    s = layout(flags, EVEN)
+    matrix_elements = 30 * sum(matrices(EVEN, 4)) / s.pp
+    products = 2 * matrix_elements * s.batch_size * 1024 / s.dp / H200.matmul
+    slow = dataclasses.replace(FAST, link=H200.link / 16, elementwise=math.inf, hbm=math.inf, loss=math.inf, launch=0.0)
+    seen = predict(EVEN, s, dataclasses.replace(slow, matmul=1e20)).tp  # the same stage is the busiest
+    assert close(seen - predict(EVEN, s, slow).tp, int(twelfths) / 12 * products, 1e-5)
+    if twelfths == 12:
+        busy = dataclasses.replace(slow, hbm=16 * slow.link)  # what is sent in a second costs memory 4/16 of one
+        into_buckets = matrix_elements * (2 * 2 + 2 * 4) / busy.hbm * s.micro_batches  # in weight gradients, too
+        assert close(seen - predict(EVEN, s, busy).tp, 12 / 16 * (products + into_buckets), 1e-5)
+        assert close(predict(EVEN, s, dataclasses.replace(slow, matmul=1e9)).tp, seen / 2, 0.02)  # f's half is hidden
+
+
+def test_a_pipeline_idles_less_where_products_hide_traffic():
+    s = layout("--tp 4 --pp 2 --micro-batches 4", EVEN)
+    machine = dataclasses.replace(FAST, launch=0.0)
+    on, off = (predict(EVEN, dataclasses.replace(s, cuda_graphs=graphs), machine) for graphs in ("on", "off"))
+    assert close(off.bubble - on.bubble, (off.tp - on.tp) / 4, 1e-6) and on.tp < off.tp
+
+
+def test_fast_s_tensor_parallelism_begins_to_hide_where_the_prediction_does():
+    assert BESIDE_FROM == fast.tensor.BESIDE_FROM
 
 
 KNOWN = "gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "v-half", "dualpipe-v"

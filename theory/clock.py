@@ -26,6 +26,12 @@ def stage_to_rank_in(s):
     return placed(s.schedule, s.pp, s.virtual_stages)
 
 
+@functools.cache
+def halves_backward(schedule, p, v):
+    """Whether a schedule runs backward in two, I and W."""
+    return any(action.kind == "I" for action in lists_of(schedule, p, 2 * p, v)[0])
+
+
 def is_fast(s):
     """Whether layout s runs in fast/'s edition. One that names none is meant for GPUs."""
     return s.form in (None, "fast")

@@ -15,7 +15,7 @@ import torch
 import parallel
 from further.fits import ulysses_ranks
 from further.pieces import matrices
-from theory.clock import bubble, lists_of, simulate, stage_to_rank_in, stages_in
+from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements, table_elements
 from theory.traffic import (
     HALVES, chunks_of, contents, in_two_levels, messages, nodes_of_experts, norms_run_again, recomputed, sent,
@@ -102,7 +102,7 @@ def call_seconds(op, elements, width, machine, n, here):
 class Costs(NamedTuple):
     """Predicted seconds of a step on the busiest pipeline rank, whose sum the step takes."""
     compute: float      # forward and backward of all micro-batches
-    tp: float           # tensor parallelism's collectives, which nothing hides
+    tp: float           # tensor parallelism's collectives, less the time that backward's products hide
     cp: float           # context parallelism's traffic, less the time that attention hides
     ep: float           # expert parallelism's all-to-alls, which nothing hides
     bubble: float
@@ -365,6 +365,43 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
     return seen + (gather + reduce - seen) * lost + between
 
 
+BESIDE_FROM = 1 << 24  # bytes, as in fast/tensor.py, which sends fewer beside nothing
+
+
+def tensor_seconds_saved(config, s, machine, stages, spent, touched):
+    """Seconds of a micro-batch's backward that hiding tensor parallelism's traffic saves, hidden traffic's cost taken
+    off. In fast/'s edition a column-parallel layer, y = x W^T, sends beside products:
+
+        tp             dx, added up            beside the weight gradients of its sublayer, which wait for that
+        sp, but FP8    x, gathered again       beside dy W
+                       dx, reduce-scattered    beside the weight gradients of its sublayer, or its own alone
+
+    They wait where CUDA graphs add up gradients, so not in ZeRO-2 and 3. An I leaves all of them to W.
+    """
+    if s.tp == 1 or not is_fast(s):
+        return 0.0
+    m = s.micro_batches
+    tokens = tokens_of(config, s)
+    blocks, routed, _, _ = contents(config, stages.values())
+    columns = config.n_embd * (blocks * config.qkv_width + (blocks - routed) * config.up_width) / s.tp
+    product = 2 * columns * tokens / machine.matmul  # dy W; dy^T x takes as long
+    if halves_backward(s.schedule, s.pp, s.virtual_stages):
+        gradients = 0.0
+    elif s.cuda_graphs == "on" and s.zero < 2:  # so no block has experts
+        gradients = blocks * block_seconds(config, s, machine, False)[2]
+    else:
+        gradients = product if s.sp else 0.0
+    tp = spent["tp"]
+    if s.sp:
+        hidden = min(tp["activations gathered again"] / m, product)
+        hidden += min(tp["gradients scattered meanwhile"] / m, gradients)
+    elif tokens * config.n_embd * widths(s)[0] >= BESIDE_FROM:
+        hidden = min(tp["gradients: 2 a block"] / m, gradients)
+    else:
+        hidden = 0.0
+    return hidden * (1 - min(1.0, touched["tp"] / tp.total()))
+
+
 def predict(config, s, machine):
     """Costs of a training step of train.py in layout s."""
     m = s.micro_batches
@@ -386,7 +423,8 @@ def predict(config, s, machine):
     ep = sum(spent[axis].total() for axis in ("ep", "ep_inside", "ep_between"))
     cp = context_seconds(config, s, machine, stages, spent)
     waits = (tp + cp + ep) / m / 2  # a micro-batch's, in forward, and as long in backward
-    costs = f + waits, i + waits, w
+    saved = tensor_seconds_saved(config, s, machine, stages, spent, touched)  # a micro-batch's, in backward
+    costs = f + waits, i + waits - saved, w
     idle = bubble(s.schedule, s.pp, len(stage_to_rank_in(s)) // s.pp, *costs) if m >= s.pp else None
     if idle is None:
         idle = max(simulate(lists_of(s.schedule, s.pp, m, s.virtual_stages), *costs).idle)
@@ -399,8 +437,8 @@ def predict(config, s, machine):
     optimizer = (others / shards + own / copies) * (8 * wide + narrow * (narrow < wide)) / machine.hbm
     in_a_row = len(buckets) + len(of_experts) * (s.zero < 3)
     updates = optimizer + (f + waits) * (s.cuda_graphs == "on")
-    dp = data_seconds(s, spent, touched, in_a_row, f + waits, i + w + waits, updates)
-    return Costs(m * (f + i + w), tp, cp, ep, idle, pp, dp, optimizer)
+    dp = data_seconds(s, spent, touched, in_a_row, f + waits, i + w + waits - saved, updates)
+    return Costs(m * (f + i + w), tp - m * saved, cp, ep, idle, pp, dp, optimizer)
 
 
 def describe_machine(machine):

@@ -224,6 +224,7 @@ def messages_of_tensors(config, s, stages):
     shared = routed if config.experts and config.shared_experts else 0
     shared_again = twice_routed * bool(shared) * (s.recompute in ("mlp", "block"))
     scatters += m * (2 * shared + shared_again)
+    sublayers = m * (2 * blocks + shared)  # each has an f, whose backward adds up the gradient of its input
     rows = [n * rows for rows in chunks_of(config, s) for n in (1, 2)]
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", rows, wide, m * last)
     for op in HALVES if s.sp else ["all_reduce"]:
@@ -236,20 +237,22 @@ def messages_of_tensors(config, s, stages):
         if norms_of_heads:
             own = norms_of_heads // (shards_of(s) if s.zero in (1, 2) else 1)
             yield Message("gradients of norms of heads", "all_reduce", "tp", [own], wide)
-        yield Message("activations: 4 a block", "all_reduce", "tp", [tokens * c], narrow, scatters)
+        yield Message("activations: 2 a block", "all_reduce", "tp", [tokens * c], narrow, scatters - sublayers)
+        yield Message("gradients: 2 a block", "all_reduce", "tp", [tokens * c], narrow, sublayers)
         return
     # In forward f gathers and g scatters, in backward the other way round: 8 halves a block.
     gathers = m * (4 * blocks + again + 2 * shared + shared_again)
     latents = (blocks - rules) * bool(config.latent)
     # Backward also gathers again what f has gathered, but experts, a latent's queries and FP8's products have kept it.
-    if is_fast(s) and s.dtype != "fp8":
-        gathers += m * (2 * blocks - routed + shared - latents)
+    regathered = (sublayers - m * (routed + latents)) * (is_fast(s) and s.dtype != "fp8")
     rules_again = delta_rules(config, runs_again(config, s, runs))
     attentions = m * (latents + (twice - rules_again) * (s.recompute in ("attention", "block")))
     yield Message("latents, rotary keys", GATHER, "tp", of_heads, narrow, attentions)
     yield Message("their gradients", SCATTER, "tp", of_heads, narrow, m * latents)
     yield Message("activations gathered", GATHER, "tp", [tokens * c], narrow, gathers)
-    yield Message("activations scattered", SCATTER, "tp", [tokens * c], narrow, scatters)
+    yield Message("activations gathered again", GATHER, "tp", [tokens * c], narrow, regathered)
+    yield Message("gradients scattered meanwhile", SCATTER, "tp", [tokens * c], narrow, regathered)
+    yield Message("activations scattered", SCATTER, "tp", [tokens * c], narrow, scatters - regathered)
     # tp leaves whole, of matrices, routers, positions and what makes a latent; of vectors, norms and biases of
     # row-parallel layers.
     a_norm = config.parameters(lambda name: name.startswith("ln_f."))
