@@ -243,6 +243,13 @@ def test_plan_lets_large_micro_batches_hide_launches():
     assert step(8, 4e-3, "--cuda-graphs on") == step(8, 0.0) and step(8, 4e-3, "--recompute block") > 4 / 3 * 12 * 4e-3
 
 
+def test_a_block_with_experts_takes_longer_to_launch():
+    """Six blocks, three with experts, on a GPU that waits for its CPU."""
+    machine = dataclasses.replace(FAST, launch=1.0)
+    one, several = (predict(MOE, layout(f"--dp 8 --ep {ep}", MOE), machine).compute for ep in (1, 8))
+    assert close(one, 6 + 3 * 0.72) and close(several, 6 + 3 * 1.5)
+
+
 LARGE = "--n-layer 24 --n-head 96 --n-embd 12288"  # a quarter of GPT-3
 VERY_LONG = f"--gpus 16 --batch-size 2 --seq-len 131072 --machine h100 {LARGE}"
 # Flags of `bench.py plan`, an axis, and how long that is in the layouts that are considered. 1024 tokens are not cut;
