@@ -24,12 +24,13 @@ import lessons.bench.rates
 import lessons.links
 import model
 import parallel
+from fast import recorded
 from further.experts import ExpertsConfig
 from further.full import Full
 from further.prefetch import Prefetcher
 from lessons import gpu
 from lessons.bench import peers, strategies
-from lessons.bench.rates import BUS, calls_of, fit, sent_in
+from lessons.bench.rates import BUS, calls_of, fit, measure_machine, replays_of, sent_in
 from lessons.bench.strategies import (
     communication, configs_of, free_memory, make_trainer, predicted_traffic, routes_of_rows)
 from lessons.bench.timing import clock_and_power, interleaved, of_all_ranks, without_collectives
@@ -184,6 +185,34 @@ def test_a_step_runs_without_its_collectives():
         assert {op for op, t in dist.traffic().items() if t.bytes} <= {"isend"}, case  # --cp's ring sends on
         del trainer
         free_memory()
+
+
+def test_steps_are_recorded_once_they_are_warm():
+    """Each has run before any is recorded, and all graphs share a pool. On the CPU there is nothing to record."""
+    def record(body, pool):
+        done.append("recorded")
+        return SimpleNamespace(replay=(pool, body))
+
+    done = []
+    steps = {name: functools.partial(done.append, name) for name in "ab"}
+    with patch.object(torch.cuda, "graph_pool_handle", lambda: "pool"), patch.object(
+            recorded, "make_room", lambda: done.append("room")), patch.object(recorded, "RecordedGraph", record):
+        assert replays_of(steps, torch.device("cuda")) == {name: ("pool", step) for name, step in steps.items()}
+    assert done == [*"aabb", "room", "recorded", "recorded"] and replays_of(steps, torch.device("cpu")) == steps
+
+
+@on_ranks(1)
+def test_a_host_s_launches_are_in_no_rate_of_its_gpu():
+    """What CUDA would replay takes no time here. A copy and the launches of a block remain."""
+    replayed = []
+
+    def replays(steps, device):
+        return {name: functools.partial(replayed.append, name) for name in steps}
+
+    with patch.object(lessons.bench.rates, "replays_of", replays):
+        machine = measure_machine(torch.device("cpu"), "fp32", model.PRESETS["tiny"], "ours")
+    assert {*replayed} == {"products", "block", "attention", "loss"}
+    assert machine.launch > 1e-4 and machine.hbm < 1e12 and machine.matmul > 1e3 * machine.hbm
 
 
 def hurry():

@@ -13,6 +13,7 @@ import torch.distributed as torch_dist
 import collectives as dist
 import kernels
 import parallel
+from fast import recorded
 from fast.edition import FusedBlock
 from fast.fp8 import use_fp8
 from fast.nccl import Direct
@@ -45,10 +46,24 @@ def sent_in(link, op, elements, width):
 
 # ---------------------------------------------------------------------------------------------------------- the machine
 
+def replays_of(steps, device):
+    """On CUDA {name: a replay of the step from a CUDA graph}, because a step itself takes the CPU's time where the CPU
+    launches kernels later than the GPU could run them. The steps must exist as long as the replays, which use their
+    tensors. What a graph allocates is free once its replay is dropped. On the CPU the steps themselves."""
+    if device.type != "cuda":
+        return steps
+    for step in steps.values():
+        for _ in range(2):  # the first call compiles and tunes kernels, which a recording cannot do
+            step()
+    recorded.make_room()
+    pool = torch.cuda.graph_pool_handle()  # one for all, because they run one after the other
+    return {name: recorded.RecordedGraph(step, pool).replay for name, step in steps.items()}
+
+
 def measure_machine(device, dtype, config, comm):
     """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links under `comm`.
     All ranks measure at once, because in training, too, they share power. (In FP8 the head, which stays bf16, is then
-    predicted too fast.)"""
+    predicted too fast.) On CUDA the GPU's computing is replayed, so that `launch` alone depends on the CPU."""
     eight = dtype == "fp8"
     dtype = parallel.PRECISIONS[dtype]
     config = resized(config, experts=0)  # rates are a dense block's
@@ -69,14 +84,14 @@ def measure_machine(device, dtype, config, comm):
         layer = Linear(c, config.hidden, bias=False).to(device, dtype)
         use_fp8(SimpleNamespace(h=torch.nn.ModuleList([block, layer])))
     source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
-    seconds = interleaved({
+    computing = {
         "products": both_ways(layer, k, c) if eight else torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
-        "copy": lambda: target.copy_(source), "block": both_ways(block, b, t, c),
+        "block": both_ways(block, b, t, c),
         "attention": both_ways(kernels.attention, b, t, config.n_head // config.kv_heads + 2, config.kv_heads,
                                config.head_dim),
-        "launch": both_ways(tiny, 1, 16, 32),
-        "loss": both_ways(lambda z: parallel.cross_entropy(z, targets, config.vocab_size), b, t, config.vocab_size)},
-        device, 5, calls=3)
+        "loss": both_ways(lambda z: parallel.cross_entropy(z, targets, config.vocab_size), b, t, config.vocab_size)}
+    others = {"copy": lambda: target.copy_(source), "launch": both_ways(tiny, 1, 16, 32)}
+    seconds = interleaved(replays_of(computing, device) | others, device, 5, calls=3)
     products = b * t / k * seconds["products"] * sum(matrices(config)) / (c * config.hidden)  # all of a block
     rest = seconds["block"] - seconds["attention"] - products
     name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
