@@ -109,9 +109,12 @@ def grouped(size):
     x, w, counts = size.random(rows, n_in), size.random(16, n_out, n_in), torch.tensor([rows // 16] * 16)
     flops, moved = 2 * rows * n_in * n_out, x.nbytes + w.nbytes + rows * n_out * x.itemsize
     there, loop = counts.to(size.device), functools.partial(experts.grouped_linear, bias=None, counts=counts)
+    peers = {"cuBLAS, a loop": (loop, [x, w])}
+    if size.large and hasattr(F, "grouped_mm"):
+        ends = there.cumsum(0, dtype=torch.int32)
+        peers["grouped_mm"] = lambda x, w: F.grouped_mm(x, w.mT, offs=ends), [x, w]
     yield Case("grouped product", lambda x, w: kernels.table[experts.grouped_linear](x, w, None, there), loop, [x, w],
-               (moved / x.nbytes, (moved + x.nbytes + w.nbytes) / x.nbytes), (flops, 2 * flops),
-               {"cuBLAS, a loop": (loop, [x, w])})
+               (moved / x.nbytes, (moved + x.nbytes + w.nbytes) / x.nbytes), (flops, 2 * flops), peers)
 
 
 TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured

@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from unittest.mock import DEFAULT, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ import model
 from fast import grouped, hopper
 from tests import gluon
 from tests.kernels import KERNEL_DEVICE, plain_gelu
+from lessons.bench.timing import patched
 from lessons.blind import intercepted
 from tests.collectives import nodes_of
 from tests.layouts import SMALL, case_of, differences_in, small_gpt, tokens_of
@@ -146,16 +147,17 @@ def test_the_tuned_ring(passes, B, heads, rank):
     y.backward(dy.double())
     kernels.use("triton")
     part, dy_part = (x[:, mine].half() for x in (qkv, dy))
-    plain = {} if hopper.specialized_takes(*[part.flatten(2, 3).transpose(1, 2)] * 2, True) else {
-        "described": gluon.Descriptor,
-        "one_pass_backward_kernel": gluon.Launch(hopper.one_pass_backward_kernel, hopper)}
-    with (contextlib.nullcontext() if qkv.is_cuda else served_by(DirectGlooLink)), patch.multiple(hopper, **plain), (
-            patch.multiple(fast.context, one_pass_takes=lambda *_: passes == 1, add_in_one_pass=DEFAULT)) as mocks:
-        mocks["add_in_one_pass"].side_effect = hopper.add_in_one_pass
+    real = hopper.specialized_takes(*[part.flatten(2, 3).transpose(1, 2)] * 2, True)
+    kernel = hopper.one_pass_backward_kernel
+    with (contextlib.nullcontext() if qkv.is_cuda else served_by(DirectGlooLink)), patched([
+            (hopper, "described", hopper.described if real else gluon.Descriptor),
+            (hopper, "one_pass_backward_kernel", kernel if real else gluon.Launch(kernel, hopper)),
+            (fast.context, "one_pass_takes", lambda *_: passes == 1)]), (
+            patch.object(fast.context, "add_in_one_pass", side_effect=hopper.add_in_one_pass)) as parts:
         out = fast.context.TunedRing.apply(part.requires_grad_(), None)
         out.backward(dy_part)
     kernels.use("auto")
-    assert mocks["add_in_one_pass"].call_count == (0 if passes == 2 else 3)
+    assert parts.call_count == (0 if passes == 2 else 3)
     for ours, theirs in (out, y), (part.grad, whole.grad):
         assert (ours.double() - theirs[:, mine]).norm() < 2e-3 * theirs[:, mine].norm()
 

@@ -16,6 +16,7 @@ from fast.edition import Fast
 from further.context import in_a_ring, RingAttention
 from further.ulysses import ulysses_attention
 from lessons.bench.peers import world_mesh
+from lessons.bench.rates import replays_of
 from lessons.bench.strategies import tried
 from lessons.bench.timing import interleaved, say, Table, write_json
 from safe.launch import settled_rendezvous
@@ -25,7 +26,8 @@ BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FLASH": SDPBackend.FLASH_ATTEN
 
 
 def context(a):
-    """Causal attention, forward and backward, to one sequence. A rank has its tokens of it, as --cp gives them."""
+    """Causal attention, forward and backward, to one sequence. A rank has its tokens of it, as --cp gives them. Ours
+    also replayed from CUDA graphs, as training has it."""
     device = dist.initialize(a.device, rendezvous=settled_rendezvous)
     cuda = device.type == "cuda" and not a.quick
     heads, width, dtype = (16, 128, torch.bfloat16) if cuda else (4, 16, torch.float32)
@@ -41,10 +43,12 @@ def context(a):
         random = functools.partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
         whole, part = random(1, tokens, 3, heads, width), random(1, tokens // a.gpus, 3, heads, width)
         steps = {way: both_ways(attention, part) for way, attention in ours(a, device).items()}
-        seconds = interleaved({"the Nth": both_ways(kernels.attention, whole), **steps}, device, a.repeats, 3)
-        row("the Nth", "ours", seconds.pop("the Nth") / a.gpus)
-        for way, took in seconds.items():
-            row(way, "ours", took)
+        steps["the Nth"] = both_ways(kernels.attention, whole)
+        for who, timed in ("ours", steps), ("ours, replayed", replays_of(steps, device)):
+            for way, took in interleaved(timed, device, a.repeats, 3).items():
+                row(way, who, took / (a.gpus if way == "the Nth" else 1))
+            if device.type == "cpu":  # there are no graphs
+                break
         for name in BACKENDS if device.type == "cuda" else ():
             few, many = ([x.detach().transpose(1, 2).contiguous().requires_grad_() for x in qkv.unbind(2)]
                          for qkv in (part, whole))
@@ -52,8 +56,7 @@ def context(a):
                 row("the Nth", f"torch, {name}", interleaved(
                     {"": both_ways(causal, *many)}, device, a.repeats, 3)[""] / a.gpus)
                 for rotation, way in ("alltoall", "ring"), ("allgather", "gathered"):
-                    took, why = tried(lambda: interleaved(
-                        {"": rotating(rotation, device, few)}, device, a.repeats, 3)[""])
+                    took, why = tried(lambda: rotated_seconds(rotation, device, tokens, few, a.repeats))
                     if why:
                         say(f"torch, {name}, {way}: {why}")
                     else:
@@ -61,7 +64,8 @@ def context(a):
     write_json(a, device, table)
 
 
-causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+def causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # looked up here, because context_parallel patches F
 
 
 def both_ways(attention, *inputs):
@@ -83,18 +87,12 @@ def ours(a, device):
     return {kind: ways[kind] for kind in a.only}
 
 
-def rotating(rotation, device, qkv):
-    """PyTorch's ring attention of this rank's q, k, v (B, H, T/N, D), forward and backward. rotation: how keys and
-    values reach the other ranks."""
+def rotated_seconds(rotation, device, tokens, qkv, repeats):
+    """Seconds of PyTorch's ring attention of this rank's q, k, v (B, H, T/N, D), forward and backward. rotation: how
+    keys and values reach the other ranks."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
     set_rotate_method(rotation)
-    mesh = world_mesh(device)
-
-    def step():
-        with context_parallel(mesh):
-            y = causal(*qkv)
-            return torch.autograd.grad(y, qkv, torch.ones_like(y))
-
-    step()
-    return step
+    whole = torch.zeros(1, tokens, device=device)  # it wants a tensor to cut
+    with context_parallel(world_mesh(device), buffers=[whole], buffer_seq_dims=[1], no_restore_buffers={whole}):
+        return interleaved({"": both_ways(causal, *qkv)}, device, repeats, 3)[""]
