@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 import collectives as dist
 import kernels
 from fast import nccl
+from fast.context import add_rows
 from fast.linear import collected, gradients_of
 from fast.tensor import CopyInPlace
 from further.sequence import Conjugate
@@ -23,7 +24,16 @@ from parallel import ColumnParallelLinear
 # A rank's tokens of B > 1 sequences lie apart in memory, so gather_tokens and scatter_tokens copy them into one message
 # or out of it. On an H200 that takes 96 us for 64 MiB, as long as the message itself. Between GPUs of a node a kernel,
 # or the copy engines, read and write each sequence's tokens in place where `nccl.takes_rows`, so the functions below
-# save that copy.
+# save that copy. Elsewhere a kernel makes it: beside products rows of less than 4 MiB are not copied in place.
+
+def packed(x):
+    """x (A, B, ...) without gaps between its rows. PyTorch's own copy has a third of the kernel's bandwidth."""
+    if x.is_contiguous() or not kernels.on_triton(x):
+        return x.contiguous()
+    out = x.new_empty(x.shape)
+    add_rows(out, x, first=True)
+    return out
+
 
 def start_gathering(x, group, async_op=False):
     """Start to all-gather x (B, T/N, C): (handle, (B, N, T/N, C)). The handle is None unless async_op."""
@@ -39,12 +49,12 @@ def start_scattering(x, group, async_op=False):
     """Start to reduce-scatter x (B, T, C), a rank's term of a sum: (handle, (B, T/N, C) of the sum)."""
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)                  # (N, B, T/N, C)
     mine = x.new_empty(parts.shape[1:])
-    parts = parts if nccl.takes_rows(mine[0].nbytes, group, not async_op) else parts.contiguous()
+    parts = parts if nccl.takes_rows(mine[0].nbytes, group, not async_op) else packed(parts)
     return dist.reduce_scatter_tensor(mine, parts, group=group, async_op=async_op), mine
 
 
 def gather_in_place(x, group):
-    return start_gathering(x, group)[1].flatten(1, 2)
+    return packed(start_gathering(x, group)[1]).flatten(1, 2)
 
 
 def scatter_in_place(x, group):
@@ -85,7 +95,7 @@ class RegatheredProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             added, dx = start_scattering(dy @ weight, ctx.group, async_op=True)
         arrived.wait()
-        gradients = gradients_of(ctx, dy.flatten(0, -2), whole.flatten(0, -2))
+        gradients = gradients_of(ctx, dy.flatten(0, -2), packed(whole).flatten(0, -2))
         if ctx.take:
             ctx.take.collector.catch_up()
         added.wait()

@@ -12,6 +12,7 @@ from torch import nn
 import collectives as dist
 import fast.context
 import fast.experts
+import fast.sequence
 import further.context
 import further.experts
 import further.kinds
@@ -19,7 +20,7 @@ import kernels
 import model
 from fast import grouped, hopper
 from tests import gluon
-from tests.kernels import KERNEL_DEVICE, plain_gelu
+from tests.kernels import KERNEL_DEVICE, plain_gelu, random, triton_kernels  # noqa: F401
 from lessons.bench.timing import patched
 from lessons.blind import intercepted
 from tests.collectives import nodes_of
@@ -129,6 +130,16 @@ def test_ring_attention_on_kernels(dtype, error, rank, size):
         assert (ours.double() - theirs[:, mine]).norm() < error * theirs[:, mine].norm()
     sent, keys_and_values = sum(t.bytes for t in dist.traffic().values()), part.numel() * 2 // 3
     assert sent == (size - 1) * keys_and_values * (2 * dtype.itemsize + 4)
+
+
+def test_rows_with_gaps_are_packed_by_a_kernel(triton_kernels):
+    """Of more numbers than a program copies."""
+    for dtype in torch.float32, torch.bfloat16:
+        x = random(3, 2, 700, 3, dtype=dtype).transpose(0, 1)
+        with patch.object(fast.sequence, "add_rows", side_effect=fast.context.add_rows) as copies:
+            y = fast.sequence.packed(x)
+        assert y.equal(x) and y.is_contiguous() and copies.call_count == 1
+        assert fast.sequence.packed(y) is y
 
 
 @parametrize("passes, B, heads", [(2, 1, 1), (1, 1, 2), (1, 2, 1)], ids=str)
