@@ -41,6 +41,10 @@ class NotFinite(BadInput):
     """A loss or a gradient, which other flags may keep finite."""
 
 
+class NoMemory(BadInput):
+    """A GPU is full."""
+
+
 class Terminated(Exception):
     """A signal to end has come, and the step that was running is finished and saved."""
 
@@ -69,8 +73,15 @@ class WatchedTrainer(Trainer):
         if self.run.lock:
             self.page = self.run.page = Page(self.s.out)
         describe(self, trains=(saved["step"] if saved else 0) < self.s.steps)
-        with contextlib.suppress(Terminated):
+        try:
             super().train(saved)
+        except Terminated:
+            pass
+        except torch.OutOfMemoryError as error:
+            full, *_ = str(error).partition(" Including")
+            graphs = "--cuda-graphs off, " * (self.s.cuda_graphs == "on")
+            raise NoMemory(f"{full} Give {graphs}more --micro-batches, --recompute block or --zero 3; `python bench.py "
+                           "plan` lists layouts that fit") from None
         if self.page:
             self.page.write(over=True)
 

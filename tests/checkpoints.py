@@ -333,6 +333,23 @@ def test_sigterm_saves_and_the_run_goes_on(start, trained, tmp_path):
     assert end_of(out) == end_of(tmp_path / "whole")
 
 
+def full_at_step_2():
+    """Rank 1's GPU is full."""
+    def step(trainer, number):
+        if number == 1 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Of 79 GiB 96 MiB is free. Including this, ...")
+        return real(trainer, number)
+
+    real, WatchedTrainer.step = WatchedTrainer.step, step
+
+
+def test_a_full_gpu_says_what_needs_less(start):
+    said = start("--steps 4 --dp 2", 2, before=full_at_step_2).said([1, 1])
+    assert re.search("train.py: rank 1: step 1.*: CUDA out of memory. Of 79 GiB 96 MiB is free. Give more "
+                     "--micro-batches, --recompute block or --zero 3; `python bench.py plan` lists", said), said
+    assert "Traceback" not in said and "the same command" not in said
+
+
 def said_by(flags):
     try:
         return run_training(flags)
