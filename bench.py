@@ -92,8 +92,9 @@ def measure_kernels(a):
                 moved = passes * x.nbytes
                 table.row(op=name, way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12, mhz=mhz, watts=watts,
                           tflops=flops / t / 1e12 if flops else None, share=100 * max(moved / hbm, flops / peak) / t)
-        for who, tflops in (case.published or {}).items():
-            table.row(op=name, way="forward", who=who, tflops=tflops)
+        for who, speeds in (case.published or {}).items():
+            for way, tflops in zip(("forward", "backward"), speeds):
+                table.row(op=name, way=way, who=who, tflops=tflops)
         torch._dynamo.reset()
     write_json(a, device, table)
 

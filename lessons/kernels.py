@@ -30,7 +30,7 @@ class Case(NamedTuple):
     flops: tuple = (0, 0)
     peers: dict = None      # {who: (function, its inputs)} to time beside ours; None: `plain`, eager and compiled
     reference: bool = True  # whether kernels.py has this operation, too; fast/ fuses some
-    published: dict = None  # {who: TFLOP/s of forward}, from a paper, on an H100
+    published: dict = None  # {who: TFLOP/s of forward, and perhaps of backward} that others published, on an H100
 
     def who(self):
         peers = self.peers or {"eager": (self.plain, self.inputs),
@@ -86,20 +86,23 @@ def cross_entropy(size):
 FLASH_3 = {(64, 1024): 265, (64, 4096): 420, (64, 8192): 460, (64, 16384): 473,
            (128, 1024): 423, (128, 4096): 579, (128, 8192): 602, (128, 16384): 616}
 
+# {(D, T): TFLOP/s, forward and backward}: tritonbench's pull request 1267 (2026), from its us. Causal, 192 heads, BF16.
+TRITONBENCH = {(128, 1024): (364, 182), (128, 4096): (667, 444), (128, 8192): (685, 539)}
+
 
 def attention(size):
     causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
     backends = {"FLASH": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
     backends = backends if size.device.type == "cuda" else {"math": SDPBackend.MATH}
     for d, t in itertools.product((64, 128), (1024, 4096, 8192, 16384)):
-        published = {"FA-3, its paper": FLASH_3[d, t]} if size.large else {}
+        published = {"FA-3, its paper": (FLASH_3[d, t],), "FA-3, 2026": TRITONBENCH.get((d, t), ())}
         b, h, t = (16384 // t, 2048 // d, t) if size.large else (1, 2, t // 64)
         packed, qkv = size.random(b, t, 3, h, d), [size.random(b, h, t, d) for _ in range(3)]
         yield Case(f"attention T={t} D={d} causal", kernels.attention,
                    lambda packed: causal(*packed.permute(2, 0, 3, 1, 4)).transpose(1, 2), [packed], (4 / 3, 8 / 3),
                    (2 * b * h * t * t * d, 5 * b * h * t * t * d),
                    {f"SDPA {key}": (sdpa_kernel(backend)(causal), qkv) for key, backend in backends.items()},
-                   published=published)
+                   published=published if size.large else {})
 
 
 def grouped(size):
