@@ -9,8 +9,12 @@ import re
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
+import collectives as dist
+import fast.nccl
 import fast.tensor
 import lessons.plan
 import model
@@ -21,15 +25,19 @@ from tests.llama import write_folder
 from tests.pool import close, parametrize, table
 from tests.runs import output_of, parse
 from lessons.overlap import hidden_from, ratios
+from fast.sequence import gather_in_place, scatter_in_place, start_gathering, start_scattering
 from lessons.plan import CHUNK, SPLIT, all_layouts, describe_layout, in_fewest_blocks, rows_of
 from further.experts import ExpertsConfig
 from further.schedules import SCHEDULES, zero_bubble_h1
+from further.sequence import gather_tokens, scatter_tokens
+from further.ulysses import heads_for_tokens, tokens_for_heads
 from safe.flags import check_layout, model_config, replayable, Settings
 from theory.clock import simulate
 from theory.memory import ROOM, needed_bytes
 from theory.speed import (
-    BESIDE_FROM, counted_flops, matrices, mfu, mfu_note, operations, passes, predict, ring_hides, stage_seconds)
-from theory.traffic import tokens_of, trips_of_rows
+    BESIDE_FROM, ROW_BYTES, copies_of, counted_flops, matrices, mfu, mfu_note, operations, passes, predict, ring_hides,
+    stage_seconds)
+from theory.traffic import AGAIN, GATHER, HALVES, MEANWHILE, Message, SCATTER, tokens_of, trips_of_rows
 
 EVEN = model.GPTConfig(256, 1024, 30, 16, 2048)
 XL = model.PRESETS["gpt2-xl"]
@@ -156,7 +164,79 @@ def test_a_pipeline_idles_less_where_products_hide_traffic():
 
 
 def test_fast_s_tensor_parallelism_begins_to_hide_where_the_prediction_does():
-    assert BESIDE_FROM == fast.tensor.BESIDE_FROM
+    assert BESIDE_FROM == fast.tensor.BESIDE_FROM and ROW_BYTES == fast.nccl.ROW_BYTES
+
+
+SHORT = dataclasses.replace(EVEN, seq_len=2048)
+WIDE = dataclasses.replace(EVEN, seq_len=4096)
+# Flags, and how many copies of a message of all T tokens of C a step of 30 blocks makes. Ulysses sends 4 of them in
+# forward, as many in backward; --sp gathers or scatters 8 and, of fast/, 2 more beside products, and 4 at both ends.
+# Rows beside products have 2 and 4 MiB.
+COPIED = [
+    (SHORT, "--cp 4 --cp-kind ulysses", 60 * 4 / 4 * 2),
+    (SHORT, "--cp 4 --cp-kind ulysses --batch-size 1", 60 * 4 / 4),
+    (SHORT, "--cp 4 --cp-kind ulysses --recompute block", 90 * 4 / 4 * 2),
+    (SHORT, "--cp 4 --cp-kind ulysses+ring", 60 * 4 / 4 * 2),
+    (SHORT, "--cp 4", 0),
+    (SHORT, "--tp 4", 0),
+    (SHORT, "--tp 4 --sp", 30 * 4),
+    (WIDE, "--tp 4 --sp", 0),
+    (SHORT, "--tp 4 --sp --batch-size 32 --micro-batches 32", 0),
+    (SHORT, "--tp 4 --sp --form full", 30 * 8 + 4),
+    (WIDE, "--tp 4 --sp --form full", 30 * 8 + 4),
+    (WIDE, "--tp 16 --sp", 30 * 10 + 4)]
+
+
+@parametrize("config, flags, copies", COPIED)
+def test_copies_that_order_tokens_and_heads_read_and_write_all_of_them(config, flags, copies):
+    """Of cp and tp, nothing else depends on the memory here: in no time and without graphs backward hides nothing."""
+    s = layout("--batch-size 2 --cuda-graphs off " + flags, config)
+    slow, none = (predict(config, s, dataclasses.replace(IDLE, hbm=hbm)) for hbm in (H200.hbm, 1e30))
+    took = slow.tp - none.tp + slow.cp - none.cp
+    law = copies * 2 * s.batch_size * config.seq_len * config.n_embd * 2 / H200.hbm
+    assert close(took, law, 1e-5) if law else abs(took) < 1e-9, (took, law)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies."""
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default)
+        return function(*args, **kwargs or {})
+
+
+@parametrize("sequences", [1, 2])
+@parametrize("config", [SHORT, WIDE])
+def test_a_copy_is_predicted_wherever_the_code_makes_one(config, sequences):
+    """On one rank of four, whose collectives do nothing. Rows are sent where they lie as NodeLink does."""
+    local = config.seq_len // 4
+    x = torch.empty(sequences, local, config.n_embd, dtype=torch.bfloat16)
+    every = torch.empty(sequences, config.seq_len, config.n_embd, dtype=torch.bfloat16)
+    heads = x.unflatten(2, (16, -1))
+    few_heads = every[:, :, :config.n_embd // 4].contiguous().unflatten(2, (4, -1))
+
+    def beside(start, x):
+        return start(x, None, async_op=True)[1].flatten(0, -2)
+
+    ulysses = Message("", "all_to_all_single", "ulysses", [], 2)
+    gathers, scatters, again, meanwhile = (Message(what, op, "tp", [], 2) for what, op in (
+        ("", GATHER), ("", SCATTER), (AGAIN, GATHER), (MEANWHILE, SCATTER)))
+    cases = [
+        ("--cp 4 --cp-kind ulysses", ulysses, heads_for_tokens, heads),
+        ("--cp 4 --cp-kind ulysses", ulysses, tokens_for_heads, few_heads),
+        ("--tp 4 --sp --form full", gathers, gather_tokens, x),
+        ("--tp 4 --sp --form full", scatters, scatter_tokens, every),
+        ("--tp 4 --sp", gathers, gather_in_place, x), ("--tp 4 --sp", scatters, scatter_in_place, every),
+        ("--tp 4 --sp", again, beside, start_gathering, x), ("--tp 4 --sp", meanwhile, beside, start_scattering, every)]
+    done = dict.fromkeys(("all_to_all_single", *HALVES), lambda *arguments, **more: None)
+    rows = patch.object(fast.nccl, "takes_rows", lambda nbytes, group, waits: waits or nbytes >= ROW_BYTES)
+    with rows, patch.multiple(dist, get_world_size=lambda group: 4, **done):
+        for flags, item, way, *given in cases:
+            with Copies() as copies:
+                way(*given) if way == beside else way(*given, None)
+            s = layout(f"--batch-size {sequences} {flags}", config)
+            assert copies.count == copies_of(config, s, H200, item), (flags, item, way)
 
 
 KNOWN = "gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "v-half", "dualpipe-v"

@@ -18,8 +18,8 @@ from further.pieces import matrices
 from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements, table_elements
 from theory.traffic import (
-    HALVES, chunks_of, contents, in_two_levels, messages, nodes_of_experts, norms_run_again, recomputed, sent,
-    shards_of, tokens_of, widths)
+    AGAIN, BESIDE, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, messages, nodes_of_experts, norms_run_again,
+    recomputed, sent, sequences_of, shards_of, tokens_of, widths)
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -102,8 +102,8 @@ def call_seconds(op, elements, width, machine, n, here):
 class Costs(NamedTuple):
     """Predicted seconds of a step on the busiest pipeline rank, whose sum the step takes."""
     compute: float      # forward and backward of all micro-batches
-    tp: float           # tensor parallelism's collectives, less the time that backward's products hide
-    cp: float           # context parallelism's traffic, less the time that attention hides
+    tp: float           # tensor parallelism's collectives and copies, less the time that backward's products hide
+    cp: float           # context parallelism's traffic and copies, less the time that attention hides
     ep: float           # expert parallelism's all-to-alls, which nothing hides
     bubble: float
     pp: float           # a pipeline's transfers that a rank waits for
@@ -338,6 +338,36 @@ def seconds_by_axis(config, s, machine, items):
     return spent, touched
 
 
+ROW_BYTES = 1 << 22  # as in fast/nccl.py: from so many on a row of a message is sent beside products from its own place
+
+
+def copies_of(config, s, machine, item):
+    """How often a rank copies a Message to put tokens or heads in order. With B > 1 sequences, tokens that another rank
+    has lie in B places.
+
+        ulysses   1 for heads, and for tokens 1 more if B > 1: before it sends, or when they have arrived
+        --sp      1 for tokens if B > 1. Between GPUs of a node fast/ writes and reads B rows of T/N tokens where they
+                  lie, but beside products only from ROW_BYTES a row on
+    """
+    several = sequences_of(s) > 1
+    if item.axis == "ulysses":
+        return 1 + several
+    if not s.sp or item.axis != "tp" or item.op not in HALVES:
+        return 0
+    row = config.seq_len // s.cp // s.tp * config.n_embd * item.width
+    in_place = is_fast(s) and s.tp <= machine.node and (item.what not in BESIDE or row >= ROW_BYTES)
+    return int(several and not in_place)
+
+
+def copied_seconds(config, s, machine, items):
+    """{axis: seconds of these copies}, which nothing hides. Each reads and writes all k bytes of a message."""
+    copied = Counter()
+    for item in items:
+        if copies := copies_of(config, s, machine, item):
+            copied[item.axis] += copies * 2 * sum(item.elements) * item.width * item.times / machine.hbm
+    return copied
+
+
 def buckets_of(s, elements, units):
     """Buckets as for `messages`, of so many elements on a rank. units: of ZeRO-3, taken for equally large. (So the
     embedding counts as gathered twice.)"""
@@ -398,8 +428,8 @@ def tensor_seconds_saved(config, s, machine, stages, spent, touched):
         gradients = product if s.sp else 0.0
     tp = spent["tp"]
     if s.sp:
-        hidden = min(tp["activations gathered again"] / m, product)
-        hidden += min(tp["gradients scattered meanwhile"] / m, gradients)
+        hidden = min(tp[AGAIN] / m, product)
+        hidden += min(tp[MEANWHILE] / m, gradients)
     elif tokens * config.n_embd * widths(s)[0] >= BESIDE_FROM:
         hidden = min(tp["gradients: 2 a block"] / m, gradients)
     else:
@@ -421,12 +451,13 @@ def predict(config, s, machine):
     own = experts / s.ep
     buckets = buckets_of(s, int(others), blocks + 1)
     of_experts = buckets_of(s, int(own), routed) if own else []
-    items = messages(config, s, stages, buckets, of_experts=of_experts, node=machine.node)
+    items = list(messages(config, s, stages, buckets, of_experts=of_experts, node=machine.node))
     spent, touched = seconds_by_axis(config, s, machine, items)
+    copied = copied_seconds(config, s, machine, items)
 
-    tp = spent["tp"].total()
+    tp = spent["tp"].total() + copied["tp"]
     ep = sum(spent[axis].total() for axis in ("ep", "ep_inside", "ep_between"))
-    cp = context_seconds(config, s, machine, stages, spent)
+    cp = context_seconds(config, s, machine, stages, spent) + copied["ulysses"]
     waits = (tp + cp + ep) / m / 2  # a micro-batch's, in forward, and as long in backward
     saved = tensor_seconds_saved(config, s, machine, stages, spent, touched)  # a micro-batch's, in backward
     costs = f + waits, i + waits - saved, w

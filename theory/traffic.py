@@ -107,9 +107,14 @@ def widths(s):
     return dtype.itemsize, parallel.master_dtype(dtype).itemsize
 
 
+def sequences_of(s):
+    """Sequences of a micro-batch, B. A rank has tokens of each of them."""
+    return s.batch_size // s.dp // s.micro_batches
+
+
 def tokens_of(config, s):
     """Tokens of a micro-batch on a rank."""
-    return s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
+    return sequences_of(s) * config.seq_len // s.cp
 
 
 def chunks_of(config, s):
@@ -208,6 +213,10 @@ def messages_of_experts(config, s, stages, rows, node):
         yield Message("loads", "all_reduce", axis, [config.n_layer * config.experts], 8)
 
 
+# Beside backward's products, with async_op.
+BESIDE = AGAIN, MEANWHILE = "activations gathered again", "gradients scattered meanwhile"
+
+
 def messages_of_tensors(config, s, stages):
     """Messages of tensor parallelism, f's and g's, and of the norms between them, which see T/N tokens with --sp."""
     runs = stages.values()
@@ -250,8 +259,8 @@ def messages_of_tensors(config, s, stages):
     yield Message("latents, rotary keys", GATHER, "tp", of_heads, narrow, attentions)
     yield Message("their gradients", SCATTER, "tp", of_heads, narrow, m * latents)
     yield Message("activations gathered", GATHER, "tp", [tokens * c], narrow, gathers)
-    yield Message("activations gathered again", GATHER, "tp", [tokens * c], narrow, regathered)
-    yield Message("gradients scattered meanwhile", SCATTER, "tp", [tokens * c], narrow, regathered)
+    yield Message(AGAIN, GATHER, "tp", [tokens * c], narrow, regathered)
+    yield Message(MEANWHILE, SCATTER, "tp", [tokens * c], narrow, regathered)
     yield Message("activations scattered", SCATTER, "tp", [tokens * c], narrow, scatters - regathered)
     # tp leaves whole, of matrices, routers, positions and what makes a latent; of vectors, norms and biases of
     # row-parallel layers.
@@ -297,7 +306,7 @@ def messages_of_delta_rules(config, s, node, times, again):
     with T. times: how often a rule runs, again: of these once more in backward."""
     narrow, wide = widths(s)
     pieces = s.cp * (1 if ulysses_ranks(s, config, node) == s.cp else 2)
-    sequences = s.batch_size // s.dp // s.micro_batches
+    sequences = sequences_of(s)
     maps = sequences * pieces * 2 * config.head_dim * config.heads_width // s.tp
     rows = sequences * pieces * min(3, config.seq_len // pieces) * 3 * config.heads_width // s.tp
     for what, elements, width in ("M and Z of pieces", maps, wide), ("ends of pieces", rows, narrow):
