@@ -182,8 +182,8 @@ def about_ties(rows):
                    f"{row['gib']:.1f} GiB")
     near = sum(row["ms"] < 1.03 * rows[0]["ms"] for row in rows)
     if near > 1:
-        yield (f"The first {near} are within 3 %, and predictions have been 2 to 15 % too short (docs/results.md): "
-               "measure them.")
+        yield (f"The first {near} are within 3 %, and predictions have been up to 17 % too short on four H100s "
+               "(docs/results.md): measure them.")
 
 
 def heading(a, rows):
