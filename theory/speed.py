@@ -74,14 +74,16 @@ RATES = {  # field of Machine: in words, times what
     "hop": ("{:.0f} us a collective there", 1e6), "network": ("network {:.1f} GB/s a GPU", 1e-9),
     "network_hop": ("{:.0f} us a collective over it", 1e6)}
 
-# `peak` is the datasheet's, `memory` what CUDA reports. The H200's rates were measured on four of them, but for the
-# network's. --machine FILE takes rates that you have measured. All are of bf16.
+# `peak` is the datasheet's, `memory` what CUDA reports. Rates were measured on four GPUs of a kind, but those that are
+# `estimated`. (`launch` is the host's: 1.7 ms where the H200s were, 4.3 ms where the H100s were.) --machine FILE takes
+# rates that you have measured. All are of bf16.
 H200 = Machine(
     "H200", peak=989e12, memory=150e9, matmul=710e12, attention=220e12, long_attention=450e12, elementwise=5.9e12,
     loss=3.4e11, hbm=4.07e12, launch=1.7e-3, link=330e9, hop=2.7e-5, network=45e9)
 H100 = dataclasses.replace(
-    H200, name="H100", memory=85e9, matmul=650e12, attention=210e12, long_attention=430e12, elementwise=4.2e12,
-    loss=2.5e11, hbm=2.8e12, estimated=tuple(RATES))
+    H200, name="H100", memory=85e9, matmul=720.7e12, attention=274.3e12, long_attention=430e12, elementwise=4.08e12,
+    loss=4.798e11, hbm=2.761e12, link=333.8e9, hop=5e-5,
+    estimated=("long_attention", "launch", "network", "network_hop"))
 MACHINES = {"h200": H200, "h100": H100}
 
 
