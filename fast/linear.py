@@ -82,6 +82,7 @@ def bias_gradient(dy):
 # Another pipeline stage waits for dx, but none for dW and db. A CUDA graph adds them to totals at fixed addresses.
 
 LINEARS = torch.nn.Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
+MOST_WAITING = 3  # layers. A sublayer has two that --tp cuts, one with latent attention three
 
 
 class WeightGradients:
@@ -90,7 +91,8 @@ class WeightGradients:
         F   its product, in one of the functions below, which `collected` gives detached weights and `take`
         I   autograd calls the function's backward, which returns dx, and puts (W, b, dy, x) into `later`
         W   compute(W, b, dy, x): dW = dy^T x, db = sum of dy, then the hooks, such as DDP's
-        B   as I, but computes at once. Layers that --tp cuts wait until something travels: then `catch_up` computes
+        B   as I, but computes at once. Layers that --tp cuts wait until something travels: then `catch_up` computes.
+            At most MOST_WAITING wait, because what they need takes memory, and their buckets are to be sent
 
     Norms, embeddings, routers, experts, tied weights and biases that are added after g (with --sp) stay with autograd,
     in I.
@@ -118,11 +120,13 @@ class WeightGradients:
             self.later.append((weight, *computed_from))
         elif parallel.placement_of(weight).cuts:
             self.waiting.append((weight, *computed_from))
+            self.catch_up(MOST_WAITING)
         else:
             self.compute(weight, *computed_from)
 
-    def catch_up(self):
-        while self.waiting:
+    def catch_up(self, leave=0):
+        """Compute what waits, all but the latest `leave`."""
+        while len(self.waiting) > leave:
             self.compute(*self.waiting.pop(0))
 
     @torch.no_grad()

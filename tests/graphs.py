@@ -15,7 +15,7 @@ import collectives as dist
 import fast.recorded
 import fast.tensor
 from further.letters import tensors_in
-from tests.layouts import case_of, differences_in, expanded, in_layout, small_gpt, tokens_of
+from tests.layouts import case_of, differences_in, expanded, in_layout, sized, small_gpt, tokens_of
 from tests.pool import close, on_cpus, on_ranks, own, parametrize
 from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
@@ -204,6 +204,25 @@ def test_weight_gradients_of_cut_layers_wait_for_traffic(least, expected):
         replay_micro_batches(net)
         net.forward_backward(*([t.to(net.device)] for t in tokens_of(0)))
     assert log == expected
+
+
+@parametrize("sp", [False, True])
+@on_ranks(2)
+def test_few_weight_gradients_wait(sp):
+    """Also where no f computes them: a small gradient travels beside nothing; with FP8 and sp f is by itself."""
+    most, take = [], WeightGradients.take
+
+    def taken(collector, *computed_from):
+        take(collector, *computed_from)
+        most.append(len(collector.waiting))
+
+    with graphs_on_tape(), patch.object(WeightGradients, "take", taken):
+        net = small_gpt(sized(n_layer=4), tp=2, sp=sp)
+        replay_micro_batches(net)
+        for block in net.module(0).h.values():
+            block.attn.c_attn.product = block.mlp.c_fc.product = None  # as with FP8
+        net.forward_backward(*([t.to(net.device)] for t in tokens_of(0)))
+    assert len(most) == 16 and max(most) == 3
 
 
 @on_cpus  # on GPUs some of it ends the capture with an error
