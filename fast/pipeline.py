@@ -94,6 +94,8 @@ class PatientPipeline(HalvedPipeline):
 
     def begin(self, actions, *args):
         super().begin(actions, *args)
+        for weight_gradients in self.weight_gradients.values():
+            weight_gradients.waiting.clear()  # of a step whose backward raised
         self.expected = defaultdict(deque)  # pipeline rank -> receives that are not posted yet
         # Later actions overwrite earlier ones, so that the last ones stay.
         self.last_with = {(half, action.stage): action for action in actions for half in HALVES.get(action.kind, "")}

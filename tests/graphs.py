@@ -6,6 +6,7 @@ import math
 import weakref
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
@@ -223,6 +224,30 @@ def test_few_weight_gradients_wait(sp):
             block.attn.c_attn.product = block.mlp.c_fc.product = None  # as with FP8
         net.forward_backward(*([t.to(net.device)] for t in tokens_of(0)))
     assert len(most) == 16 and max(most) == 3
+
+
+@on_cpus  # in a recording an error would end the capture, too
+@on_ranks(2)
+def test_no_weight_gradient_waits_from_a_dropped_step():
+    """Backward raises on both ranks while the gradients of a block wait."""
+    def fail(*_):
+        raise ZeroDivisionError
+
+    grads = []
+    with graphs_on_tape():
+        for drops in False, True:
+            net = small_gpt(tp=2)
+            replay_micro_batches(net)
+            batch = [[t.to(net.device)] for t in tokens_of(0)]
+            if drops:
+                hook = net.module(0).h["0"].mlp.c_fc.register_full_backward_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    net.forward_backward(*batch)
+                hook.remove()
+                net.zero_grad()
+            net.forward_backward(*batch)
+            grads.append([param.grad.clone() for param in net.params])
+    assert all(close(*pair) for pair in zip(*grads, strict=True))
 
 
 @on_cpus  # on GPUs some of it ends the capture with an error
