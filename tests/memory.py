@@ -14,6 +14,7 @@ import collectives as dist
 import kernels
 import model
 import parallel
+import theory.memory
 import train
 from tests.data import stepped_by
 from tests.layouts import small_gpt, tokens_of
@@ -21,6 +22,7 @@ from tests.pool import close, DEVICES, is_plain, needs_kernels, on_both, on_rank
 from tests.runs import TINY, output_of, parse
 from fast.adamw import AdamW
 from fast.edition import Fast
+from fast.tensor import BiasedOnce
 from further.schedules import SCHEDULES, zero_bubble_h1
 from further.recompute import recompute
 from lessons.demos import main
@@ -104,6 +106,16 @@ MEMORY = """
     0.01  2  --form full --pp 2 --n-layer 5 --micro-batches 2           cut elsewhere
     0.02  2  --form lecture --zero 3                                    vectors are sharded
 """
+
+
+def test_a_bias_that_is_not_cut_counts_whole_in_every_edition():
+    """Whatever stands in RowParallelLinear's place when theory/memory.py is imported."""
+    config, counts = model.PRESETS["tiny"], []
+    for layer in parallel.RowParallelLinear, BiasedOnce:
+        with (patch.dict(kernels.table, {parallel.RowParallelLinear: layer}),
+              patch.object(theory.memory, "PLAN", parallel.gpt2_plan(None, None))):
+            counts.append(theory.memory.local_elements.__wrapped__(config, 2, (range(config.n_layer + 2),)))
+    assert counts[0] == counts[1]
 
 
 @parametrize("pool, bound, size, flags", [

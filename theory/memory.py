@@ -75,9 +75,15 @@ def local_elements(config, tp, pieces):
         for name, param in GPT(config, seed=None, pieces=run).named_parameters():
             layer, _, leaf = name.rpartition(".")
             how = planned(layer, PLAN)
-            whole = how in (None, of_some_heads) or getattr(how, "func", None) is RowParallelLinear and leaf == "bias"
+            whole = how in (None, of_some_heads) or is_row_parallel(how) and leaf == "bias"
             count[".experts." in name, is_matrix(param)] += param.numel() / (1 if whole else tp)
     return count
+
+
+def is_row_parallel(how):
+    """Whether an entry of a plan puts a RowParallelLinear there, or what an edition has in its place."""
+    kind = getattr(how, "func", None)
+    return isinstance(kind, type) and issubclass(kind, RowParallelLinear)
 
 
 def activation_bytes(config, s, pieces, fused=True, load=1.0):
