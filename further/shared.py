@@ -9,6 +9,7 @@ token, and the others are free to differ. DeepSeek's models have one or two.
 from dataclasses import replace
 from functools import partial
 
+import kernels
 from further.experts import MixtureOfExperts
 from model import MLP
 from parallel import ColumnParallelLinear, RowParallelLinear
@@ -32,5 +33,5 @@ def shared_plan(config, f, g, columns=ColumnParallelLinear):
     """How tensor parallelism cuts them, as parallel.gpt2_plan says it of the other layers."""
     return {
         "mlp.shared.c_fc": partial(columns, f=f, fused=(1,) * (config.up_width // config.hidden)),  # 2 of a gated MLP
-        "mlp.shared.c_proj": partial(RowParallelLinear, g=g),
+        "mlp.shared.c_proj": partial(kernels.table[RowParallelLinear], g=g),
     }
