@@ -449,7 +449,7 @@ def placed(values, param):
 
 class CopyToGroup(torch.autograd.Function):
     """f: forward identity, backward all-reduce: X went into every rank's columns of A, so dX adds up. Nothing is
-    computed while it travels. (With --sp fast/sequence.py computes dA meanwhile.)"""
+    computed while it travels. (fast/ computes weight gradients meanwhile.)"""
 
     @staticmethod
     def forward(ctx, x, group):

@@ -63,7 +63,7 @@ def demo_overlap(model, ranks, tokens, machine):
     received, block = overlaps(config, tokens, n)["pp"][0], sum(matrices(config))
     print(f"cp, ring: hidden from {near:,.0f} tokens of a rank on, between nodes {far:,.0f} (`ring_hides`)\n\n"
           "The playbook's bandwidth counts elements, and K stays in its data-parallel ratio, where it cancels.\n"
-          "Where --tp's all-reduces could hide, nothing here hides them: the next product waits for them.\n"
+          "tp: in forward the next product waits for a sum. Backward's could hide under dW: in fast/ they do.\n"
           f"dp: a bucket of 25 MB takes {25e9 * 2 * (n - 1) / n / rates.link:.2f} ms in a node (2(N-1)/N bucket / W), "
           f"a block's backward {1e3 * 4 * block * tokens / rates.matmul:.2f} (4 tokens K / F).\n"
           f"pp's row is BTC: what a stage waits for in forward, {received / 1e6:.1f} MB. A stage sends BTC forward and "
