@@ -30,7 +30,8 @@ def context(a):
     also replayed from CUDA graphs, as training has it."""
     device = dist.initialize(a.device, rendezvous=settled_rendezvous)
     cuda = device.type == "cuda" and not a.quick
-    heads, width, dtype = (16, 128, torch.bfloat16) if cuda else (4, 16, torch.float32)
+    heads = 16
+    width, dtype = (128, torch.bfloat16) if cuda else (16, torch.float32)
     table = Table(f"{a.gpus} processes; causal attention of {heads} heads of {width} to one sequence, {dtype}, forward "
                   "and backward\nthe Nth: of one GPU's time for all of it", {
         "tokens": "tokens:>7,", "way": "way:<12", "who": "who:<31", "ms": "ms:>9.2f",
@@ -49,7 +50,7 @@ def context(a):
                 row(way, who, took / (a.gpus if way == "the Nth" else 1))
             if device.type == "cpu":  # there are no graphs
                 break
-        for name in BACKENDS if device.type == "cuda" else ():
+        for name in BACKENDS if cuda else ():  # they take no float32
             few, many = ([x.detach().transpose(1, 2).contiguous().requires_grad_() for x in qkv.unbind(2)]
                          for qkv in (part, whole))
             with sdpa_kernel(BACKENDS[name]):
