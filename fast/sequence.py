@@ -106,7 +106,7 @@ class RegatheringColumns(ColumnParallelLinear):
     """In sequence parallelism f is `gathered`. Then f and the product are one RegatheredProduct. A layer without a
     bias and not fused, which in a GPT or a Llama is the head alone, keeps the gathered X for backward. With
     --dtype fp8 f and the product stay apart, too: FP8 keeps all T tokens, in a byte an element, and gathers nothing
-    again.
+    again. Without sequence parallelism f is CopyInPlace, and is told whose weight gradients wait.
     """
 
     def __init__(self, layer, group, f, fused=(1,)):

@@ -18,7 +18,7 @@ from parallel import RowParallelLinear
 # comes to g is new, a product's Y, an embedding's rows, the experts' sum; and so is the gradient that comes to f, a
 # product's dX. On an H100 a copy of 64 MiB takes 45 us, and a block makes four.
 
-BESIDE_FROM = 1 << 24  # bytes. Copies beside products do it, and fewer bytes a kernel adds sooner than they.
+BESIDE_FROM = 1 << 24  # bytes. Fewer are summed by a kernel, sooner than by the copies that run beside products.
 
 
 class CopyInPlace(torch.autograd.Function):
