@@ -18,13 +18,15 @@ import torch.distributed as torch_dist
 
 import bench
 import collectives as dist
+import fast.attention
+import fast.context
 import fast.rings
 import kernels
 import lessons.bench.rates
 import lessons.links
 import model
 import parallel
-from fast import recorded
+from fast import hopper, recorded
 from further.experts import ExpertsConfig
 from further.full import Full
 from further.prefetch import Prefetcher
@@ -33,7 +35,7 @@ from lessons.bench import peers, strategies
 from lessons.bench.rates import BUS, calls_of, fit, measure_machine, replays_of, sent_in
 from lessons.bench.strategies import (
     communication, configs_of, free_memory, make_trainer, predicted_traffic, routes_of_rows)
-from lessons.bench.timing import clock_and_power, interleaved, of_all_ranks, without_collectives
+from lessons.bench.timing import clock_and_power, interleaved, of_all_ranks, patched, without_collectives
 from further.sampling import CachedGPT
 from lessons.eight_bits import few_rows, in_int8
 from lessons.four_bits import few_rows_of_four, from_int4, in_int4
@@ -346,6 +348,15 @@ def test_bench_strategies_without_a_piece(pool):
     assert min(pool(2).run(calls_in_place_of_a_piece, "zero3")) > 1
     assert all(name in owner if isinstance(owner, dict) else hasattr(owner, name)
                for rows in strategies.pieces().values() for owner, name, _ in rows)
+
+
+def test_without_specialized_kernels_no_backward_goes_in_one_pass():
+    """Of one GPU's attention and of a ring's."""
+    q = torch.empty(1, 1, hopper.FEWEST_ROWS, 128, dtype=torch.bfloat16)
+    with patch.object(hopper, "specialized_takes", lambda *_: True):
+        assert all(file.one_pass_takes(q, q, True) for file in (fast.attention, fast.context))
+        with patched(strategies.pieces()["specialized"]):
+            assert not any(file.one_pass_takes(q, q, True) for file in (fast.attention, fast.context))
 
 
 def test_a_dense_twin_takes_as_many_flops():

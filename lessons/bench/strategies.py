@@ -19,7 +19,7 @@ import collectives as dist
 import kernels
 import model
 import parallel
-from fast import attention, gloo, linear, nccl, norm, recorded, run
+from fast import attention, gloo, hopper, linear, nccl, norm, recorded, run
 from fast.edition import Fast
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
@@ -247,7 +247,7 @@ def pieces():
             kernels.attention_backward), (norm, "add_layer_norm", norm.add_and_norm)],
         "norm": [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", norm.add_and_norm)],
         "addition": plain_kernels(model.Block),                                     # added to x, and then the norm
-        "specialized": [(attention, "specialized_takes", never), (attention, "one_pass_takes", never)],  # Triton's
+        "specialized": [(attention, "specialized_takes", never), (hopper, "specialized_takes", never)],  # Triton's
         "reading": [(run.FastTrainer, "all_finite", WatchedTrainer.all_finite)],    # a step waits for its own norm
         "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
         "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
