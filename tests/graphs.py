@@ -4,7 +4,7 @@ import contextlib
 import gc
 import math
 import weakref
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -125,6 +125,19 @@ def in_layout_on_tape(*args, without=None, **options):
         if without:
             broken.enter_context(patch.object(ShardTotals, without, lambda *_: None))
         return in_layout(*args, cuda_graphs=True, **options)
+
+
+def test_what_fails_while_a_graph_is_recorded_is_said():
+    """Not that the capture, which ends in the middle, leaves work open."""
+    def full():
+        raise torch.OutOfMemoryError("full")
+
+    graph = Mock()
+    graph.capture_end.side_effect = RuntimeError("capturing stream has unjoined work")
+    with (patch.multiple(torch.cuda, CUDAGraph=lambda: graph, current_stream=Mock, stream=contextlib.nullcontext),
+          patch.object(fast.recorded, "_recording_stream", Mock), pytest.raises(torch.OutOfMemoryError)):
+        fast.recorded.RecordedGraph(full)
+    assert graph.capture_end.call_count == 1
 
 
 REPLAYED = """

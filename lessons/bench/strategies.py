@@ -243,8 +243,8 @@ def pieces():
         "graphs": [(run, "replay_micro_batches", lambda net: None)],                # kernels launched one by one
         "kernels": [(kernels, "on_triton", never)],                                 # PyTorch's operations
         "tuning": [*plain_kernels(                                                  # the reference's
-            F.linear, kernels.LayerNorm, kernels.flash_attention, kernels.attention_forward,
-            kernels.attention_backward), (norm, "add_layer_norm", norm.add_and_norm)],
+            F.linear, parallel.RowParallelLinear, kernels.LayerNorm, kernels.flash_attention,
+            kernels.attention_forward, kernels.attention_backward), (norm, "add_layer_norm", norm.add_and_norm)],
         "norm": [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", norm.add_and_norm)],
         "addition": plain_kernels(model.Block),                                     # added to x, and then the norm
         "specialized": [(attention, "specialized_takes", never), (hopper, "specialized_takes", never)],  # Triton's
