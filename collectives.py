@@ -591,11 +591,13 @@ class Worker:
             try:
                 if failed:
                     raise failed
-                done.set_result(function())
+                result = function()
+                job = function = None  # before its end is known: they would keep the operation's tensors
+                done.set_result(result)
             except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
                 failed = error
                 done.set_exception(error)
-            job = done = function = None  # else they would keep this operation's tensors until the next one
+            job = done = function = None
 
     def close(self):
         atexit.unregister(self.close)

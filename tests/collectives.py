@@ -4,8 +4,10 @@ import inspect
 import itertools
 import math
 import os
+import threading
 import time
 import traceback
+import weakref
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -171,6 +173,29 @@ def cases_for(name, size):
         cases += [Case(part, torch.float32, layout=layout, async_op=layout == "gaps", whole=whole)
                   for (part, whole), layout in zip(shapes.items(), ("plain", "gaps", "gaps", "plain"))]
     return cases
+
+
+def test_an_operation_keeps_no_tensors_once_its_end_is_known():
+    """Whoever waits for it may free them then."""
+    tensor, alive, end, gate = torch.zeros(1), [], dist.Future.set_result, threading.Event()
+    seen = weakref.ref(tensor)
+
+    def operation(tensor=tensor):
+        gate.wait()
+        tensor.add_(1)
+
+    def set_result(future, value):
+        alive.append(seen() is not None)
+        end(future, value)
+
+    worker = dist.Worker()
+    with patch.object(dist.Future, "set_result", set_result):
+        handle = worker.start(operation)
+        del tensor, operation
+        gate.set()
+        handle.wait()
+    worker.close()
+    assert alive == [False]
 
 
 @on_both
