@@ -471,7 +471,8 @@ class Link:
         self.last = Handle()  # of the latest operation that the worker was given
 
     def during(self, name, aside=False):
-        """This link as one operation sees it: a copy, so that what is an operation's lies in no other's.
+        """This link as one operation sees it: a shallow copy with its name, because an operation that runs beside the
+        caller must not find the next one's name.
 
         aside: whether the operation runs beside the caller.
         """
@@ -481,7 +482,7 @@ class Link:
 
     # What the public functions call. chunks: N flat tensors; chunk r is mine. Subclasses have other algorithms.
 
-    all_gather = ring_all_gather
+    all_gather = ring_all_gather  # as methods: their `link` is self
     all_reduce = ring_all_reduce
     all_to_all = pairwise_all_to_all
 

@@ -173,14 +173,14 @@ def averaging_group(param, group):
 # Each stage below changes one thing of the one before: ZeRO1 what is stepped, ZeRO2 when gradients are sent, ZeRO3 when
 # weights exist. They take a tensor at a time, and wait for each collective.
 # further/ has the same stages for speed: buckets.py, flat.py, prefetch.py. Besides the table's bytes, stages 2 and 3
-# have one tensor's whole gradient, and stage 3 has one layer's weights and tied ones (where a schedule parts a backward
-# into I and W, also those of layers between the two). Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# have one tensor's whole gradient, and stage 3 has one layer's weights and tied ones (longer where a schedule of
+# further/ splits a backward). Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 #
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them. Gradients are
 # added up in float32, too. bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02.
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
-              "fp8": torch.bfloat16}  # all but the products of blocks, in fast/fp8.py
+              "fp8": torch.bfloat16}  # of all but blocks' products, which fast/fp8.py has in 8 bits
 
 
 def master_dtype(dtype):
@@ -283,7 +283,7 @@ class ZeRO1(ZeRO0):
         mine = self.whole[param][dist.get_rank(group)]  # a view: to step the shard is to change the rows
         if dtype != master_dtype(dtype):
             mine = rows[dist.get_rank(group)].to(master_dtype(dtype), copy=True)
-        shard = placed(mine, param)
+        shard = placed(mine, param)  # a flat row, which no Cut made, and which does not look like a matrix
         shard.placement = replace(placement, sharded_over=placement.sharded_over + (group,), cuts=(), whole=None,
                                   decays=is_matrix(param))
         self.show(param)
@@ -443,13 +443,14 @@ def placed(values, param):
 # a norm that saw some of the tokens. Its `placement.partial_over` says over which ranks that must be added up before
 # the step. `python -m lessons types` follows the letters through a step, in one process (further/letters.py).
 #
-# X is (BT, in), A (in, out). A layer's `weight` is A transposed, as in model.py. Attention is the same with heads for
-# columns. A block, attention and MLP, sends 2 x 2(N-1)/N x BTC elements forward and as many backward. Until backward
-# a rank keeps all of X and 1/N of the hidden layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
+# X is (BT, in), A (in, out). (B beside A is the second matrix, in BT and BTC the sequences.) A layer's `weight` is A
+# transposed, as in model.py. Attention is the same with heads for columns. A block, attention and MLP, sends
+# 2 x 2(N-1)/N x BTC elements forward and as many backward. Until backward a rank keeps all of X and 1/N of the hidden
+# layer. Shoeybi et al., "Megatron-LM" (2019); CS336 lecture 8.
 
 class CopyToGroup(torch.autograd.Function):
     """f: forward identity, backward all-reduce: X went into every rank's columns of A, so dX adds up. Nothing is
-    computed while it travels. (fast/ computes weight gradients meanwhile.)"""
+    computed while it travels. (In CUDA graphs fast/ computes weight gradients meanwhile.)"""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -563,7 +564,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.g(torch.where(elsewhere.unsqueeze(-1), instead.unsqueeze(-1), x), self.cut.group)
 
 
-EMBEDDINGS = nn.Embedding, VocabParallelEmbedding  # their backward needs rows' numbers, no weights
+EMBEDDINGS = nn.Embedding, VocabParallelEmbedding  # their backward needs row indices, no weights
 
 
 def local_parameter(param, cut):
@@ -759,7 +760,8 @@ def result_of(action):
 
 
 def goes_to(action):
-    """The stage that waits for what an F or a B makes. (None is there after the last stage's F and the first's B.)"""
+    """The stage that waits for what an F or a B makes. (After the last stage's F, or the first's B, a number that no
+    stage has.)"""
     return action.stage + (1 if action.kind[-1] == "F" else -1)
 
 
@@ -906,7 +908,7 @@ class Pipeline:
                 self.do(action)
 
     def begin(self, actions, x, y, dloss, sync, beside):
-        """Of the last step nothing is left."""
+        """Nothing of the step before is left."""
         self.x = x
         self.y = y
         self.beside = beside
@@ -989,7 +991,7 @@ class Pipeline:
         _, tensor = self.results.pop(carried(action))
         handle = dist.isend(tensor, group=self.group, group_dst=self.stage_to_rank[goes_to(action)])
         self.sending.append((handle, tensor))
-        self.wait_for_sent(2)
+        self.wait_for_sent(2)  # the latest two may travel while the next action computes
 
     def wait_for_sent(self, most):
         """Free outputs once they are sent, all but the latest `most`. To wait for a send cannot hang: why `lower` makes

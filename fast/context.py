@@ -95,13 +95,13 @@ class TunedRing(RingAttention):
     """RingAttention on Triton's kernels. Merging takes few further passes over memory. Messages overlap computation.
 
     The first K and V travel while a rank computes with its own keys. In backward it does so in two parts, because at
-    the end dK and dV of other ranks' keys travel home: first dQ, last dK and dV; or, in one pass, half of its heads
-    first. Over more than two ranks, and in one pass, sums are float32. Else a sum has two terms, and the first stays in
-    the 16 bits in which its kernel wrote it.
+    the end dK and dV of other ranks' keys travel home: first dQ, last dK and dV; or, in one pass, half of its sequences
+    first, of one sequence half of its heads. Over more than two ranks, and in one pass, sums are float32. Else a sum
+    has two terms, and the first stays in the 16 bits in which its kernel wrote it.
     """
 
     @staticmethod
-    def forward(ctx, qkv, group, around=None, starts=None):
+    def forward(ctx, qkv, group, around=None, starts=None):  # keys are sent ahead, whatever `around`
         rank = dist.get_rank(group)
         half = qkv.shape[1] // 2
         ctx.group = group
@@ -135,25 +135,26 @@ class TunedRing(RingAttention):
         q, k, v = kernels.heads(qkv)
         do = aligned(do.transpose(1, 2))
         grads = torch.empty_like(qkv)
-        dkv = None  # dK and dV received with the keys
+        travelling = None  # dK and dV of the keys that are here, summed over the ranks that had them before
         handle = dist.Handle()
-        own = (InOnePass if one_pass_takes(q, k, True) else InTwoKernels)(q, k, v, o, lse, do, grads, ctx.group)
+        kind = InOnePass if one_pass_takes(q, k, True) else InTwoKernels
+        backward = kind(q, k, v, o, lse, do, grads, ctx.group)
         for other, kv in going_round_ahead(qkv[:, :, -2:], ctx.group):
             if other == rank:
-                own.begin()
+                backward.begin()
                 continue
             rows, keys, _ = seen(rank, other, half)
-            dkv_part = own.add_part(kv[:, keys], rows)
+            part = backward.add_part(kv[:, keys], rows)
             handle.wait()
-            first = dkv is None
+            first = travelling is None
             if first:
-                dkv = kv.new_empty(kv.shape, dtype=torch.float32)
-                dkv[:, dkv_part.shape[1]:] = 0
-            add_rows(dkv[:, keys], dkv_part, first)
-            handle, dkv = start_shift(dkv, ctx.group)
-        own.end()
+                travelling = kv.new_empty(kv.shape, dtype=torch.float32)
+                travelling[:, part.shape[1]:] = 0
+            add_rows(travelling[:, keys], part, first)
+            handle, travelling = start_shift(travelling, ctx.group)
+        backward.end()
         handle.wait()
-        add_rows(grads[:, :, -2:], dkv)
+        add_rows(grads[:, :, -2:], travelling)
         return grads, None, None, None
 
 

@@ -79,20 +79,23 @@ def bias_gradient(dy):
 #
 #     y = x W^T + b        dx = dy W        dW = dy^T x        db = sum over rows of dy
 #
-# Another pipeline stage waits for dx, but none for dW and db. A CUDA graph adds them to totals at fixed addresses.
+# Another pipeline stage waits for dx, but none for dW and db. (A CUDA graph adds them to totals at fixed addresses:
+# fast/graphs.py puts another `add` in the place of the one below.)
 
 LINEARS = torch.nn.Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
 MOST_WAITING = 3  # layers. A sublayer has two that --tp cuts, one with latent attention three
 
 
 class WeightGradients:
-    """Computes the weight gradients of a stage's Linears in autograd's place. What runs for one:
+    """Computes the weight gradients of a stage's Linears in autograd's place. fast/pipeline.py makes one where lists
+    have I and W, fast/graphs.py for CUDA graphs. What runs for one Linear:
 
         F   its product, in one of the functions below, which `collected` gives detached weights and `take`
         I   autograd calls the function's backward, which returns dx, and puts (W, b, dy, x) into `later`
         W   compute(W, b, dy, x): dW = dy^T x, db = sum of dy, then the hooks, such as DDP's
-        B   as I, but computes at once. Layers that --tp cuts wait until something travels: then `catch_up` computes.
-            At most MOST_WAITING wait, because what they need takes memory, and their buckets are to be sent
+        B   as I, but computes at once, except layers that --tp cuts: they wait until the next all-reduce, or the end of
+            the backward, calls `catch_up`. At most MOST_WAITING wait, because what they need takes memory, and their
+            buckets are to be sent
 
     Norms, embeddings, routers, experts, tied weights and biases that are added after g (with --sp) stay with autograd,
     in I.
@@ -165,7 +168,7 @@ def collected(x, weight, bias):
 
 
 def gradients_of(ctx, dy, x):
-    """In a product's backward: (dW, db) of rows; both None where `take` computes them."""
+    """In a product's backward: (dW, db) of rows; both None where a Taker has what they are computed from."""
     if ctx.take:
         ctx.take(dy, x)
         return None, None

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 import collectives as dist
-from fast.fp8 import linear
+from fast.fp8 import linear  # fast_linear, but with --dtype fp8
 from parallel import RowParallelLinear
 
 
@@ -18,12 +18,13 @@ from parallel import RowParallelLinear
 # comes to g is new, a product's Y, an embedding's rows, the experts' sum; and so is the gradient that comes to f, a
 # product's dX. On an H100 a copy of 64 MiB takes 45 us, and a block makes four.
 
-BESIDE_FROM = 1 << 24  # bytes. Fewer are summed by a kernel, sooner than by the copies that run beside products.
+BESIDE_FROM = 1 << 24  # bytes. Fewer are waited for: one kernel sums them sooner than the copies of an async_op could.
 
 
 class CopyInPlace(torch.autograd.Function):
     """f. Its output must go into an operation whose backward makes a new tensor, as a product's does. While gradients
-    are added up, the weight gradients that wait in a WeightGradients are computed."""
+    are added up, the weight gradients that wait in the collector are computed: the WeightGradients of the layer behind
+    f, which RegatheringColumns passes."""
 
     @staticmethod
     def forward(ctx, x, group, collector=None):
