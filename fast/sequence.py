@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 import collectives as dist
 import kernels
-from fast import nccl
+from fast import nccl, tensor
 from fast.context import add_rows
 from fast.linear import collected, gradients_of
 from fast.tensor import CopyInPlace
@@ -61,8 +61,28 @@ def scatter_in_place(x, group):
     return start_scattering(x, group)[1]
 
 
-def gathered(x, group):
-    return Conjugate.apply(x, group, gather_in_place, scatter_in_place)
+class GatherInPlace(torch.autograd.Function):
+    """f. collector: as for CopyInPlace, and for the same."""
+
+    @staticmethod
+    def forward(ctx, x, group, collector):
+        ctx.group = group
+        ctx.collector = collector
+        return gather_in_place(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        beside = bool(ctx.collector and ctx.collector.waiting and grad.nbytes >= tensor.BESIDE_FROM)
+        added, dx = start_scattering(grad, ctx.group, async_op=beside)
+        if beside:
+            ctx.collector.catch_up()
+            added.wait()
+        return dx, None, None
+
+
+def gathered(x, group, collector=None):
+    return GatherInPlace.apply(x, group, collector)
 
 
 def scattered(x, group):
@@ -106,7 +126,7 @@ class RegatheringColumns(ColumnParallelLinear):
     """In sequence parallelism f is `gathered`. Then f and the product are one RegatheredProduct. A layer without a
     bias and not fused, which in a GPT or a Llama is the head alone, keeps the gathered X for backward. With
     --dtype fp8 f and the product stay apart, too: FP8 keeps all T tokens, in a byte an element, and gathers nothing
-    again. Without sequence parallelism f is CopyInPlace, and is told whose weight gradients wait.
+    again. An f that stays apart, and CopyInPlace without sequence parallelism, is told whose weight gradients wait.
     """
 
     def __init__(self, layer, group, f, fused=(1,)):
@@ -118,7 +138,7 @@ class RegatheringColumns(ColumnParallelLinear):
     def forward(self, x):
         if self.product and not hasattr(self.weight, "in_fp8"):
             return self.product(x, self.weight, self.bias)
-        if self.f == CopyInPlace.apply:
-            x = CopyInPlace.apply(x, self.cut.group, getattr(self.weight, "collector", None))
+        if self.f in (gathered, CopyInPlace.apply):
+            x = self.f(x, self.cut.group, getattr(self.weight, "collector", None))
             return kernels.table[F.linear](x, self.weight, self.bias)
         return super().forward(x)

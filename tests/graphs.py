@@ -149,6 +149,7 @@ REPLAYED = """
     dp=2 pp=2 micro_batches=4 schedule=zb-h1 zero=1
     pp=2 micro_batches=2 schedule=zb-v
     tp=2 micro_batches=2 recompute=none,block sp=0,1
+    tp=2 sp=1 tied=0
     dp=2 micro_batches=2 zero=1,3 loss_chunk=7
     pp=2 micro_batches=2 schedule=zb-h1 loss_chunk=7
     dp=1 micro_batches=2 zero=3
@@ -194,27 +195,33 @@ def test_recordings_of_another_shape_go_before_its_first_step(zero):
         assert not net.pipeline.graphs.closing
 
 
-@parametrize("least, expected", [(0, ["sum", "dW, db", "dW, db", "wait"] * 4), (1 << 30, ["dW, db"] * 8)], ids=str)
+@parametrize("least, options, expected", [
+    (0, {}, ["sum", "dW, db", "dW, db", "wait"] * 4), (1 << 30, {}, ["dW, db"] * 8),
+    (0, {"sp": True}, ["sum", "dW", "wait"] + ["sum", "dW", "dW, db", "wait"] * 4)], ids=str)
 @on_ranks(2)
-def test_weight_gradients_of_cut_layers_wait_for_traffic(least, expected):
-    """Two sublayers in each of two blocks. (The head is tied, so its gradient stays with autograd.)"""
-    log, send = [], dist.all_reduce
+def test_weight_gradients_of_cut_layers_wait_for_traffic(least, options, expected):
+    """Two sublayers in each of two blocks. With sp, of an untied head, too, and biases of rows stay with autograd."""
+    log = []
 
-    def summed(tensor, *args, async_op=False, **more):
-        handle = send(tensor, *args, async_op=async_op, **more)
-        if not async_op:
-            return handle
-        log.append("sum")
-        return dist.Handle(lambda: (log.append("wait"), handle.wait()))
+    def logged(send):
+        def call(*args, async_op=False, **more):
+            handle = send(*args, async_op=async_op, **more)
+            if not async_op:
+                return handle
+            log.append("sum")
+            return dist.Handle(lambda: (log.append("wait"), handle.wait()))
+        return call
 
     def computed(collector, weight, bias, *rest):
         log.append("dW" if bias is None else "dW, db")
         return compute(collector, weight, bias, *rest)
 
     compute = WeightGradients.compute
-    with (graphs_on_tape(), patch.object(fast.tensor, "BESIDE_FROM", least), patch.object(dist, "all_reduce", summed),
+    with (graphs_on_tape(), patch.object(fast.tensor, "BESIDE_FROM", least),
+          patch.object(dist, "all_reduce", logged(dist.all_reduce)),
+          patch.object(dist, "reduce_scatter_tensor", logged(dist.reduce_scatter_tensor)),
           patch.object(WeightGradients, "compute", computed)):
-        net = small_gpt(tp=2)
+        net = small_gpt(sized(tied=not options), tp=2, **options)
         replay_micro_batches(net)
         net.forward_backward(*([t.to(net.device)] for t in tokens_of(0)))
     assert log == expected

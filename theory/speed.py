@@ -410,8 +410,8 @@ def tensor_seconds_saved(config, s, machine, stages, spent, touched):
     off. In fast/'s edition a column-parallel layer, y = x W^T, sends beside products:
 
         tp             dx, added up            beside the weight gradients of its sublayer, which wait for that
+        sp             dx, reduce-scattered    beside the same; where they do not wait, but for FP8, its own alone
         sp, but FP8    x, gathered again       beside dy W
-                       dx, reduce-scattered    beside the weight gradients of its sublayer, or its own alone
 
     They wait where CUDA graphs add up gradients, so not in ZeRO-2 and 3. An I leaves all of them to W.
     """
@@ -427,15 +427,11 @@ def tensor_seconds_saved(config, s, machine, stages, spent, touched):
     elif s.cuda_graphs == "on" and s.zero < 2:  # so no block has experts
         gradients = blocks * block_seconds(config, s, machine, False)[2]
     else:
-        gradients = product if s.sp else 0.0
+        gradients = product if s.sp and s.dtype != "fp8" else 0.0
+    if tokens * config.n_embd * widths(s)[0] < BESIDE_FROM and (s.dtype == "fp8" or not s.sp):
+        gradients = 0.0
     tp = spent["tp"]
-    if s.sp:
-        hidden = min(tp[AGAIN] / m, product)
-        hidden += min(tp[MEANWHILE] / m, gradients)
-    elif tokens * config.n_embd * widths(s)[0] >= BESIDE_FROM:
-        hidden = min(tp["gradients: 2 a block"] / m, gradients)
-    else:
-        hidden = 0.0
+    hidden = min((tp["gradients: 2 a block"] + tp[MEANWHILE]) / m, gradients) + min(tp[AGAIN] / m, product)
     return hidden * (1 - min(1.0, touched["tp"] / tp.total()))
 
 

@@ -253,15 +253,16 @@ def messages_of_tensors(config, s, stages):
     gathers = m * (4 * blocks + again + 2 * shared + shared_again)
     latents = (blocks - rules) * bool(config.latent)
     # Backward also gathers again what f has gathered, but experts, a latent's queries and FP8's products have kept it.
-    regathered = (sublayers - m * (routed + latents)) * (is_fast(s) and s.dtype != "fp8")
+    beside = (sublayers - m * (routed + latents)) * is_fast(s)
+    regathered = beside * (s.dtype != "fp8")
     rules_again = delta_rules(config, runs_again(config, s, runs))
     attentions = m * (latents + (twice - rules_again) * (s.recompute in ("attention", "block")))
     yield Message("latents, rotary keys", GATHER, "tp", of_heads, narrow, attentions)
     yield Message("their gradients", SCATTER, "tp", of_heads, narrow, m * latents)
     yield Message("activations gathered", GATHER, "tp", [tokens * c], narrow, gathers)
     yield Message(AGAIN, GATHER, "tp", [tokens * c], narrow, regathered)
-    yield Message(MEANWHILE, SCATTER, "tp", [tokens * c], narrow, regathered)
-    yield Message("activations scattered", SCATTER, "tp", [tokens * c], narrow, scatters - regathered)
+    yield Message(MEANWHILE, SCATTER, "tp", [tokens * c], narrow, beside)
+    yield Message("activations scattered", SCATTER, "tp", [tokens * c], narrow, scatters - beside)
     # tp leaves whole, of matrices, routers, positions and what makes a latent; of vectors, norms and biases of
     # row-parallel layers.
     a_norm = config.parameters(lambda name: name.startswith("ln_f."))
