@@ -21,10 +21,20 @@ from parallel import RowParallelLinear
 BESIDE_FROM = 1 << 24  # bytes. Fewer are waited for: one kernel sums them sooner than the copies of an async_op could.
 
 
+def added_beside(collector, grad, start):
+    """The sum of grad over the ranks by start(async_op), which returns (handle, sum). While that travels, the weight
+    gradients that wait in the collector are computed: a WeightGradients, or None."""
+    beside = bool(collector and collector.waiting and grad.nbytes >= BESIDE_FROM)
+    handle, total = start(beside)
+    if beside:
+        collector.catch_up()
+        handle.wait()
+    return total
+
+
 class CopyInPlace(torch.autograd.Function):
-    """f. Its output must go into an operation whose backward makes a new tensor, as a product's does. While gradients
-    are added up, the weight gradients that wait in the collector are computed: the WeightGradients of the layer behind
-    f, which RegatheringColumns passes."""
+    """f. Its output must go into an operation whose backward makes a new tensor, as a product's does. collector: of the
+    layer behind f, as for `added_beside`; RegatheringColumns passes it."""
 
     @staticmethod
     def forward(ctx, x, group, collector=None):
@@ -36,12 +46,8 @@ class CopyInPlace(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         grad = grad.contiguous()
-        beside = bool(ctx.collector and ctx.collector.waiting and grad.nbytes >= BESIDE_FROM)
-        added = dist.all_reduce(grad, group=ctx.group, async_op=beside)
-        if beside:
-            ctx.collector.catch_up()
-            added.wait()
-        return grad, None, None
+        return added_beside(ctx.collector, grad, lambda async_op: (
+            dist.all_reduce(grad, group=ctx.group, async_op=async_op), grad)), None, None
 
 
 class ReduceInPlace(torch.autograd.Function):

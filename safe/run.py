@@ -41,10 +41,6 @@ class NotFinite(BadInput):
     """A loss or a gradient, which other flags may keep finite."""
 
 
-class NoMemory(BadInput):
-    """A GPU is full."""
-
-
 class Terminated(Exception):
     """A signal to end has come, and the step that was running is finished and saved."""
 
@@ -80,7 +76,7 @@ class WatchedTrainer(Trainer):
         except torch.OutOfMemoryError as error:
             full, *_ = str(error).partition(" Including")
             graphs = "--cuda-graphs off, " * (self.s.cuda_graphs == "on")
-            raise NoMemory(f"{full} Give {graphs}more --micro-batches, --recompute block or --zero 3; `python bench.py "
+            raise BadInput(f"{full} Give {graphs}more --micro-batches, --recompute block or --zero 3; `python bench.py "
                            "plan` lists layouts that fit") from None
         if self.page:
             self.page.write(over=True)

@@ -29,7 +29,7 @@ def stage_to_rank_in(s):
 @functools.cache
 def halves_backward(schedule, p, v):
     """Whether a schedule runs backward in two, I and W."""
-    return any(action.kind == "I" for action in lists_of(schedule, p, 2 * p, v)[0])
+    return any(action.kind == "I" for actions in lists_of(schedule, p, 2 * p, v) for action in actions)
 
 
 def is_fast(s):

@@ -16,7 +16,7 @@ from fast.edition import Fast
 from further.context import in_a_ring, RingAttention
 from further.ulysses import ulysses_attention
 from lessons.bench.peers import world_mesh
-from lessons.bench.rates import replays_of
+from lessons.bench.rates import both_ways, replays_of
 from lessons.bench.strategies import tried
 from lessons.bench.timing import interleaved, say, Table, write_json
 from safe.launch import settled_rendezvous
@@ -43,13 +43,14 @@ def context(a):
 
         random = functools.partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
         whole, part = random(1, tokens, 3, heads, width), random(1, tokens // a.gpus, 3, heads, width)
-        steps = {way: both_ways(attention, part) for way, attention in ours(a, device).items()}
+        steps = {way: both_ways(attention, part) for way, attention in ours(a).items()}
         steps["the Nth"] = both_ways(kernels.attention, whole)
-        for who, timed in ("ours", steps), ("ours, replayed", replays_of(steps, device)):
-            for way, took in interleaved(timed, device, a.repeats, 3).items():
+        timed = {"ours": steps}
+        if device.type == "cuda":
+            timed["ours, replayed"] = replays_of(steps, device)
+        for who in timed:
+            for way, took in interleaved(timed[who], device, a.repeats, 3).items():
                 row(way, who, took / (a.gpus if way == "the Nth" else 1))
-            if device.type == "cpu":  # there are no graphs
-                break
         for name in BACKENDS if cuda else ():  # they take no float32
             few, many = ([x.detach().transpose(1, 2).contiguous().requires_grad_() for x in qkv.unbind(2)]
                          for qkv in (part, whole))
@@ -69,18 +70,11 @@ def causal(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # looked up here, because context_parallel patches F
 
 
-def both_ways(attention, *inputs):
-    """A function that runs attention forward and backward."""
-    dy = torch.randn_like(attention(*inputs))
-    return lambda: torch.autograd.grad(attention(*inputs), inputs, dy)
-
-
-def ours(a, device):
+def ours(a):
     """{kind of --cp-kind: attention of this rank's qkv (B, T/N, 3, H, D)}"""
     ring = RingAttention.apply if a.plain else Fast.context["ring"]
-    world = parallel.make_mesh(device.type, 1, 1, 1, a.gpus)["cp"].get_group()
-    ways = {"ring": functools.partial(in_a_ring, group=world, ring=ring),
-            "ulysses": functools.partial(ulysses_attention, group=world)}
+    ways = {"ring": functools.partial(in_a_ring, group=None, ring=ring),
+            "ulysses": functools.partial(ulysses_attention, group=None)}
     if "ulysses+ring" in a.only:
         traders, around = parallel.groups_of(torch.arange(a.gpus).view(1, -1, 2))
         ways["ulysses+ring"] = functools.partial(ulysses_attention, group=traders, attention=functools.partial(

@@ -60,6 +60,12 @@ def replays_of(steps, device):
     return {name: recorded.RecordedGraph(step, pool).replay for name, step in steps.items()}
 
 
+def both_ways(function, *inputs):
+    """A function that runs `function`, which may be a module, forward and backward."""
+    dy, leaves = torch.randn_like(function(*inputs)), [*inputs, *getattr(function, "parameters", list)()]
+    return lambda: torch.autograd.grad(function(*inputs), leaves, dy)
+
+
 def measure_machine(device, dtype, config, comm):
     """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links under `comm`.
     All ranks measure at once, because in training, too, they share power. (In FP8 the head, which stays bf16, is then
@@ -71,11 +77,6 @@ def measure_machine(device, dtype, config, comm):
     b = max(1, (32768 if cuda else 1024) // t)  # so much that no GPU waits for its CPU
     random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
 
-    def both_ways(function, *shape):
-        x = random(*shape)
-        dy, leaves = torch.randn_like(function(x)), [x, *getattr(function, "parameters", list)()]
-        return lambda: torch.autograd.grad(function(x), leaves, dy)
-
     block, tiny = (FusedBlock(some, 0).to(device, dtype) for some in (config, GPTConfig(n_embd=32, n_head=1)))
     targets = torch.zeros(b, t, dtype=torch.int64, device=device)
     k = min(b * t, 8192)  # tokens of a step on one GPU; with more, products are faster
@@ -85,12 +86,13 @@ def measure_machine(device, dtype, config, comm):
         use_fp8(SimpleNamespace(h=torch.nn.ModuleList([block, layer])))
     source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
     computing = {
-        "products": both_ways(layer, k, c) if eight else torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
-        "block": both_ways(block, b, t, c),
-        "attention": both_ways(kernels.attention, b, t, config.n_head // config.kv_heads + 2, config.kv_heads,
-                               config.head_dim),
-        "loss": both_ways(lambda z: parallel.cross_entropy(z, targets, config.vocab_size), b, t, config.vocab_size)}
-    others = {"copy": lambda: target.copy_(source), "launch": both_ways(tiny, 1, 16, 32)}
+        "products": both_ways(layer, a) if eight else torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
+        "block": both_ways(block, random(b, t, c)),
+        "attention": both_ways(kernels.attention, random(
+            b, t, config.n_head // config.kv_heads + 2, config.kv_heads, config.head_dim)),
+        "loss": both_ways(lambda z: parallel.cross_entropy(z, targets, config.vocab_size),
+                          random(b, t, config.vocab_size))}
+    others = {"copy": lambda: target.copy_(source), "launch": both_ways(tiny, random(1, 16, 32))}
     seconds = interleaved(replays_of(computing, device) | others, device, 5, calls=3)
     products = b * t / k * seconds["products"] * sum(matrices(config)) / (c * config.hidden)  # all of a block
     rest = seconds["block"] - seconds["attention"] - products

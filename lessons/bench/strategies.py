@@ -37,7 +37,7 @@ from safe.launch import settled_rendezvous
 from safe.messages import Watched
 from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.run import WatchedTrainer
-from theory.clock import lists_of, stages_in
+from theory.clock import halves_backward, stages_in
 from theory.memory import reducers_of
 from theory.speed import describe_machine, mfu, mfu_note, predict
 from theory.traffic import messages
@@ -317,19 +317,15 @@ def ways_of_peer(name, s, device):
         return []
     if device.type == "cpu":  # torch.compile needs a C++ compiler there
         return [False] * (name != "one")
-    return [True, False] if splits_backward(s) else [True]
-
-
-def splits_backward(s):
-    lists = lists_of(s.schedule, s.pp, s.micro_batches, s.virtual_stages)
-    return any(action.kind == "I" for actions in lists for action in actions)
+    return [True, False] if halves_backward(s.schedule, s.pp, s.virtual_stages) else [True]
 
 
 def build_peer(name, compiled, config, s, device, batches):
     """(a function that runs a step of PyTorch's parts, its label)"""
     if compiled:
         torch._dynamo.reset()
-        torch._functorch.config.donated_buffer = not splits_backward(s)  # else I frees what W needs
+        whole = not halves_backward(s.schedule, s.pp, s.virtual_stages)
+        torch._functorch.config.donated_buffer = whole  # else I frees what W needs
     step, title = peers.PEERS[name](config, s, device, *batches, compiled)
 
     def in_pytorch():
