@@ -111,20 +111,23 @@ def tuned_grouped_kernel(X, W, Y, bias, counts, table, E, N, K, TRANSPOSED: tl.c
 
 
 @triton.jit
-def tuned_grouped_gradient_kernel(DY, X, DW, counts, ends, N, K,
+def tuned_grouped_gradient_kernel(DY, X, DW, counts, ends, E, N, K,
                                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """One (BN, BK) tile of dW_e a program. Not persistent: unequal groups make unequal programs, so it is better that
-    the hardware starts the next program on the multiprocessor that becomes free."""
-    e = tl.program_id(1)
-    end = tl.load(ends + e).to(tl.int32)
-    first = end - tl.load(counts + e).to(tl.int32)
-    row, column = _tile(tl.program_id(0), tl.cdiv(N, BN), tl.cdiv(K, BK), GROUP)
-    n = row * BN
-    k = column * BK
-    tile = tl.zeros((BN, BK), tl.float32)
-    for at in range(first, end, BM):
-        tile = dot(_load_group(DY, at, end, n, BM, BN).T, _load_group(X, at, end, k, BM, BK), tile)
-    DW.store([e, n, k], tile.to(DW.dtype).reshape(1, BN, BK))
+    """Persistent, too: (BN, BK) tiles of all dW_e, stored in two halves."""
+    tiles = tl.cdiv(N, BN) * tl.cdiv(K, BK)
+    for program in range(tl.program_id(0), E * tiles, tl.num_programs(0)):
+        e = program // tiles
+        end = tl.load(ends + e).to(tl.int32)
+        first = end - tl.load(counts + e).to(tl.int32)
+        row, column = _tile(program % tiles, tl.cdiv(N, BN), tl.cdiv(K, BK), GROUP)
+        n = row * BN
+        k = column * BK
+        tile = tl.zeros((BN, BK), tl.float32)
+        for at in range(first, end, BM):
+            tile = dot(_load_group(DY, at, end, n, BM, BN).T, _load_group(X, at, end, k, BM, BK), tile)
+        left, right = tile.reshape(BN, 2, BK // 2).permute(0, 2, 1).split()
+        DW.store([e, n, k], left.to(DW.dtype).reshape(1, BN, BK // 2))
+        DW.store([e, n, k + BK // 2], right.to(DW.dtype).reshape(1, BN, BK // 2))
 
 
 def grouped_descriptor(x, rows, columns):
@@ -140,7 +143,7 @@ def tma_takes(*tensors):
 
 
 GROUP = 8   # rows of tiles that programs share, as in kernels.matmul
-UNDER_WAY = weakref.WeakSet()  # handles of transfers that nobody has waited for yet
+UNDER_WAY = weakref.WeakSet()  # transfers that nobody has waited for yet; each lives as long as its handle
 
 
 def programs_beside_transfers(device):
@@ -151,13 +154,14 @@ def programs_beside_transfers(device):
 
 def under_way(handle):
     """The handle of a transfer beside which products leave room, until its wait()."""
+    transfer = dist.Handle()  # not what is returned: in a cycle, what a recorded one keeps would stay
+
     def wait():
-        UNDER_WAY.discard(watched)
+        UNDER_WAY.discard(transfer)
         handle.wait()
 
-    watched = dist.Handle(wait, handle.is_completed)
-    UNDER_WAY.add(watched)
-    return watched
+    UNDER_WAY.add(transfer)
+    return dist.Handle(wait, handle.is_completed)
 
 
 def tuned_grouped(x, weight, bias, counts):
@@ -191,9 +195,10 @@ def tuned_grouped_gradients(dy, x, counts, biased):
     BN = 128
     BK = 256
     dw = x.new_empty(E, N, K)
-    tuned_grouped_gradient_kernel[triton.cdiv(N, BN) * triton.cdiv(K, BK), E](
+    programs = min(programs_beside_transfers(x.device), E * triton.cdiv(N, BN) * triton.cdiv(K, BK))
+    tuned_grouped_gradient_kernel[(programs,)](
         grouped_descriptor(dy, BM, BN), grouped_descriptor(x, BM, BK),
-        TensorDescriptor.from_tensor(dw, [1, BN, BK]), counts, counts.cumsum(0), N, K, BM, BN, BK,
+        TensorDescriptor.from_tensor(dw, [1, BN, BK // 2]), counts, counts.cumsum(0), E, N, K, BM, BN, BK,
         GROUP, num_warps=8, num_stages=3)
     return dw, column_sums(dy, counts) if biased else None
 

@@ -229,7 +229,7 @@ def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H,
 ROWS = gl.constexpr(64)
 BACKWARD_STAGES = 3  # tiles of Q, and of dO. Of 227 KiB they take 96; K, V, dS and dQ take 128.
 ANY_ORDER = True     # whether parts of dQ may be added as they come; train.py's --deterministic says no
-FEWEST_ROWS = 2048   # With fewer, filling dQ with zeros, and rounding it in the end, cost what one pass saves.
+FEWEST_ROWS = 1024   # With fewer, filling dQ with zeros, and rounding it in the end, may cost what one pass saves.
 
 
 @gluon.jit

@@ -124,8 +124,8 @@ def test_specialized_attention_takes_whole_tiles_alone():
                     (0, 0, 64, True), (128, 128, 64, True, 4)):
         assert not takes(*refused), refused
     one_pass = functools.partial(takes, taker=hopper.one_pass_takes)
-    assert one_pass(2048, 2048, 128, True)
-    for refused in (1920, 1920, 128, True), (2048, 4096, 128, True), (2048, 2048, 64, True), (2048, 2048, 128, False):
+    assert one_pass(1024, 1024, 128, True)
+    for refused in (896, 896, 128, True), (2048, 4096, 128, True), (2048, 2048, 64, True), (2048, 2048, 128, False):
         assert not one_pass(*refused), refused
 
 

@@ -203,6 +203,7 @@ def test_steps_are_recorded_once_they_are_warm():
     assert done == [*"aabb", "room", "recorded", "recorded"] and replays_of(steps, torch.device("cpu")) == steps
 
 
+@on_cpus
 @on_ranks(1)
 def test_a_host_s_launches_are_in_no_rate_of_its_gpu():
     """What CUDA would replay takes no time here. A copy and the launches of a block remain."""

@@ -49,7 +49,8 @@ def test_no_more_rows_of_logits_exist_than_a_chunk_has(layout):
 @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @on_ranks(2)
 def test_a_chunked_loss_is_that_of_all_rows_to_the_bit(dtype):
-    """And gradients are, but for rounding, with our kernels or PyTorch's."""
+    """And gradients are, but for rounding, with our kernels or PyTorch's. On a GPU losses are, too: how a product adds
+    up depends on how many rows it has."""
     for layout in {"dp": 2, "zero": 3}, {"tp": 2}, {"dp": 2, "optimizer": None}:
         whole, *others = (small_gpt(**layout, loss_chunk=chunk, dtype=dtype) for chunk in (0, 1, 7, 32, 64))
         batch = [[t[:4, :8].to(whole.device)] for t in tokens_of(0, holes=True)]
@@ -57,7 +58,8 @@ def test_a_chunked_loss_is_that_of_all_rows_to_the_bit(dtype):
             kernels.use(kernel)
             run = "forward_backward" if whole.optimizer else "forward"
             losses = [getattr(net, run)(*batch) for net in (whole, *others)]
-            assert all(loss.equal(losses[0]) for loss in losses)
+            off = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype] * losses[0].is_cuda
+            assert all((loss - losses[0]).abs() <= off * losses[0] for loss in losses)
             for net in (whole, *others) if whole.optimizer else ():
                 net.zero_grad()
     kernels.use("auto")

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -50,6 +51,21 @@ def test_products_leave_room_for_a_transfer_until_it_has_been_waited_for():
             start()
             gc.collect()
             assert grouped.programs_beside_transfers(rows.device) == 132
+
+
+def test_a_transfer_that_has_been_waited_for_keeps_no_memory():
+    """Not even until garbage is collected, which happens in no recording: there a handle keeps its tensors."""
+    transfer = dist.Handle()
+    transfer.keeps = torch.zeros(1, device="cpu")
+    kept = weakref.ref(transfer.keeps)
+    handle = grouped.under_way(transfer)
+    handle.wait()
+    gc.disable()
+    try:
+        del transfer, handle
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_a_router_takes_the_lower_number_of_equal_scores_and_counts_what_backward_has_passed_once():

@@ -17,7 +17,7 @@ import fast.recorded
 import fast.tensor
 from further.letters import tensors_in
 from tests.layouts import case_of, differences_in, expanded, in_layout, sized, small_gpt, tokens_of
-from tests.pool import close, on_cpus, on_ranks, own, parametrize
+from tests.pool import close, on_cpus, on_gpus, on_ranks, own, parametrize
 from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
 from fast.linear import WeightGradients
@@ -164,6 +164,25 @@ def test_replayed_graphs_equal_one_process(pool, row):
     """The first step warms up, the second records and replays, the third replays: weights after three must be those of
     one process."""
     assert not any(differences_in(pool, case_of("steps=3 " + row), run=in_layout_on_tape))
+
+
+@on_gpus
+@on_ranks(2)
+def test_a_recorded_step_takes_as_much_memory_as_a_launched_one():
+    """But for a few units and PyTorch's own room for products. Twelve blocks travel one after the other, twice."""
+    config = sized(n_layer=12, n_embd=512)
+    net = small_gpt(config, dp=2, zero=3)
+    replay_micro_batches(net)
+    batch = [[t.to(net.device)] for t in tokens_of(0)]
+    peaks = []
+    for _ in range(2):
+        net.optimizer.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        net.forward_backward(*batch)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    unit = 4 * 12 * config.n_embd**2
+    assert peaks[1] < peaks[0] + 8 * unit, [peak / unit for peak in peaks]
 
 
 def recorded_net(**options):
