@@ -222,9 +222,9 @@ def specialized_forward_kernel(Q, K, V, O, LSE, tiles, stride, scale, Tq, Tk, H,
 # that dV's and dK's products want; dS goes through shared memory for dQ's. dP starts from -delta, so dS = P dP, which
 # saves registers: were they short, the compiler would wait for each product (its warning C7512), in twice the time.
 #
-# D = 128, causal, T = 4096, 16384, in TFLOP/s: an H200 543, 624 | cuDNN 495, 597. A warm H100, from T = 2048 on: 391,
-# 468, 544 | cuDNN 371, 439, 536 | the two kernels 353, 399, 454. Four query heads a key head, T = 4096: 490 | 357. With
-# 64 wide heads the two kernels are faster.
+# D = 128, causal, T = 1024, 4096, 16384, in TFLOP/s: an H200 331, 543, 624 | cuDNN 306, 495, 597; the two kernels have
+# 289 at T = 1024. A warm H100, from T = 1024 on: 298, 391, 468, 544 | cuDNN 286, 371, 439, 536 | the two kernels 298,
+# 353, 399, 454. Four query heads a key head, T = 4096: 490 | 357. With 64 wide heads the two kernels are faster.
 
 ROWS = gl.constexpr(64)
 BACKWARD_STAGES = 3  # tiles of Q, and of dO. Of 227 KiB they take 96; K, V, dS and dQ take 128.
