@@ -45,6 +45,7 @@ class ChunkedLoss(torch.autograd.Function):
                 dx_rows, dw_rows = torch.autograd.grad(total, inputs)
                 dx.append(dx_rows)
                 dw += dw_rows
+                del dw_rows  # or the next chunk's, V C numbers, would come on top
         if trains:
             ctx.save_for_backward(torch.cat(dx), dw)
         return torch.cat(of_rows).sum()  # in the order in which all rows at once would be added up

@@ -6,7 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
 import kernels
+from further.chunked_loss import ChunkedLoss
 from further.letters import tensors_in
+from safe.reports import BirthLog
 from tests.layouts import SMALL, small_gpt, tokens_of
 from tests.pool import on_both, on_ranks, parametrize
 
@@ -63,3 +65,17 @@ def test_a_chunked_loss_is_that_of_all_rows_to_the_bit(dtype):
             for net in (whole, *others) if whole.optimizer else ():
                 net.zero_grad()
     kernels.use("auto")
+
+
+def test_a_chunk_leaves_its_rows_of_dx_alone():
+    """Its term of dW, as large as the head, has gone when the next chunk's logits are there."""
+    x, weight = torch.randn(12, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    alive = []
+
+    def losses(logits, targets):
+        alive.append(births.alive({}))
+        return kernels.row_losses(logits, targets)
+
+    with BirthLog() as births:
+        ChunkedLoss.apply(x, weight, torch.arange(12), 3, losses, True)
+    assert alive[-1] - alive[0] < 2 * x.nbytes < weight.nbytes
