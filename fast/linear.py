@@ -168,7 +168,8 @@ def collected(x, weight, bias):
 
 
 def gradients_of(ctx, dy, x):
-    """In a product's backward: (dW, db) of rows; both None where a Taker has what they are computed from."""
+    """In a product's backward: (dW, db) of rows; both None where a Taker has what they are computed from. x: detached,
+    because a Taker may keep it, and with it the graph before it, down to the stage's input and its gradient."""
     if ctx.take:
         ctx.take(dy, x)
         return None, None
@@ -191,7 +192,7 @@ class Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy = dy.reshape(-1, dy.shape[-1]).contiguous()                                        # (rows, out)
         dx = (dy @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, *gradients_of(ctx, dy, x.reshape(-1, x.shape[-1])), None, None
+        return dx, *gradients_of(ctx, dy, x.detach().reshape(-1, x.shape[-1])), None, None
 
 
 # ------------------------------------------------------------------------------------------------------ padded outputs
@@ -224,7 +225,7 @@ class PaddedProduct(torch.autograd.Function):
         x, padded, y = ctx.saved_tensors
         rows = pad_columns(dy, y)
         dx = (rows @ padded).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, *gradients_of(ctx, rows[:, :dy.shape[-1]], x.reshape(-1, x.shape[-1])), None
+        return dx, *gradients_of(ctx, rows[:, :dy.shape[-1]], x.detach().reshape(-1, x.shape[-1])), None
 
 
 def fast_linear(x, weight, bias=None, adds=True):

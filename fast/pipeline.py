@@ -66,11 +66,13 @@ class CollectingMicroBatch(MicroBatch):
 
     def backward_input(self, dy):
         with self.weight_gradients.put_off(self.later):
-            return self.gradients(dy)
+            dx = self.gradients(dy)
+        self.x = self.edge = None  # W, which may come late, needs neither
+        return dx
 
     def backward_weights(self):
-        for computed_from in self.later:
-            self.weight_gradients.compute(*computed_from)
+        while self.later:  # what a layer has used goes before the next one's dW is there
+            self.weight_gradients.compute(*self.later.pop(0))
 
 
 class PatientPipeline(HalvedPipeline):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -359,6 +361,29 @@ def test_weight_gradients_wait_for_w(first, frozen):
                 assert dx.shape == y.shape
         found.append([micro_batch.x.grad if kinds == "B" else None] + [param.grad for param in params.values()])
     assert all(close(halves, whole, 1e-12) for whole, halves in zip(*(grads[1:] for grads in found), strict=True))
+
+
+def test_w_keeps_what_it_computes_from_until_it_has():
+    """After I neither the graph lives, nor the stage's input, whose gradient has been sent."""
+    net = model.GPT(SMALL, pieces=range(1, 3))
+    micro_batch = CollectingMicroBatch(net, None, WeightGradients(net))
+    x, kept, alive = torch.ones(2, 5, SMALL.n_embd), [], []
+    given, compute = weakref.ref(x), micro_batch.weight_gradients.compute
+
+    def computed(*computed_from):
+        alive.append(sum(gradient() is not None for gradient in kept))
+        compute(*computed_from)
+
+    gc.disable()
+    y = micro_batch.forward(x)
+    del x
+    micro_batch.backward_input(torch.ones_like(y))
+    gone = given() is None
+    kept = [weakref.ref(dy) for _, _, dy, _ in micro_batch.later]
+    with patch.object(micro_batch.weight_gradients, "compute", computed):
+        micro_batch.backward_weights()
+    gc.enable()
+    assert gone and alive == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
 class Shared(nn.Module):
