@@ -99,6 +99,8 @@ def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backwar
     net = small_gpt(dataclasses.replace(SMALL, n_layer=4), dp=2, pp=2, zero=zero, schedule=schedule,
                     virtual_stages=1 + (schedule == "interleaved"))
     x, y = (t.to(net.device).split(2) for t in tokens_of(0))
+    net.forward_backward(x, y)  # between GPUs its collectives make windows, 64 MiB a group
+    net.zero_grad()
     name, before = "reduce_scatter_tensor" if zero else "all_reduce", bytes_alive()
     dist.reset_traffic()
     net.run(x, y, None, net.actions(len(x)), 1.0, net.optimizer)
