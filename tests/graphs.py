@@ -20,7 +20,9 @@ from tests.layouts import case_of, differences_in, expanded, in_layout, sized, s
 from tests.pool import close, on_cpus, on_gpus, on_ranks, own, parametrize
 from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
+from fast.gloo import GlooLink
 from fast.linear import WeightGradients
+from fast.nccl import LeavesRoom
 from fast.recorded import count_traffic, traffic_since
 from fast.zero import AheadOptimizer
 from safe.messages import Watched
@@ -183,6 +185,55 @@ def test_a_recorded_step_takes_as_much_memory_as_a_launched_one():
         peaks.append(torch.cuda.max_memory_allocated() - before)
     unit = 4 * 12 * config.n_embd**2
     assert peaks[1] < peaks[0] + 8 * unit, [peak / unit for peak in peaks]
+
+
+class Keeping(GlooLink):
+    """Its handles keep what an operation uses, as those of NcclLink do while a graph is recorded."""
+
+    def run(self, name, async_op, algorithm, *arguments):
+        handle = super().run(name, async_op, algorithm, *arguments)
+        if async_op:
+            handle.keeps = dist.tensors_among(arguments)
+        return handle
+
+
+class KeepingLink(LeavesRoom, Keeping):
+    """As between GPUs, products leave room for transfers."""
+
+
+def accumulator_of(param):
+    """The node that adds to its .grad. Autograd makes one for a graph, and another once that graph is gone."""
+    return param.view_as(param).grad_fn.next_functions[0][0]
+
+
+@on_cpus
+@parametrize("layout", [{"dp": 2}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}, {"tp": 2}, {"tp": 2, "sp": True},
+                        {"tp": 2, "sp": True, "recompute": "norms"}, {"cp": 2}], ids=str)
+@on_ranks(2)
+def test_a_step_leaves_no_node_of_its_graph(layout):
+    """Not even until garbage is collected. A node has a stream, in a recording another than in steps that are launched,
+    so if one stayed, a later step would use both, and PyTorch warns."""
+    with patch.dict(dist.LINKS, ours=KeepingLink), patch.object(fast.tensor, "BESIDE_FROM", 0):
+        net = small_gpt(**layout)
+        replay_micro_batches(net)
+        params, found = [*net.module(0).parameters()], []
+
+        def mark(*_):
+            for param in params:
+                accumulator_of(param).metadata["marked"] = True
+            found.append(marked())
+
+        def marked():
+            return sum("marked" in accumulator_of(param).metadata for param in params)
+
+        net.module(0).register_forward_hook(mark)
+        gc.disable()
+        try:
+            net.forward_backward(*([t.to(net.device)] for t in tokens_of(0, tokens=8)))
+            found.append(marked())
+        finally:
+            gc.enable()
+    assert found[0] > 0 == found[1]
 
 
 def recorded_net(**options):
