@@ -155,6 +155,11 @@ def _worker(rank, size, device_type, port, pipe, plain):
     torch_dist.init_process_group("nccl" if device_type == "cuda" else "gloo", rank=rank, world_size=size,
                                   store=torch_dist.TCPStore("127.0.0.1", port, is_master=False),
                                   device_id=device if device_type == "cuda" else None)
+    # PyTorch's hook of a parameter and what it calls keep each other alive, which no garbage collector sees: a
+    # lecture's ZeRO-2 would live on, and its groups. So hooks are removed when a test has ended.
+    register, hooks = torch.Tensor.register_post_accumulate_grad_hook, []
+    torch.Tensor.register_post_accumulate_grad_hook = functools.wraps(register)(
+        lambda *given: hooks.append(register(*given)) or hooks[-1])
     # The CPU is the default anyway, and to say so costs every call of torch a few microseconds.
     if device_type == "cuda":
         torch.set_default_device(device)
@@ -172,6 +177,8 @@ def _worker(rank, size, device_type, port, pipe, plain):
         pipe.send(result)
         # Each holds sockets, and a thread that wakes a hundred times a second until nothing refers to the group: some
         # hundred such threads would take a sixth of two cores. Cycles refer to it, so the garbage collector must come.
+        while hooks:
+            hooks.pop().remove()
         left = [group for group in torch_dist.distributed_c10d._world.pg_map if group is not torch_dist.group.WORLD]
         if left:
             while left:
