@@ -45,7 +45,7 @@ import kernels
 # ----------------------------------------------------------------------------------------------------------------- mesh
 
 def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
-    """A torch DeviceMesh with axes ("pp", "dp", "cp", "tp"); `mesh["tp"].get_group()` is this rank's group along tp.
+    """A torch DeviceMesh with axes ("pp", "dp", "cp", "tp"); `mesh.get_group("tp")` is this rank's group along tp.
 
     tp is innermost, because its ranks talk in every layer, and neighbours share a node. Of pp 2, dp 2, tp 2 each rank
     has these groups:
@@ -882,7 +882,7 @@ class Pipeline:
         self.stages = stages
         self.stage_to_rank = stage_to_rank
         self.last_stage = len(stage_to_rank) - 1
-        self.group = mesh["pp"].get_group()
+        self.group = mesh.get_group("pp")
         self.loss = loss
         self.dtype = dtype
         self.width = width

@@ -361,7 +361,7 @@ def make_groups(mesh, layout, stage_to_rank, config):
     """
     groups = SimpleNamespace(**dict.fromkeys(OF_FURTHER))
     for axis in mesh.mesh_dim_names:
-        setattr(groups, axis, mesh[axis].get_group())
+        setattr(groups, axis, mesh.get_group(axis))
     groups.dp_cp = groups.shard = groups.dp
     groups.embedding = None
     ends = [stage_to_rank[0], stage_to_rank[len(stage_to_rank) - 1]]

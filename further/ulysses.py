@@ -70,7 +70,7 @@ def split_context(mesh, layout, config):
     """This rank's groups (of the U that trade tokens for heads, of its ring); None: it would have nobody else."""
     inside = ulysses_ranks(layout, config, dist.processes_of_a_node(mesh.size()))
     if inside in (1, layout.cp):
-        group = mesh["cp"].get_group()
+        group = mesh.get_group("cp")
         return (None, group) if inside == 1 else (group, None)
     lines = mesh.mesh.transpose(2, 3).flatten(0, 2)                                           # (pp dp tp, cp)
     return groups_of(lines.unflatten(1, (-1, inside)))

@@ -333,7 +333,7 @@ def test_fsdp_computes_with_the_shards_and_is_not_read_or_moved():
 def test_the_norm_takes_its_groups_from_the_parameters():
     """Cut by tensor parallelism, then by ZeRO; by all ranks, and by some of them."""
     mesh = parallel.make_mesh("cpu", dp=2, tp=2)
-    dp, tp = (mesh[axis].get_group() for axis in ("dp", "tp"))
+    dp, tp = (mesh.get_group(axis) for axis in ("dp", "tp"))
     net, cut, fully = (model.GPT(SMALL).double() for _ in range(3))
     sharded = own("FSDP")(parallel.tensor_parallel(fully, tp), dp)
     optimizer = own("ShardedOptimizer")(parallel.tensor_parallel(cut, tp).named_parameters(), torch.optim.SGD, dp, lr=1)
@@ -356,7 +356,7 @@ def test_the_norm_takes_its_groups_from_the_parameters():
 def test_states_are_whole_where_tensor_parallelism_has_cut_before():
     """FSDP's weights, there and back, and ZeRO-1's moments."""
     mesh = parallel.make_mesh("cpu", dp=2, tp=2)
-    dp, tp = (mesh[axis].get_group() for axis in ("dp", "tp"))
+    dp, tp = (mesh.get_group(axis) for axis in ("dp", "tp"))
     one = model.GPT(SMALL).state_dict()
     wrapped = own("FSDP")(parallel.tensor_parallel(model.GPT(SMALL), tp), dp)
     for factor in 1, 2:
