@@ -6,6 +6,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -40,13 +41,13 @@ from further.sampling import CachedGPT
 from lessons.eight_bits import few_rows, in_int8
 from lessons.four_bits import few_rows_of_four, from_int4, in_int4
 from lessons.sampling import BITS, FewBits, weights_read, with_bits
-from tests.collectives import nodes_of
 from tests.kernels import GPUS, KERNEL_DEVICE
+from tests.links import nodes_of
 from tests.pool import close, DEVICES, is_plain, on_cpus, on_ranks, parametrize
 from tests.runs import output_of, parse, printed_by, ran
 from theory.speed import MACHINES, Machine
 from theory.traffic import HALVES
-from train import config_of, processes_of
+from train import config_of
 
 
 # ------------------------------------------------------------------------------------------------------------ benchmark
@@ -159,7 +160,8 @@ def test_every_strategy_sends_what_the_table_says(size):
     Step 0 would measure memory. A case with --dispatch node has nodes of half the ranks."""
     editions = {Full: "--dp . --zero|--sp", parallel.Lecture: "--dp .( --zero .)?( --[mbd][^ ]* [^ ]*)*$"}
     for case, edition in itertools.product(TRAFFIC.strip().splitlines(), editions if is_plain() else [None]):
-        if processes_of(settings_of(case), 1) != size or edition and not re.search(editions[edition], case):
+        ranks = math.prod(map(int, re.findall(r"--[dtpc]p (\d)", case)))
+        if ranks != size or edition and not re.search(editions[edition], case):
             continue
         with doubling_up_to(2000), nodes_of(size // 2) if "node" in case else contextlib.nullcontext():
             trainer = trainer_of(case, edition)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 import collectives as dist
 from further.letters import tensors_in
-from tests.links import carried, nodes_of, NO_DOUBLING, served_by  # noqa: F401
+from tests.links import carried, NO_DOUBLING, replaced, served_by, SMALL
 from tests.pool import is_plain, needs_kernels, on_both, on_plain, on_ranks, parametrize
 
 
@@ -400,8 +400,9 @@ def test_between_nodes_every_rank_sends_its_share(node, rank, size):
         assert log.bytes == 2 * (size - 1) * k // size and log.outside == last * log.bytes
 
 
-@parametrize("size, elements", [(2, 12), (4, BIG)])
+@parametrize("size, elements", [(2, 12), (4, LARGE)])
 @on_ranks()
+@replaced({"DOUBLING_BYTES": SMALL["DOUBLING_BYTES"]})
 def test_calls_that_come_again_see_new_values(elements, rank, size):
     """On the same memory, of trees with other roots in between. Each sends the same bytes. (GPUs replay the third.)"""
     for name in *TREES, *NTHS, "all_reduce":

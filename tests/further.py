@@ -24,9 +24,8 @@ from tests import gluon
 from tests.kernels import KERNEL_DEVICE, plain_gelu, random, triton_kernels  # noqa: F401
 from lessons.bench.timing import patched
 from lessons.blind import intercepted
-from tests.collectives import nodes_of
 from tests.layouts import SMALL, case_of, differences_in, small_gpt, tokens_of
-from tests.links import DirectGlooLink, served_by
+from tests.links import DirectGlooLink, nodes_of, served_by
 from tests.pool import close, needs_kernels, on_cpus, on_ranks, parametrize
 
 

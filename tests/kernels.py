@@ -22,9 +22,11 @@ import fast.llama
 import further.experts
 import further.rms_norm
 import kernels
+import lessons.demos
 import model
 from further.letters import tensors_in
 from tests.pool import close, GPUS, HERE, parametrize, table
+from tests.runs import output_of
 from fast import edition
 from fast.adamw import AdamW
 from fast.exchange import AllToAll, sum_rows
@@ -564,13 +566,13 @@ def test_groups_do_not_touch_each_other(either_way):
     assert all(map(torch.equal, *results))
 
 
-def test_a_kernel_compiles_for_a_gpu_that_is_not_there():
+def test_a_kernel_compiles_for_a_gpu_that_is_not_there(capsys):
     """Neighbours are loaded four at a time, every second number alone; products are those of the tensor cores."""
     if not kernels.HAVE_TRITON:
         pytest.skip("no Triton")
-    command = [sys.executable, "-m", "lessons", "compile"]
     compiler = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, env=compiler, cwd=HERE, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-m", "lessons", "compile"], env=compiler, cwd=HERE, capture_output=True,
+                          text=True, timeout=300)
     rows = dict(re.findall(r"^(.*?)  +(\d.*)", done.stdout, re.MULTILINE))
     assert "2 ld.global.v4.b32, " in rows["copy, stride 1"] and "8 ld.global.b32, " in rows["copy, stride 2"]
     products = [re.search(r" (\d+) wgmma\S*m64n128k(\d+)\.f32\.(\w+)", rows[f"product, {kind}"])
@@ -581,6 +583,6 @@ def test_a_kernel_compiles_for_a_gpu_that_is_not_there():
     # Two warpgroups share 128 rows, and a round has k = 32. Of float32 three products make one.
     assert [tuple(found.groups()) for found in products] == [("2", "16", "bf16"), ("12", "8", "tf32")]
     assert occupancy(128, 0, 4) == 16 and occupancy(129, 0, 4) == 12 and occupancy(32, 100 << 10, 8) == 16
-    refused = subprocess.run(command, env=compiler | {"TRITON_INTERPRET": "1"}, cwd=HERE, capture_output=True,
-                             text=True)
-    assert refused.returncode == 2 and "env -u TRITON_INTERPRET python -m lessons compile" in refused.stderr
+    with patch.object(kernels, "INTERPRETED", True), pytest.raises(SystemExit, match="2"):
+        output_of(lessons.demos.main, "compile")
+    assert "env -u TRITON_INTERPRET python -m lessons compile" in capsys.readouterr().err

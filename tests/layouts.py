@@ -36,7 +36,7 @@ import kernels
 import model
 import parallel
 import train
-from tests.collectives import nodes_of
+from tests.links import nodes_of
 from tests.pool import (
     BOTH, close, DEVICES, edition_here, in_new_process, needs_kernels, on_both, on_cpus_both, on_ranks, parametrize,
     table)
