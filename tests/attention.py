@@ -140,23 +140,18 @@ def test_dq_is_added_up_in_a_fixed_order_where_asked(text):
     (1024, 1024, True, range(2, 10), 200, 64), (128, 128, True, [2], 7, 3), (2**14, 2**14, True, range(2, 130), 16, 4),
     (256, 512, True, [4, 5], 6, 3), (256, 512, False, [5, 5], 6, 3)])
 def test_specialized_tiles_are_handed_out_once(Tq, Tk, is_causal, costs, heads, together):
-    """Every tile once, and no program has more than a longest tile above the mean. A tile costs the blocks of keys that
-    it sees, and one more."""
+    """Group of heads after group of heads, the longest first, each to the program that has least to do. A tile costs
+    the blocks of keys that it sees, and one more."""
     blocks, programs = len(costs), min(132, len(costs) * heads)
     tiles = hopper.specialized_tiles(Tq, Tk, is_causal, heads, together, programs, "cpu")
     rows = [row[1:1 + row[0]] for row in tiles.tolist()]
-    assert len(rows) == programs and sorted(sum(rows, [])) == list(range(blocks * heads))
-    loads = [sum(costs[tile % blocks] for tile in row) for row in rows]
-    assert max(loads) - sum(loads) / programs <= max(costs)
-    given, spent = [[] for _ in rows], [0] * programs
+    given, spent = [[] for _ in range(programs)], [0] * programs
     for first in range(0, heads, together):
         longest = sorted(range(blocks), key=lambda i: -costs[i])
         for i, head in itertools.product(longest, range(first, min(heads, first + together))):
-            given[least := spent.index(min(spent))].append(head * blocks + i)  # who has least to do gets the next tile
+            given[least := spent.index(min(spent))].append(head * blocks + i)
             spent[least] += costs[i]
     assert rows == given
-    for row in rows:  # group of heads after group of heads
-        assert (groups := [tile // blocks // together for tile in row]) == sorted(groups)
 
 
 @parametrize("rows", [slice(None), slice(128, None)], ids=["causal", "some queries, all keys"])

@@ -1,7 +1,6 @@
 """Memory is what the tables predict; 16-bit gradients; overflow."""
 
 import gc
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 

@@ -106,10 +106,6 @@ def processes(parent=None):
     return found
 
 
-# Whatever this machine's name resolves to.
-TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"
-
-
 # -------------------------------------------------------------------------------------------------- checkpoints, faults
 #
 # Here processes die, so they are not the pool's: `Ranks` runs train.py in new ones, started as torchrun would but in a
