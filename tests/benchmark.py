@@ -338,7 +338,6 @@ def test_strategies_of_pytorch_take_the_worlds_group():
     assert drawn[0] == drawn[1]
     for name, flags in ("zero3", "--dp 2 --zero 3"), ("tp", "--tp 2"):
         peers.PEERS[name](config, parse(flags.split()), device, x, x, False)[0]()
-    kernels.use("auto")
     with patch.object(torch.cuda, "is_available", lambda: True):
         assert peers.world_mesh(device).get_group() is torch_dist.group.WORLD
     assert [*torch_dist.distributed_c10d._world.pg_map] == [torch_dist.group.WORLD]

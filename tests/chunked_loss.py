@@ -64,7 +64,6 @@ def test_a_chunked_loss_is_that_of_all_rows_to_the_bit(dtype):
             assert all((loss - losses[0]).abs() <= off * losses[0] for loss in losses)
             for net in (whole, *others) if whole.optimizer else ():
                 net.zero_grad()
-    kernels.use("auto")
 
 
 def test_a_chunk_leaves_its_rows_of_dx_alone():

@@ -618,7 +618,6 @@ def test_weights_are_gathered_beside_the_updates_after_them(stage):
             opt.step()
         after.append(torch.cat([p.detach().float().flatten() for p in net.parameters()]))
     assert not opt.gathering and close(*after, 1e-2)
-    kernels.use("auto")
     dist.broadcast(first := after[1].clone(), 0)
     assert after[1].equal(first)
     buckets, alone = len(opt.buckets), weakref.ref(opt)

@@ -77,7 +77,7 @@ def write_folder(folder, kind, **change):
 
 
 def numbers_of_transformers(folder):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = pytest.importorskip("transformers")
     net = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     return numbers_of(net, lambda output: output.logits)
 
@@ -93,7 +93,7 @@ def test_a_deepseek_is_transformers_deepseek(tmp_path, kind):
 @parametrize("kind", KINDS)
 def test_transformers_reads_our_deepseek(tmp_path, kind):
     """A folder that came, and one of a model that came from none. (A router in float32 rounds as its CPU does.)"""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = pytest.importorskip("transformers")
     write_folder(tmp_path, kind)
     assert close(numbers_of_transformers(tmp_path), [*map(float, NUMBERS[kind].split())], 1e-7)
     net = load(tmp_path)

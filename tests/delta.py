@@ -44,7 +44,7 @@ def numbers_of(net, logits):
 
 
 def numbers_of_transformers():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3NextConfig(
         **SIZES, head_dim=8, num_experts=0, use_cache=False, tie_word_embeddings=False,
         layer_types=2 * ["linear_attention"], linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=8,

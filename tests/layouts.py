@@ -360,7 +360,6 @@ def in_layout(edition, *args, without=None, node=None, choice="auto", forced=Non
             broken = BREAKS[without]() if without in BREAKS else without_collective(without, edition)
             around.enter_context(broken)
         around.enter_context(patch.dict(further.schedules.SCHEDULES, {"in-turns": in_turns}))
-        around.callback(kernels.use, "auto")
         kernels.use(choice)
         return train_steps(edition, *args, **options)
 

@@ -92,7 +92,7 @@ def numbers_of(net, logits):
 
 
 def numbers_of_transformers(kind, exact):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = pytest.importorskip("transformers")
     rest = {key: value for key, value in KINDS[kind].items() if key != "rope_theta"}
     theta, name = KINDS[kind]["rope_theta"], kind.capitalize()
     config = getattr(transformers, name + "Config")(**SIZES, **rest, rope_parameters={
@@ -239,7 +239,7 @@ def test_what_a_run_changes_in_config_json_is_named(tmp_path, monkeypatch):
 
 @parametrize("kind", KINDS)
 def test_transformers_reads_our_llama(tmp_path, kind):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = pytest.importorskip("transformers")
     for exact in True, False:
         assert close(numbers_of_transformers(kind, exact), [*map(float, NUMBERS[kind, exact].split())], 1e-9)
     write_folder(tmp_path, kind)

@@ -132,7 +132,6 @@ def test_memory_is_what_is_predicted(text, bound, flags):
     with torch.device("cpu"):
         trainer.step(0)
         measured, predicted = measured_bytes(trainer), predicted_bytes(trainer)
-    kernels.use("auto")
     bounds = dict.fromkeys(("parameters", "gradients", "optimizer"), (200, 0.02))  # bytes of padding
     bounds["activations"] = (0, bound) if bound < 1 else (bound, 0) if on_cpu else (0, 0.02)
     for kind, (some, part) in bounds.items():

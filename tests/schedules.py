@@ -147,7 +147,6 @@ def test_cut_layers_refuse_what_they_cannot_do():
                 loss = parallel.cross_entropy(z * 1, numbers, 10)
                 assert loss.isnan() and torch.autograd.grad(loss, z)[0].isnan().all()
                 assert net(numbers).isnan().all(2).tolist() == [[False, True]]
-    kernels.use("auto")
 
 
 @on_ranks(3)

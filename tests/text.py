@@ -193,7 +193,7 @@ def test_tokenizers_makes_the_same_later_tokens(vocab, tmp_path):
     file.write_text(other)
     with patch.dict(sys.modules, {"tokenizers": None}), pytest.raises(ValueError, match="pip install tokenizers"):
         open_tokenizer(tmp_path)
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    tokenizers = pytest.importorskip("tokenizers")
     texts = ["".join(LATER_PIECES).replace("|", ""), *(random_text(draw, 100) for _ in range(100))]
     for whole in other, some, later_json(vocab, 1, NFC), later_json(vocab, 3, None, ignore_merges=True):
         file.write_text(whole)
@@ -242,7 +242,7 @@ def test_any_text_comes_back(vocab):
 
 def test_transformers_makes_the_same_tokens(vocab, tmp_path):
     """A folder with a model beside the vocabulary, as a checkpoint is, does for it, too."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = pytest.importorskip("transformers")
     ours, theirs = Tokenizer(vocab), transformers.GPT2Tokenizer.from_pretrained(vocab)
     draw = random.Random(1)
     texts = [pieces.replace("|", "") for pieces in PIECES] + [text for text, _ in SPELLED]
