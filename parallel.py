@@ -171,13 +171,13 @@ def averaging_group(param, group):
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
 # Each stage below changes one thing of the one before: ZeRO1 what is stepped, ZeRO2 when gradients are sent, ZeRO3 when
-# weights exist. They take a tensor at a time, and wait for each collective.
-# further/ has the same stages for speed: buckets.py, flat.py, prefetch.py. Besides the table's bytes, stages 2 and 3
-# have one tensor's whole gradient, and stage 3 has one layer's weights and tied ones (longer where a schedule of
-# further/ splits a backward). Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# weights exist. They take a tensor at a time, and wait for each collective. further/ has the same stages for speed:
+# buckets.py, flat.py, prefetch.py. Besides the table's bytes, stages 2 and 3 hold one tensor's whole gradient at a
+# time. Stage 3 also holds one layer's weights, and those tied to them. (Where a schedule of further/ splits a backward,
+# they stay longer.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
 #
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them. Gradients are
-# added up in float32, too. bf16 has 8 significant bits, so 0.02 - 0.00001 would be 0.02.
+# added up in float32, too. bf16 has 8 significant bits, so in bf16 0.02 - 0.00001 is 0.02.
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
               "fp8": torch.bfloat16}  # of all but blocks' products, which fast/fp8.py has in 8 bits
@@ -196,17 +196,18 @@ class ZeRO0:
         optimizer.finish_grad_sync()        on all ranks
         optimizer.step(); optimizer.zero_grad()
 
-    params: parameters or parameter groups, named or not, alike on all ranks of the group. optimizer_class: of `inner`,
-    which steps self.stepped[param] in place of each parameter. compute_dtype: of the layers, if not the parameters'.
-    modules: whose layers ZeRO3 hangs hooks on; other stages need none.
+    params: parameters, (name, parameter) pairs or parameter groups, alike on all ranks of the group. optimizer_class:
+    the class of `inner`, the optimizer that steps self.stepped[param] in place of each parameter. compute_dtype: the
+    layers' dtype, if it is not the parameters'. modules: ZeRO3 hangs hooks on their layers; other stages need none.
     """
 
     def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
         self.group, self.compute_dtype = group_or_world(group), compute_dtype
-        param_groups = torch.optim.Optimizer(params, {}).param_groups  # PyTorch's reading: a list, groups, names
-        self.stepped = {param: self.make_stepped(param) for some in param_groups for param in some["params"]}
-        for some in param_groups:
-            some["params"] = [self.stepped[param] for param in some["params"]]
+        param_groups = torch.optim.Optimizer(params, {}).param_groups  # PyTorch reads a list, groups or names alike
+        params = [param for param_group in param_groups for param in param_group["params"]]
+        self.stepped = {param: self.make_stepped(param) for param in params}
+        for param_group in param_groups:
+            param_group["params"] = [self.stepped[param] for param in param_group["params"]]
         self.inner = optimizer_class(param_groups, **options)
 
     @property
@@ -250,7 +251,7 @@ class ZeRO0:
             self.refresh(param)
 
     def refresh(self, param):
-        """Let a parameter have the values that `inner` has stepped."""
+        """Copy what `inner` has stepped into the parameter."""
         if self.stepped[param] is not param:
             param.copy_(self.stepped[param])
 
@@ -260,15 +261,16 @@ class ZeRO0:
             param.grad = stepped.grad = None
 
     def kept(self, param):
-        """Where this rank keeps a parameter, for checkpoints: (what is stepped, the slice of it, the slice of the flat
-        parameter that it is)."""
+        """For checkpoints: (the stepped tensor, the slice of that tensor without padding, the slice of the flattened
+        parameter that those numbers are)."""
         return self.stepped[param], slice(None), slice(None)
 
 
 class ZeRO1(ZeRO0):
     """ZeRO-1: reduce-scatter each gradient, step this rank's shard of each tensor, all-gather the shards.
 
-    whole[param]: the tensor in N rows. The parameter is a view of them, so that an all-gather of shards changes it.
+    whole[param]: the tensor in N rows, as `in_rows` below makes them. The parameter is a view of these rows, so that an
+    all-gather of the shards changes the parameter.
     """
 
     def __init__(self, *args, **options):
@@ -283,7 +285,8 @@ class ZeRO1(ZeRO0):
         mine = self.whole[param][dist.get_rank(group)]  # a view: to step the shard is to change the rows
         if dtype != master_dtype(dtype):
             mine = rows[dist.get_rank(group)].to(master_dtype(dtype), copy=True)
-        shard = placed(mine, param)  # a flat row, which no Cut made, and which does not look like a matrix
+        shard = placed(mine, param)
+        # The row is flat, so its shape no longer says whether it has weight decay, and no Cut made it.
         shard.placement = replace(placement, sharded_over=placement.sharded_over + (group,), cuts=(), whole=None,
                                   decays=is_matrix(param))
         self.show(param)
@@ -291,7 +294,7 @@ class ZeRO1(ZeRO0):
         return shard
 
     def show(self, param):
-        """Let the parameter's numbers be those of its rows."""
+        """Make the parameter a view of its rows, without their padding."""
         param.data = self.whole[param].view(-1)[:param.numel()].view(param.shape)
 
     def average(self, param):
@@ -344,16 +347,16 @@ class ZeRO3(ZeRO2):
         average         0 bytes                NaN       None; the shard's .grad has grown
 
     Forward saves a view of `whole[param]` for backward. `free` empties the storage below the view. `gather` fills the
-    same storage again, so backward reads the right numbers. (Autograd sees no change: `.data =` keeps the parameter's
-    version counter, and the gather writes under `whole`'s.) Meanwhile .data is NaN, so that nobody computes with memory
-    that is not there. A layer makes dX together with dW, so when dW is there, W may go; a tied weight goes when its
-    last layer's dW is there, because autograd adds up both uses and then calls the hook once. Vectors (biases and
-    norms, a thousandth of GPT-2's K) stay whole.
+    same storage again, so backward reads the right numbers. (Autograd refuses a saved tensor whose version counter has
+    risen. `.data =` keeps the parameter's counter, and the gather raises that of `whole` alone.) Meanwhile .data is
+    NaN, so that nobody computes with memory that is not there. A layer makes dX together with dW, so when dW is there,
+    W may go. A tied weight goes when the dW of both layers is there: autograd adds them up, then calls the hook once.
+    Vectors (biases and norms, a thousandth of GPT-2's K) stay whole.
 
-    `checkpoint` runs a layer's forward again within its backward: in_backward says which matrices must stay then.
-    (Without it a matrix goes as soon as its dW is there, and `free` could do without its `if`.) A frozen matrix has no
-    dW, so it stays whole until zero_grad. A matrix must be used in its own layer's forward alone.
-    (nn.MultiheadAttention uses its out_proj's.)
+    Recomputation (PyTorch's `checkpoint`) runs a layer's forward again within its backward. in_backward says which
+    matrices must stay then. (Without recomputation `free` needs no `if`.) A frozen matrix has no dW, so it stays whole
+    until zero_grad. A matrix must be used in its own layer's forward alone. (nn.MultiheadAttention uses the matrix of
+    its out_proj.)
     """
 
     def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
@@ -369,7 +372,7 @@ class ZeRO3(ZeRO2):
                 if not isinstance(layer, EMBEDDINGS):  # nn.Embedding and the cut one: their backward needs tokens alone
                     layer.register_full_backward_pre_hook(partial(self.begin_backward, matrices))
 
-    # *_: the layer and more, which PyTorch's hooks pass.
+    # *_ takes the layer and the tensors that PyTorch gives to each hook.
 
     def gather(self, matrices, *_):
         for param in matrices:

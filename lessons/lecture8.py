@@ -2,7 +2,7 @@
 
     python -m lessons lecture8 --ranks 2
 
-CS336 lecture 8. The files of the reading path say how each of them is then made fast.
+CS336 lecture 8. The files of the reading path make each of these strategies fast.
 """
 
 import torch
@@ -20,7 +20,7 @@ def mlp(x, params, after=lambda y: y):
 
 
 def data_parallel(x, params):
-    """Each rank its part of the batch; after backward an all-reduce a parameter. Returns this rank's loss."""
+    """Each rank takes its part of the batch. After backward, one all-reduce a parameter. Returns this rank's loss."""
     loss = mlp(x.chunk(dist.get_world_size())[dist.get_rank()], params).square().mean()
     loss.backward()
     for param in params:
@@ -29,8 +29,9 @@ def data_parallel(x, params):
 
 
 def all_gather_tensor_parallel(x, params):
-    """Each rank its columns of each matrix; an all-gather after each. Its backward is a reduce-scatter (exercise 1):
-    each rank's columns have made a term of dX. It adds up N equal gradients, so the loss is divided by N."""
+    """Each rank has its columns of each matrix. Behind each matrix an all-gather makes Y whole. The all-gather's
+    backward is a reduce-scatter (exercise 1), because each rank's columns have made a term of dX. The last one adds up
+    N equal gradients, because every rank computes the same loss. So the loss is divided by N."""
     loss = mlp(x, params, lambda y: gathered(y, None)).square().mean()
     (loss / dist.get_world_size()).backward()
     return loss.item()
@@ -70,7 +71,8 @@ def gpipe_step(stage, loss, x, y, like):
 
 
 def pipeline(x, params, micro_batches=4):
-    """Each rank its layers: receive, compute, send; backward is the same loop, from the last rank up (exercise 2)."""
+    """Each rank has its layers: receive, compute, send. Backward is the same loop, from the last rank up (exercise 2).
+    """
     x = x.chunk(micro_batches)
     gpipe_step(lambda h: mlp(h, params), lambda y, _: y.square().mean() / micro_batches, x, x, x[0])
 

@@ -30,7 +30,7 @@ def hidden_from(tokens, ratio, of_more):
 FOR_AND_AGAINST = """
         keeps               sends                              for                       against
 dp      all                 gradients, once a step             any links, any model      one GPU must hold it
-ZeRO-3  K/N                 half as much again                 large models              hides under many tokens alone
+ZeRO-3  K/N                 half as much again                 large models              hides only under many tokens
 tp      K/N, less of T C    in every layer, and waits          wide models, no bubble    fast links: a node's 8 GPUs
 pp      L/N layers          BTC between two ranks              deep models, slow links   idles (p-1)/(m+p-1); much code
 """
@@ -46,8 +46,8 @@ def demo_overlap(model, ranks, tokens, machine):
     some, more = (ratios(config, t, n, rates) for t in (tokens, 4 * tokens))
     print(f"{model}, {n} ranks, {tokens:,} tokens on each, 16-bit weights, float32 gradients. {rates.name}: F = "
           f"{rates.matmul / 1e12:.0f} TFLOP/s of products,\nW = {rates.link / 1e9:.0f} GB/s in a node, "
-          f"{rates.network / 1e9:.0f} between nodes (an estimate).\nBytes and FLOPs of a block, of pp a stage: "
-          f"traffic's time over the products', which can hide it up to 1.\n\n"
+          f"{rates.network / 1e9:.0f} between nodes (an estimate).\nBytes and FLOPs are a block's, for pp a stage's. "
+          f"A ratio is the traffic's time over the products' time. Up to 1\nthe products can hide the traffic.\n\n"
           f"{'':38}{f'{tokens:,} tokens':>21}{f'{4 * tokens:,} tokens':>21}{'<= 1 from tokens':>21}"
           f"{'as printed in':>15}\n"
           f"{'':20}{'MB sent':>9}{'GFLOPs':>9}" + 3 * f"{'in a node':>11}{'between':>10}" + f"{'the playbook':>15}")
@@ -63,7 +63,7 @@ def demo_overlap(model, ranks, tokens, machine):
     received, block = overlaps(config, tokens, n)["pp"][0], sum(matrices(config))
     print(f"cp, ring: hidden from {near:,.0f} tokens of a rank on, between nodes {far:,.0f} (`ring_hides`)\n\n"
           "The playbook's bandwidth counts elements, and K stays in its data-parallel ratio, where it cancels.\n"
-          "tp: in forward the next product waits for a sum. Backward's could hide under dW: in fast/ they do.\n"
+          "tp: in forward the next product waits for a sum. Backward's sums can hide under dW; in fast/ they do.\n"
           f"dp: a bucket of 25 MB takes {25e9 * 2 * (n - 1) / n / rates.link:.2f} ms in a node (2(N-1)/N bucket / W), "
           f"a block's backward {1e3 * 4 * block * tokens / rates.matmul:.2f} (4 tokens K / F).\n"
           f"pp's row is BTC: what a stage waits for in forward, {received / 1e6:.1f} MB. A stage sends BTC forward and "
