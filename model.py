@@ -8,7 +8,7 @@ makes the layers, so that a subclass of the config can make others. Parameters c
 
 Letters: K parameters (N is for ranks), B sequences, T tokens each, C embedding width, H heads, D = C/H width of a head,
 V vocabulary, L layers.
-Read with: CS336 lecture 1-3 for the model; Ultra-Scale Playbook "counting parameters and FLOPs" for the formulas.
+Read with: CS336 lectures 1 to 3 for the model; Ultra-Scale Playbook "counting parameters and FLOPs" for the formulas.
 """
 
 import functools
@@ -87,8 +87,8 @@ class GPTConfig:
     def flops_per_token(self):
         """FLOPs to train on one token: 6 (K - T C) + 12 L C T. Backward takes twice what forward takes.
 
-        6 a parameter that is multiplied: position embeddings (T C) are only added, an embedding that is no head as
-        well is only read. 12 L C T is Q K^T and P V, in full though a causal kernel skips half, as others count, too.
+        6 a parameter that is multiplied: position embeddings (T C) are only added, and an untied token embedding is
+        only read. 12 L C T is Q K^T and P V. They count in full, as elsewhere, though a causal kernel skips half.
         PaLM (2022), appendix B.
         """
         read = ["wpe.weight"] if self.tied else ["wpe.weight", "wte.weight"]
@@ -113,7 +113,7 @@ class GPTConfig:
         return ACTIVATIONS[self.activation]
 
     def mlp(self, block):
-        """Its MLP."""
+        """The MLP of block number `block`."""
         return MLP(self)
 
     def stacked(self, name):
@@ -135,7 +135,7 @@ PRESETS = {
 
 class Linear(nn.Linear):
     def reset_parameters(self):
-        if not self.weight.is_meta:  # there PyTorch draws nothing, slowly: two thirds of a model's making
+        if not self.weight.is_meta:  # PyTorch would draw nothing there, slowly: two thirds of the time to make a model
             super().reset_parameters()
 
     def forward(self, x):
@@ -155,7 +155,7 @@ class Attention(nn.Module):
     """Causal self-attention. The number of heads is read off the activations, so it runs a slice of them, too."""
 
     @staticmethod
-    def attention(qkv, **beside):  # --cp puts another in its place, which sees other ranks' keys, too; so does a cache
+    def attention(qkv, **beside):  # replaced with --cp, to see other ranks' keys, and by a cache, to see earlier ones
         return kernels.attention(qkv, **beside)
 
     def __init__(self, config):

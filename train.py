@@ -76,8 +76,8 @@ class Layout:
     tp: int = flag(1, "ranks each layer is cut over")
     sp: bool = flag(False, "sequence parallelism: tp cuts the tokens too, between the layers that it cuts")
     cp: int = flag(1, "context parallelism: ranks each sequence is cut over")
-    cp_kind: str = flag("ring", "keys and values go round, tokens are traded for heads, or these inside a node and "
-                                "those between", choices=["ring", "ulysses", "ulysses+ring"])
+    cp_kind: str = flag("ring", "ring: keys and values go round; ulysses: tokens are traded for heads; ulysses+ring: "
+                                "heads inside a node, rings between", choices=["ring", "ulysses", "ulysses+ring"])
     ep: int = flag(1, "ranks of dp that share out the experts")
     dispatch: str = flag("expert", "tokens travel as a row for each expert, or once to each node",
                          choices=["expert", "node"])
@@ -121,14 +121,14 @@ class Flags(Layout):
     vocab_size: int = flag(None, "vocabulary, instead of the preset's")
     activation: str = flag(None, "of the MLP, instead of the preset's", choices=list(ACTIVATIONS))
     latent: int = flag(None, "numbers of a Llama's latent attention from which a token's keys and values are made")
-    delta_every: int = flag(None, "of how many blocks of a Llama the last has attention; the others have a gated delta "
+    delta_every: int = flag(None, "n, where every n-th block of a Llama has attention, and the others a gated delta "
                                   "rule, linear attention; 0: all have attention (0)")
     experts: int = flag(None, "MLPs that a block's router has to choose from, instead of the preset's one")
     top_k: int = flag(None, "experts that a token goes through (2)")
-    expert_every: int = flag(None, "of how many blocks the last has experts (1)")
-    shared_experts: int = flag(None, "of a block with experts, those that every token goes through besides (0)")
+    expert_every: int = flag(None, "n, where every n-th block has experts (1)")
+    shared_experts: int = flag(None, "further experts of such a block, which every token goes through (0)")
     expert_groups: int = flag(None, "groups of neighbouring experts (1)")
-    top_groups: int = flag(None, "of these groups, those in which a token's experts lie (1)")
+    top_groups: int = flag(None, "groups in which one token's experts lie (1)")
     balance_rate: float = flag(1e-3, "what a step adds to an expert's bias, or takes from it, to even out the load")
     steps: int = flag(450, "optimizer steps")
     batch_size: int = flag(16, "sequences a step, over all ranks")
@@ -307,7 +307,8 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
         # remembers its `cuts`, so that `cut_like` can cut its values likewise in step 4.
         cut_layers(model, layout, groups, edition)
         mark_stage(model, len(stage_to_rank), groups)
-        # 3. What is not kept from forward to backward. ZeRO-3's hooks go around it, so that it finds whole weights.
+        # 3. What is not kept from forward to backward. ZeRO-3's hooks come later, so they go around a forward that
+        # backward runs again, and its weights are whole.
         keep_less(model, layout)
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         if layout.zero == 3 and edition.sharded:
@@ -332,8 +333,8 @@ def keep_less(model, layout):
 
 
 def stage_to_rank_of(config, layout):
-    """Where the schedule's lists run each stage, {stage: rank}, for any number of micro-batches the same. ValueError if
-    the model cannot be cut into these stages."""
+    """{stage: rank}: which rank runs each stage of the schedule. The number of micro-batches does not change it.
+    ValueError if the model cannot be cut into these stages."""
     p = layout.pp
     v = layout.virtual_stages
     pieces = config.n_layer + 2
@@ -375,7 +376,7 @@ def make_groups(mesh, layout, stage_to_rank, config):
 
 
 def cut_layers(model, layout, groups, edition):
-    """Over cp, ep and tp, in place."""
+    """Cut a model's layers over cp, ep and tp, in place."""
     if layout.cp > 1:
         from further.context import context_parallel
         context_parallel(model, groups, **edition.context)
@@ -585,7 +586,7 @@ class ParallelGPT:
             from further.context import cut_tokens
             x, y = (cut_tokens(tokens, self.groups) for tokens in (x, y))
         weight = self.weight_of_a_target(y)
-        beside = [{"starts": those} for those in starts] if starts else [{} for _ in y]
+        beside = [{"starts": rows} for rows in starts] if starts else [{} for _ in y]
         if self.layout.loss_chunk:
             beside = [more | {"targets": targets} for more, targets in zip(beside, y)]
         losses = self.pipeline.run(actions, x, y, scale * weight, sync, beside)
@@ -612,7 +613,7 @@ class ParallelGPT:
         return replicas / count.clamp(min=1).to(parallel.master_dtype(self.layout.dtype))
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
-        """As parallel's, over the whole model. (Of islands each has a norm of its own.)"""
+        """parallel.clip_grad_norm_, over the whole model. (Each of several islands has a norm of its own.)"""
         return self.edition.clip_grad_norm_(self.optimizer, max_norm, [self.groups.island], scale)
 
     def module(self, stage):
@@ -647,7 +648,7 @@ class Trainer:
         self.device = device
         self.train_data, self.held_out, self.vocabulary = data
         on_cpu = "gloo" if self.device.type == "cuda" else None
-        self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`; on the CPU, where Python reads it
+        self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`, whose numbers the CPU reads
         source = source or (lambda name: initial_weight(config, name, s.seed))
         optimizer = partial(self.optimizer_class(), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
         self.net = parallelize(config, layout_of(s), device, source, optimizer, edition)

@@ -109,7 +109,7 @@ class ExpertsConfig(GPTConfig):
     """Sizes of a GPT of which some blocks have experts."""
     experts: int = 4           # E: MLPs that a block has to choose from
     top_k: int = 2             # k: experts that a token goes through
-    expert_every: int = 1      # of how many blocks the last has experts
+    expert_every: int = 1      # every n-th block has experts
     shared_experts: int = 0    # that every token goes through besides
     expert_groups: int = 1     # of neighbouring experts
     top_groups: int = 1        # in how many of them a token's experts lie

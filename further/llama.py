@@ -120,7 +120,7 @@ class LlamaConfig(GPTConfig):
     rope_theta: float = 10000.0  # of rotary positions: the slowest pair turns once in about 2 pi theta tokens
     qk_norm: bool = False        # a norm of each head's query and key, Qwen 3's
     qkv_bias: bool = False       # Qwen 2's
-    delta_every: int = 0         # of how many blocks the last has attention; the others have further/delta.py's. 0: all
+    delta_every: int = 0         # every n-th block has attention, the others have further/delta.py's; 0: all
     max_positions: int = 0       # that its weights were trained for, where seq_len is shorter; 0: seq_len
     arch = "llama"
     activations = ("silu",)
