@@ -160,7 +160,7 @@ def demo_memory(model, dp):
           "Gradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
           "float32 master. At stage 3 the master's shard, part of the optimizer here, is all that is kept of a\n"
           "matrix: 16-bit weights exist only while its layer computes.\n\n"
-          "activations that a block of GPT-3 keeps, bytes over BTC:  the lecture | here")
+          "activations that a block of GPT-3 keeps, in bytes / BTC:  the lecture | here")
     # The lecture's block keeps 34 + 5 heads T/C bytes for each of BTC elements, ours 32: model.py has no dropout, whose
     # masks take 2, and flash attention keeps statistics instead of the T x T scores.
     gpt3, t = GPTConfig(50257, 2048, 96, 96, 12288), 8
