@@ -270,7 +270,7 @@ def _layer_norm_backward(x_ptr, dy_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, 
 
 
 class LayerNorm(torch.autograd.Function):
-    """The norm of each row of x. Keeps x and two numbers a row."""
+    """Normalizes each row of x. Keeps x and two numbers a row."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
@@ -467,13 +467,13 @@ def first_key(STARTS, b, rows, Tq, Tk):
 
 @triton.jit
 def first_block(STARTS, first, BN: tl.constexpr):
-    """Where the first block of BN keys begins of which some row sees some."""
+    """The first key of the first block of BN keys in which any row sees a key."""
     return 0 if STARTS is None else tl.min(first, 0) // BN * BN
 
 
 @triton.jit
 def rows_end(STARTS, b, key, Tq, Tk):
-    """Behind the last row that sees this key or one before. A document's rows are neighbours."""
+    """One past the last row that sees this key or an earlier one. A document's rows are neighbours."""
     end = Tq
     if STARTS is not None:
         end = 0
@@ -737,7 +737,7 @@ def library_attention(q, k, v, is_causal, starts=None):
 # not its result. If something else saved z, or backward runs twice, autograd sees the raised version number and says
 # so.
 
-IGNORED = -1  # what the kernels know a target by that does not count
+IGNORED = -1  # marks a target that does not count, for the kernels
 
 
 def that_count(targets):

@@ -879,7 +879,7 @@ class Pipeline:
     stages: {stage: module} of this rank. stage_to_rank: {stage: rank} of all. loss(output, target): the last stage's.
     Activations and their gradients are sent as (B, T / cut, width), in dtype.
     """
-    around = nullcontext  # for those who watch: around(action) holds an action, around(None) a wait inside of one
+    around = nullcontext  # a profiler's: around(action) goes around an action, around(None) around a wait in an action
 
     def __init__(self, stages, stage_to_rank, mesh, loss, dtype, width, device, cut=1):
         self.stages = stages
@@ -1092,13 +1092,20 @@ def clip_grad_norm_(parameters, max_norm, groups=None, scale=1.0):
 # -------------------------------------------------------------------------------------------------------------- edition
 
 class Lecture:
-    """What train.parallelize makes a GPT in a layout of, as the lecture has it. A subclass changes some.
+    """The lecture's edition: the classes and functions that train.parallelize makes a GPT of. A subclass is another
+    edition.
 
-    zero: the class of each ZeRO stage. sharded: wraps a stage's module at ZeRO-3 before it has weights, so that it
-    is never whole on a rank (further/prefetch.py); None: it is whole once, while the model is built. muon: the highest
-    ZeRO stage with --optimizer muon, which needs whole matrices. pipeline: runs gpipe and 1f1b. halved: runs all
-    schedules; None: further/schedules.py's. tensor: f and g of tensor parallelism. sequence: those of sequence
-    parallelism; None: further/sequence.py's. context, experts: options of context_parallel and expert_parallel.
+    zero              the optimizer's class for each ZeRO stage
+    sharded           wraps a stage's module at ZeRO-3 before it has weights, so that the stage is never whole on a rank
+                      (further/prefetch.py); None: a stage is whole once, while the model is built
+    muon              the highest ZeRO stage with --optimizer muon, which needs whole matrices
+    columns           the layers that tensor parallelism cuts by columns
+    tensor            f and g of tensor parallelism
+    sequence          f and g of sequence parallelism; None: further/sequence.py's
+    pieces_of         cuts the model into stages
+    pipeline          runs gpipe and 1f1b
+    halved            runs all other schedules; None: further/schedules.py's
+    context, experts  options of context_parallel and expert_parallel
     """
     zero = ZeRO0, ZeRO1, ZeRO2, ZeRO3
     sharded = None

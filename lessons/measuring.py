@@ -81,7 +81,8 @@ def tiny_trainer(**flags):
 def memory_table():
     """Bytes of a rank, by ZeRO's stage, then by what is recomputed."""
     n = dist.get_world_size()
-    say(f"\n{n} ranks, batch {2 * n}: a rank's bytes, measured (predicted)")
+    say(f"\n{n} ranks, batch {2 * n}: a rank's bytes, measured after a step (predicted for its peak). Stage 1's whole "
+        "gradients are gone\nafter the step")
     recomputed = [{"recompute": part} for part in ("norms", "mlp", "attention", "block")]
     for flags in [{"zero": zero} for zero in range(4)] + recomputed:
         trainer = tiny_trainer(**flags)
