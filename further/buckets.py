@@ -1,7 +1,8 @@
-"""Data parallelism with few messages, under backward: what if a step waits for each small all-reduce?
+"""Data parallelism with few messages, which are sent while backward computes.
 
 Parameters whose gradients travel together are a bucket. Its message is sent when backward has computed the last of its
-gradients, and backward goes on meanwhile. `BucketDDP` is parallel.average_gradients done so, over any module.
+gradients, and backward goes on meanwhile. So few collectives pay their latency, and computation hides them.
+`BucketDDP` is parallel.average_gradients in buckets, over any module.
 
     python -m lessons data --ranks 4
 """
@@ -24,7 +25,7 @@ class Bucket:
         params     W (2, 3)             b (2)   V (2, 2)
         message    0  1  2  3  4  5     6  7    8  9 10 11       `view(message, W)` is the first six, as (2, 3)
 
-    Gradients of several micro-batches accumulate in .grad. When it is sent, `take_message` lays them side by side.
+    Gradients of several micro-batches accumulate in .grad. `take_message` lays them side by side to send the bucket.
     """
 
     def __init__(self, params, group):
@@ -47,7 +48,7 @@ class Bucket:
         message = self.begin_message()
         for param in self.params:
             if param.grad is not None and param.requires_grad:
-                self.view(message, param).add_(param.grad)  # a FlatBucket's message may hold sums before
+                self.view(message, param).add_(param.grad)  # a FlatBucket's message may hold a sum already
                 param.grad = None
         if self.placement.divide_by > 1:
             message /= self.placement.divide_by
@@ -74,9 +75,9 @@ def split_into_grads(bucket, average):
 
 
 def make_buckets(params, megabytes=None, same=lambda param: None):
-    """Lists of parameters, each of about `megabytes` (25, as PyTorch's; 100 on GPUs, whose links are faster and whose
-    latency is not shorter), in the order in which they fill up from the last layer back, because backward computes the
-    last gradients first. Those of a list have one dtype, device, placement and requires_grad, and the same value of
+    """Lists of parameters, one for each bucket, of about `megabytes` (25, as PyTorch's; 100 on GPUs, whose links are
+    faster and whose latency is not shorter). The last layer's list is first, because backward computes its gradients
+    first. The parameters of a list have one dtype, device, placement and requires_grad, and the same value of
     same(param). A tied embedding has a placement like no other, so it has a bucket of its own, and the stages of both
     its ends shard it alike."""
     limit = (megabytes or (100 if any(param.is_cuda for param in params) else 25)) * 2**20
@@ -132,7 +133,7 @@ class Reducer:
             self.mark_ready(self.bucket_of[param], param)
 
     def mark_ready(self, bucket, param):
-        """A bucket waits for one gradient less, and may be sent."""
+        """A bucket waits for one gradient less. Send all buckets that are now complete and next in order."""
         if param not in self.missing[bucket]:
             raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync(); "
                                "to drop a step, call zero_grad() of the model, or of the ShardedOptimizer")
@@ -246,7 +247,7 @@ def refuse_others(param, method):
 
 
 def call_when_computed(params, method):
-    """Let autograd call method(param) when a backward has added all it has to param.grad."""
+    """Let autograd call method(param) when a backward has added all of param's gradient to param.grad."""
     method = weakref.WeakMethod(method)  # or parameters and buckets would keep each other alive
 
     def call(param):

@@ -78,7 +78,7 @@ def refuse_new(module, known):
 def refuse_other_order(reducer, group):
     """RuntimeError on all ranks unless each has gathered and sent the same buckets in the same order since the last
     step: where a rank leaves out a layer, ZeRO-2 and 3 would average gradients of different parameters."""
-    order = [*reducer.left, *(f"bucket {reducer.buckets.index(bucket)}" for bucket in reducer.unsent())]
+    order = [*reducer.started, *(f"bucket {reducer.buckets.index(bucket)}" for bucket in reducer.unsent())]
     mine = [len(order), zlib.crc32(repr(order).encode())]
     for rank, of_rank in of_each_rank(mine, group):
         if of_rank != mine:

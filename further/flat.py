@@ -1,7 +1,7 @@
-"""ZeRO-1 and 2 with one message for many tensors: what if a shard is a part of a bucket, not of each tensor?
+"""ZeRO-1 and 2 with one message for many tensors: a shard is a part of a bucket, not of each tensor.
 
 The parameters of a bucket lie side by side, as views of one flat vector, so that one collective moves them all.
-`FlatOptimizer` is parallel.ZeRO1 or ZeRO2 done so. Masters of 16-bit weights are its shards.
+`FlatOptimizer` is parallel.ZeRO1 or ZeRO2 with such buckets. With 16-bit weights its shards are the masters.
 
     torchrun --nproc_per_node 2 train.py --form full --dp 2 --zero 1
 """
@@ -38,7 +38,7 @@ class FlatBucket(Bucket):
         self.dtype, self.device = params[0].dtype, torch.device(device or params[0].device)
         ranks, rank = (dist.get_world_size(self.group), dist.get_rank(self.group)) if sharded else (1, 0)
         self.share_out(ranks, rank)
-        values = self.zeros(self.dtype)  # as they come; in float32 `weights` is this tensor
+        values = self.zeros(self.dtype)  # in the parameters' own dtype; in float32 `weights` is this tensor
         if not params[0].is_meta:
             for p in params:
                 self.view(values, p).copy_(p.detach())
@@ -96,10 +96,11 @@ class FlatBucket(Bucket):
 
 
 def point_into(param, view):
-    """Let a parameter's numbers lie in this memory. It stays the same object, so nobody has to be told."""
+    """Let a parameter's numbers lie in this memory. Modules that hold the parameter notice nothing: it stays the same
+    object."""
     if not param.is_meta:
         param.data = view
-    else:  # .data of a tensor without memory takes none
+    else:  # a meta tensor's .data cannot be set to memory
         new = type(param)(view.data, param.requires_grad)
         new.__dict__.update(param.__dict__)
         torch.utils.swap_tensors(param, new)
@@ -116,9 +117,9 @@ def cast_masters(buckets):
 def reduce_scatter_bucket(bucket, in_place=False):
     """Start to average a bucket: each rank gets its shard. (N-1)/N x K elements sent.
 
-    The average gets a tensor of its own, so that the message can be freed. in_place (stage 1): it is a view of the
-    message, which stays until zero_grad, the table's 4K. Messages wait for `finish` there, all of them, so tensors of
-    their own would come on top.
+    The average gets a tensor of its own, so that the message can be freed. in_place (stage 1): the average is a view of
+    the message, which stays until zero_grad: the 4K of gradients in parallel.py's table. At stage 1 all messages wait
+    for `finish`, so tensors of their own would come on top.
     """
     message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
@@ -165,12 +166,12 @@ class EveryBackward(FlatReducer):
     """
 
     def __init__(self, *options):
-        self.left = []  # what was sent in this step, in words, for those who compare ranks (further/ddp.py)
+        self.started = []  # names of this step's collectives, by which further/ddp.py compares ranks
         super().__init__(*options)
 
     def begin_step(self):
         super().begin_step()
-        self.left.clear()
+        self.started.clear()
 
     def no_sync(self):
         return nullcontext()
@@ -185,12 +186,12 @@ class EveryBackward(FlatReducer):
         # be in memory: Python runs ahead, and freed memory is used again only when its stream is done with it.)
         while len(self.under_way) > 1:
             self.finish_oldest()
-        self.left.append(f"bucket {self.buckets.index(bucket)}")
+        self.started.append(f"bucket {self.buckets.index(bucket)}")
         super().start(bucket)
         self.missing[bucket] = set(bucket.params)  # for the next backward
 
     def unsent(self):
-        """Those of which a backward has computed some gradients, not all."""
+        """The buckets of which a backward has computed some gradients, not all."""
         return [bucket for bucket in self.buckets if bucket.holds_gradients()]
 
 
@@ -235,13 +236,13 @@ class FlatOptimizer(ShardAverager):
     every_backward = EveryBackward
 
     def __init__(self, params, optimizer_class, group=None, stage=1, bucket_mb=None, compute_dtype=None, **kwargs):
-        throwaway = optimizer_class(params, **kwargs)  # it knows what param_groups `params` make: of a list, one
+        throwaway = optimizer_class(params, **kwargs)  # made to read its param_groups: a plain list is one group
         param_groups = throwaway.param_groups
         param_group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # by number
         self.group, self.stage = group_or_world(group), stage
         new_bucket = getattr(throwaway, "new_bucket", self.bucket_class)
-        buckets = [new_bucket(some, self.group, stage > 0, compute_dtype)
-                   for some in make_buckets([*param_group_of], bucket_mb, param_group_of.get)]
+        buckets = [new_bucket(bucket_params, self.group, stage > 0, compute_dtype)
+                   for bucket_params in make_buckets([*param_group_of], bucket_mb, param_group_of.get)]
         self.shards = [bucket.shard for bucket in buckets]
         for i, g in enumerate(param_groups):
             g.pop("param_names", None)  # shards have none

@@ -77,7 +77,7 @@ class FSDP(FlatFSDP):
         self.compute_dtype, self.agrees = compute_dtype, grad_scaler
         self.prefetcher.expect = self.expect
         for i, flat in enumerate(self.flats):
-            flat.note_gather = partial(self.reducers[0].left.append, f"gather {i}")
+            flat.note_gather = partial(self.reducers[0].started.append, f"gather {i}")
         self.memory = {}  # parameter -> what of it lies in the shard
         self.parts = {}   # parameter -> that as a Parameter
         for p, bucket in self.bucket_of.items():

@@ -12,9 +12,10 @@ from parallel import Lecture
 
 
 class FSDPOptimizer(ShardAverager):
-    """ZeRO-3's optimizer, as parallel.ZeRO3: it steps the shards of FlatFSDPs, one for each stage of this rank.
+    """ZeRO-3's optimizer, with parallel.ZeRO3's methods: it steps the shards of FlatFSDPs, one for each stage of this
+    rank.
 
-    params: the shards, as parameter groups. optimizer_class: of `inner`, which steps them.
+    params: the shards, as parameter groups. optimizer_class: the class of `inner`, which steps them.
     """
 
     def __init__(self, params, optimizer_class, modules):

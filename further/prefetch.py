@@ -1,7 +1,7 @@
-"""ZeRO-3 with the next layer's weights under way: what if a layer waits for its own?
+"""ZeRO-3 that gathers the next layer's weights while one computes, so that no layer waits for its own.
 
 A unit's matrices are one flat parameter. While a unit computes, the next one's are gathered. `FlatFSDP` is
-parallel.ZeRO3 done so. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7.
+parallel.ZeRO3 with such units. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7.
 
     torchrun --nproc_per_node 2 train.py --form full --dp 2 --zero 3
 """
@@ -76,8 +76,8 @@ class FlatParameter(FlatBucket):
 
 
 def free_and_scatter(flat):
-    """What FSDP does when a unit's last gradient is there. A layer's backward makes dx together with dW, so that is
-    there, too, and the unit's weights are no longer needed."""
+    """What FSDP does when a unit's last gradient is there. A layer's backward makes dx together with dW. So dx is
+    there, too, and nothing needs the weights now."""
     flat.free()
     return reduce_scatter_bucket(flat)
 
@@ -227,10 +227,10 @@ class FlatFSDP(Averager, nn.Module):
         first_unit_of = {p: unit for unit, params in reversed(units) for p in params}  # a tied one lies with its first
         matrices = [p for p in module.parameters() if is_matrix(p)]
         vectors = [p for p in module.parameters() if not is_matrix(p)]
-        self.flats = [self.flat_class(some, self.group, True, compute_dtype, device)
-                      for some in make_buckets(matrices, math.inf, first_unit_of.get)]  # a whole unit each
-        self.vectors = [FlatBucket(some, self.group, False, compute_dtype, device)
-                        for some in make_buckets(vectors, math.inf)]
+        self.flats = [self.flat_class(unit_params, self.group, True, compute_dtype, device)
+                      for unit_params in make_buckets(matrices, math.inf, first_unit_of.get)]  # a whole unit each
+        self.vectors = [FlatBucket(bucket_params, self.group, False, compute_dtype, device)
+                        for bucket_params in make_buckets(vectors, math.inf)]
         self.reducers = [self.every_backward(self.flats, free_and_scatter, add_to_shard),
                          self.reducer_class(self.vectors, all_reduce_bucket, add_to_shard)]
         flats_of = {unit: list(dict.fromkeys(self.bucket_of[p] for p in params if is_matrix(p)))
@@ -252,7 +252,7 @@ class FlatFSDP(Averager, nn.Module):
             bucket.shard.grad = None
 
     def named_parameters(self, *args, **kwargs):
-        """What an optimizer steps: this rank's shards, of vectors all. (parameters() asks here.)"""
+        """What an optimizer steps: this rank's shards of matrices, and whole vectors. (parameters() asks here.)"""
         return ((f"shard.{i}", flat.shard) for i, flat in enumerate(self.buckets))
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
-"""Units: what does FSDP gather at a time? Less than a model, or nothing would be saved. More than a layer, or its
-messages would be small.
+"""Units: what FSDP gathers at a time. A unit is less than a model, or no memory would be saved, and more than a layer,
+or messages would be small.
 
     torchrun --nproc_per_node 2 train.py --form full --dp 2 --zero 3
 """
@@ -8,8 +8,8 @@ from torch import nn
 
 
 def units_of(module):
-    """[(module, parameters that its forward alone uses)]. Of a GPT wte, wpe, each child of the container h, ln_f,
-    lm_head: it owns no parameter itself.
+    """[(module, parameters that its forward alone uses)]. Of a GPT wte, wpe, each child of the container h, ln_f and
+    lm_head; the GPT itself is no unit, because it owns no parameter.
 
     A module that owns parameters is a unit, with all that lies in it. So is each child of a container. Containers may
     be nested.

@@ -585,7 +585,7 @@ def test_zero_2_and_3_say_so_where_ranks_use_other_layers(way, rank):
     model, sync, _ = laid_out(net, way, lr=1.0)
     model(torch.ones(1, 48)).sum().backward()
     if way == 3 and rank:
-        sync.reducers[0].left.append("gather 1")
+        sync.reducers[0].started.append("gather 1")
     with pytest.raises(RuntimeError, match=f"rank {1 - rank} has used other parameters"):
         sync.finish_grad_sync()
 
