@@ -110,7 +110,7 @@ class Flags(Layout):
     data: str = flag("", "a text file; left out, the source of Python's standard library")
     pack: bool = flag(False, "each file of --data is a document, whose tokens see no other's")
     tokenizer: str = flag("", "folder with tokenizer.json, or vocab.json and merges.txt; left out, tokens are bytes")
-    arch: str = flag(None, "architecture (that of the preset)", choices=["gpt2", "llama"])
+    arch: str = flag(None, "architecture, instead of the preset's", choices=["gpt2", "llama"])
     model: str = flag("tiny", "preset", choices=[*PRESETS, *LLAMAS])
     n_layer: int = flag(None, "blocks, instead of the preset's")
     n_head: int = flag(None, "attention heads, instead of the preset's")
@@ -122,13 +122,13 @@ class Flags(Layout):
     activation: str = flag(None, "of the MLP, instead of the preset's", choices=list(ACTIVATIONS))
     latent: int = flag(None, "numbers of a Llama's latent attention from which a token's keys and values are made")
     delta_every: int = flag(None, "n, where every n-th block of a Llama has attention, and the others a gated delta "
-                                  "rule, linear attention; 0: all have attention (0)")
+                                  "rule, linear attention; 0: all have attention (default: 0)")
     experts: int = flag(None, "MLPs that a block's router has to choose from, instead of the preset's one")
-    top_k: int = flag(None, "experts that a token goes through (2)")
-    expert_every: int = flag(None, "n, where every n-th block has experts (1)")
-    shared_experts: int = flag(None, "further experts of such a block, which every token goes through (0)")
-    expert_groups: int = flag(None, "groups of neighbouring experts (1)")
-    top_groups: int = flag(None, "groups in which one token's experts lie (1)")
+    top_k: int = flag(None, "experts that a token goes through (default: 2)")
+    expert_every: int = flag(None, "n, where every n-th block has experts (default: 1)")
+    shared_experts: int = flag(None, "further experts of such a block, which every token goes through (default: 0)")
+    expert_groups: int = flag(None, "groups of neighbouring experts (default: 1)")
+    top_groups: int = flag(None, "groups in which one token's experts lie (default: 1)")
     balance_rate: float = flag(1e-3, "what a step adds to an expert's bias, or takes from it, to even out the load")
     steps: int = flag(450, "optimizer steps")
     batch_size: int = flag(16, "sequences a step, over all ranks")
@@ -164,8 +164,7 @@ class Flags(Layout):
     resume: str = flag("", "checkpoint to go on from, or its folder; no value: --out", nargs="?", const="newest")
 
 
-ABOUT = {"description": "Train a GPT on one process or many.", "allow_abbrev": False,
-         "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+ABOUT = {"description": "Train a GPT on one process or many.", "allow_abbrev": False}
 
 
 def dashed(name):
@@ -176,7 +175,8 @@ def parse(parser, flags, arguments):
     """The command line's arguments as an object of the dataclass `flags`."""
     for f in dataclasses.fields(flags):
         how = {"action": "store_true"} if f.type is bool else {"type": f.type, "default": f.default}
-        parser.add_argument(dashed(f.name), **how, **f.metadata)
+        default = "" if f.type is bool or f.default in (None, "") else f" (default: {f.default})"
+        parser.add_argument(dashed(f.name), **how, **f.metadata | {"help": f.metadata["help"] + default})
     return flags(**vars(parser.parse_args(arguments)))
 
 
