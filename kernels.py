@@ -748,8 +748,8 @@ def that_count(targets):
 def checked_targets(targets, vocab):
     """(targets, with -1 for each that does not count; a factor of the loss, 1).
 
-    Another target outside of 0 .. vocab-1 is an IndexError on the CPU. A GPU is not waited for: there the factor is
-    NaN, and so are the loss and its gradients, which lets a training loop skip the step."""
+    Another target outside of 0 .. vocab-1 is an IndexError on the CPU. On a GPU, for which the CPU does not wait, the
+    factor is NaN, and so are the loss and its gradients. A training loop then skips the step."""
     counts = that_count(targets)
     wrong = counts & ((targets < 0) | (targets >= vocab))
     if not readable(targets):

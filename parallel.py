@@ -16,7 +16,8 @@ further/ has DDP, ShardedOptimizer, FSDP and tensor_parallel: ddp.py, zero.py, f
 
 `python -m lessons data`, `memory`, `fsdp`, `tensor`, `pipeline`, and for further/ `context`, `experts`: on a laptop.
 
-`group=None` is all ranks, as in torch.distributed. What sections tell each other of a parameter is its `Placement`.
+`group=None` is all ranks, as in torch.distributed. Sections tell each other how a parameter is spread by its
+`Placement`.
 
 Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
 as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the chapters of the same names.
@@ -545,7 +546,8 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Token ids (...) -> embeddings (..., C). Each rank looks up the V/N rows of the table that it holds.
 
-    A token outside of 0 .. V-1 is an IndexError on the CPU. A GPU is not waited for: there its embedding is NaN."""
+    A token outside of 0 .. V-1 is an IndexError on the CPU. On a GPU, for which the CPU does not wait, such a token's
+    embedding is NaN."""
 
     def __init__(self, embedding, group, g):
         super().__init__()
@@ -558,12 +560,12 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens):                                                                # (...)
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        nowhere = (tokens < 0) | (tokens >= self.rows)
-        if kernels.readable(tokens) and nowhere.any():
+        invalid = (tokens < 0) | (tokens >= self.rows)
+        if kernels.readable(tokens) and invalid.any():
             raise IndexError(f"tokens from {tokens.min()} to {tokens.max()}: an embedding of {self.rows} rows takes 0 "
                              f"to {self.rows - 1}")
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)                         # (..., C)
-        instead = x.new_zeros(tokens.shape).masked_fill(nowhere, math.nan)  # 0 where another rank has the row
+        instead = x.new_zeros(tokens.shape).masked_fill(invalid, math.nan)  # 0 where another rank has the row
         return self.g(torch.where(elsewhere.unsqueeze(-1), instead.unsqueeze(-1), x), self.cut.group)
 
 
@@ -604,10 +606,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, group, first):
         z, targets = logits if logits.stride(-1) == 1 else logits.contiguous(), targets.contiguous()
-        mine, total, target = kernels.softmax_sums(z, targets, first)  # (n); the target's is 0 if another rank has it
-        top = mine.clone()
+        own_top, total, target = kernels.softmax_sums(z, targets, first)  # (n); target: 0 if another rank has its logit
+        top = own_top.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, group)
-        sums = torch.stack([total * (mine - top).exp(), target])
+        sums = torch.stack([total * (own_top - top).exp(), target])
         dist.all_reduce(sums, group=group)
         ctx.save_for_backward(z, targets, top, sums[0])
         ctx.first = first
@@ -622,7 +624,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 def cross_entropy(logits, targets, vocab_size, group=None):
     """Loss in nats of logits (B, T, V), or (B, T, V/N) of each rank of `group`, against targets (B, T), summed over the
-    targets that count. Which do, and what others outside of the vocabulary do, says kernels.checked_targets."""
+    targets that count. kernels.checked_targets says which these are, and what a target outside of the vocabulary does.
+    """
     return row_losses(logits.flatten(0, 1), targets.flatten(), vocab_size, group).sum()
 
 
@@ -979,8 +982,8 @@ class Pipeline:
         return tensor
 
     def receive(self, action):
-        """Post a receive into a new buffer, for which `wait_for` waits. All transfers go through one group. NCCL runs
-        those of a group one after the other; that cannot hang, because `lower` gives both ends the same order."""
+        """Post a receive into a new buffer; `wait_for` waits for it. All transfers go through one group. NCCL runs a
+        group's transfers one after the other. That cannot hang, because `lower` gives both ends the same order."""
         buffer = self.room_for(action.micro_batch)
         handle = dist.irecv(buffer, group=self.group, group_src=self.stage_to_rank[action.stage])
         self.results[carried(action)] = handle, buffer
@@ -997,8 +1000,8 @@ class Pipeline:
         self.wait_for_sent(2)  # the latest two may travel while the next action computes
 
     def wait_for_sent(self, most):
-        """Free outputs once they are sent, all but the latest `most`. To wait for a send cannot hang: why `lower` makes
-        no deadlock holds for sends that wait for their receives."""
+        """Free outputs once they are sent, all but the latest `most`. Waiting for a send cannot hang: the proof in
+        `lower` also covers sends that wait for their receives."""
         while len(self.sending) > most:
             handle, _ = self.sending.popleft()
             handle.wait()
@@ -1007,7 +1010,7 @@ class Pipeline:
 # ----------------------------------------------------------------------------------------------------------------- norm
 
 def copies(placement, groups):
-    """On how many ranks of the groups the same gradient lies. If all add up their squares, it counts so often.
+    """On how many ranks of the groups the same gradient lies: if all ranks add up their squares, it counts so often.
 
         ranks / parts    ranks that hold this part of the parameter, because it is cut into so many parts
         x equal          parts whose gradients are the same, because they were added up over these ranks
@@ -1037,8 +1040,8 @@ def inside(group, groups):
 
 
 def cut_over(parameters):
-    """All groups over which any of these parameters is cut. Those of neighbours come first, and small ones, so that all
-    ranks take them in one order."""
+    """All groups over which any of these parameters is cut. Groups whose ranks are neighbours come first, and of these
+    the small ones, so that all ranks use the groups in the same order."""
     groups = [group for param in parameters for group in placement_of(param).sharded_over]
     ranks = {group: torch.distributed.get_process_group_ranks(group) for group in groups}
     return sorted((group for group in ranks if len(ranks[group]) > 1),
@@ -1078,8 +1081,8 @@ def clip_grad_norm_(parameters, max_norm, groups=None, scale=1.0):
     for p in parameters:
         grads[copies(placement_of(p), groups)].append(p.grad.detach())
     square = torch.zeros((), dtype=torch.float64, device=device)
-    for n, some in grads.items():
-        square += torch.nn.utils.get_total_norm(some).double().square() / n
+    for n, equally_often in grads.items():
+        square += torch.nn.utils.get_total_norm(equally_often).double().square() / n
     for group in groups:
         if dist.get_world_size(group) > 1:
             dist.all_reduce(square, group=group)

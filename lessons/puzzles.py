@@ -135,7 +135,7 @@ def g(rank):
 
 def vocabulary(rank):
     """Three numbers a token: ranks exchange `top`, the largest logit of all slices, and `sums` (2, n): of all slices
-    the sum of exp(z - top), and the target's logit. `mine`, `total` and `target` are this slice's.
+    the sum of exp(z - top), and the target's logit. `own_top`, `total` and `target` are this slice's.
     (all_reduce overwrites its tensor.)"""
     from parallel import cross_entropy
     logits = torch.tensor([[[1.0, 2]], [[3, 2]]])[rank].log().requires_grad_()                 # (1, V/N)

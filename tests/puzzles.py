@@ -25,7 +25,7 @@ MISTAKES = """
     zero3 | layer.register_forward_hook | id | got [1, 2, 3, 3, 2, 1], should have got [1, 1, 1, 1, 1, 1]
     hook | self.complete(self.buckets[self.next]) | not self.missing[bucket] | got [3, 3, 3], should have got [0, 0, 3]
     g | grad, None | grad / 2, None | got [1.5, 2.0], should have got [3.0, 4.0]
-    vocabulary | total * (mine - top).exp() | total | loss: got 1.153, should have got 0.981
+    vocabulary | total * (own_top - top).exp() | total | loss: got 1.153, should have got 0.981
     order | p - 1 - r | p - r | got F0 F1 B0 F2 B1 F3 B2 B3, should have got F0 B0 F1 B1
     transfers | [other].append( | [other].insert(0, | deadlock
     softmax | acc * alpha[:, None] | acc | 9, 18 and 27: got [
