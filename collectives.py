@@ -14,7 +14,7 @@ cut into N chunks or made of N, on N ranks; r is this rank. Ranks, chunks, steps
     all_to_all(_single)       chunk r of every rank's tensor   pairwise exchange  N-1 steps       (N-1)/N K
     barrier                   all ranks have called it         dissemination      log2(N) rounds  a byte a round
 
-Where N is no power of two, log2(N) is rounded up. The sum may also be another of COMBINE.
+Where N is no power of two, log2(N) is rounded up. COMBINE has the other operations that may stand in place of the sum.
 send, recv, isend, irecv and batch_isend_irecv are torch.distributed's own; what is sent is counted.
 
 Read from the top: the algorithms are loops of `link.exchange`. A public function runs one on its group's `Link`, which
@@ -214,8 +214,8 @@ COMBINE = Operations({ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp
 
 
 def average(op, tensor, size):
-    """The mean is the sum, divided once at the end (whole numbers round toward zero, as NCCL does). So fp16 overflows
-    where the sum does: gradients in it are better sent in float32."""
+    """The mean is the sum, divided once at the end (whole numbers round toward zero, as NCCL does). So an fp16 mean
+    overflows where the sum does: fp16 gradients are better sent in float32."""
     if op == ReduceOp.AVG and size > 1:
         tensor.div_(size, rounding_mode=None if tensor.is_floating_point() or tensor.is_complex() else "trunc")
 
@@ -456,7 +456,7 @@ class Link:
     """One process group as the algorithms see it: `rank`, `size`, and messages to the other ranks of the group.
 
     A message is a flat tensor of any dtype, sent as bytes. Receivers know the sizes, so empty messages are not sent at
-    all. Algorithms rely on one thing: messages from one rank to another are received in the order in which it sends.
+    all. Algorithms rely on one thing: messages from one rank to another are received in the order of their sends.
     """
 
     def __init__(self, group):
@@ -471,8 +471,8 @@ class Link:
         self.last = Handle()  # of the latest operation that the worker was given
 
     def during(self, name, aside=False):
-        """This link as one operation sees it: a shallow copy with its name, because an operation that runs beside the
-        caller must not find the next one's name.
+        """This link as one operation sees it: a shallow copy with the operation's name, because an operation that runs
+        beside the caller must not find the name of a later one.
 
         aside: whether the operation runs beside the caller.
         """
@@ -593,7 +593,7 @@ class Worker:
                 if failed:
                     raise failed
                 result = function()
-                job = function = None  # before its end is known: they would keep the operation's tensors
+                job = function = None  # before the caller hears of the result: they keep the operation's tensors alive
                 done.set_result(result)
             except BaseException as error:  # noqa: BLE001  the caller's thread raises it, in wait()
                 failed = error
@@ -608,7 +608,7 @@ class Worker:
 
 
 def inference_where(arguments):
-    """Goes around an operation, because tensors that were made in inference mode are written in it alone."""
+    """Goes around an operation: tensors that were made in inference mode can be written in inference mode alone."""
     made_in_it = any(t.is_inference() for t in tensors_among(arguments))
     return torch.inference_mode() if made_in_it else contextlib.nullcontext()
 
