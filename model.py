@@ -236,9 +236,9 @@ class GPT(nn.Module):
         return x + self.wpe(own if starts is None else own - starts[:, own])                  # (B, T, C)
 
     @staticmethod
-    def positions(every):
-        """The positions of this device's tokens, out of `every` position, int64 (T). On one device they are all."""
-        return every
+    def positions(all_positions):
+        """The positions of this device's tokens, int64 (T), out of all. One device has all tokens."""
+        return all_positions
 
     def head(self, x, targets=None):
         x = self.ln_f(x)

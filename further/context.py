@@ -1,4 +1,4 @@
-"""Context parallelism: what if one sequence is too long for one rank?
+"""Context parallelism: one sequence, too long for one rank, is cut over several.
 
     torchrun --nproc_per_node 2 train.py --plain --cp 2
 """
@@ -49,13 +49,13 @@ from further.ulysses import ulysses_attention
 def own_tokens(tokens, rank, n, inside, device="cpu"):
     """Which of a sequence's `tokens` a rank of n holds: int64 (T/N). inside: U, a ring's 1, Ulysses' n. n must divide
     tokens, and so must a ring's 2R."""
-    every = torch.arange(tokens, device=device)
+    numbers = torch.arange(tokens, device=device)
     ring = n // inside
     place = rank // inside
     if ring > 1:
-        chunks = every.view(2 * ring, -1)
-        every = torch.cat([chunks[place], chunks[2 * ring - 1 - place]])
-    return every.view(inside, -1)[rank % inside]
+        chunks = numbers.view(2 * ring, -1)
+        numbers = torch.cat([chunks[place], chunks[2 * ring - 1 - place]])
+    return numbers.view(inside, -1)[rank % inside]
 
 
 def inside_of(groups):
@@ -90,7 +90,8 @@ def going_round(tensor, group):
 
 
 def seen(rank, other, half):
-    """Which queries of a rank see keys of `other`: (slice of queries, slice of keys, causal). half: tokens a chunk."""
+    """Which queries of a rank see which keys of rank `other`: (slice of queries, slice of keys, causal). half: tokens a
+    chunk."""
     if other == rank:
         return slice(None), slice(None), True
     if other < rank:
@@ -125,7 +126,8 @@ class RingAttention(torch.autograd.Function):
             o_s, lse_s = kernels.table[kernels.attention_reference](
                 q[:, :, rows], k[:, :, keys], v[:, :, keys], causal, first)
             total = torch.logaddexp(lse[:, :, rows], lse_s)
-            old, new = ((some - total).exp().unsqueeze(3) for some in (lse[:, :, rows], lse_s))
+            old = (lse[:, :, rows] - total).exp().unsqueeze(3)
+            new = (lse_s - total).exp().unsqueeze(3)
             o[:, :, rows] = o[:, :, rows] * old + o_s * new
             lse[:, :, rows] = total
         o = o.to(q.dtype)
@@ -172,7 +174,7 @@ def context_parallel(module, groups, ring=RingAttention.apply):
         attention = partial(in_a_ring, group=groups.ring, ring=ring)
     if groups.ulysses:
         attention = partial(ulysses_attention, group=groups.ulysses, attention=attention)
-    module.positions = lambda every: own_tokens(n * len(every), rank, n, inside, every.device)
+    module.positions = lambda own: own_tokens(n * len(own), rank, n, inside, own.device)
     for block in module.h.values():
         block.attn.positions = module.positions
         block.attn.attention = attention

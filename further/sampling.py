@@ -42,8 +42,8 @@ class CachedGPT(GPT):
     cached = None  # the tokens (B, T) whose keys and values the caches have
     first = 0  # where in the sequence the tokens of this call begin
 
-    def positions(self, every):
-        return every + self.first
+    def positions(self, all_positions):
+        return all_positions + self.first
 
     def stream(self, *args, **options):
         self.cached = None

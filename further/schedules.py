@@ -206,10 +206,9 @@ class HalvedMicroBatch(MicroBatch):
         W   dy -> g's weights; dh -> f's weights
 
     autograd does not keep dh. So W computes dh once more, and I and W together take longer than B: about 3 F in place
-    of 2. (Under tensor parallelism f's all-reduce runs twice, too. With ZeRO-3 W gathers weights once more, but in the
-    lecture's edition, where they stay whole from I to W.)
-    Numbers and order of a schedule are right all the same. fast/linear.py keeps what each layer's W needs, so that its
-    W computes nothing twice.
+    of 2. (Under tensor parallelism f's all-reduce runs twice, too. With ZeRO-3 W gathers weights once more. In the
+    lecture's edition it does not, because weights stay whole from I to W.) Numbers and order of a schedule are right
+    all the same. fast/linear.py keeps what each layer's W needs, so that its W computes nothing twice.
     """
 
     def forward(self, x, target=None, **beside):

@@ -1,8 +1,7 @@
-"""Sequence parallelism: why should every tensor-parallel rank keep the same activations between sublayers?
+"""Sequence parallelism: between sublayers each tensor-parallel rank keeps 1/N of the tokens, in place of all.
 
     torchrun --nproc_per_node 2 train.py --plain --tp 2 --sp
 """
-
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -73,4 +72,5 @@ def sequence_parallel(module, group, plan):
         if all(cut.group != group for cut in before.cuts) and group not in before.partial_over:
             set_placement(param, partial_over=before.partial_over + (group,))
     positions = module.positions  # context parallelism may have cut the sequence before
-    module.positions = lambda every: positions(every).chunk(dist.get_world_size(group))[dist.get_rank(group)]
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    module.positions = lambda all_positions: positions(all_positions).chunk(ranks)[rank]
