@@ -73,6 +73,7 @@ def demo_path(dp, tp, pp, zero, form):
              f"--n-layer {2 * pp} --n-head {2 * tp} --n-embd {16 * tp}")
     world = Calls()
     together.run(dp * tp * pp, lambda: step(flags.split(), form), world)
+    print("a function, and the line at which it calls the next one; a path that comes again is left out\n")
     show(world.above)
     print()
     show(dict(sorted(world.below.items(), key=lambda path: [call[:2] for call in path[1]])))  # as the lines stand
