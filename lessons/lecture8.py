@@ -30,8 +30,8 @@ def data_parallel(x, params):
 
 def all_gather_tensor_parallel(x, params):
     """Each rank has its columns of each matrix. Behind each matrix an all-gather makes Y whole. The all-gather's
-    backward is a reduce-scatter (exercise 1), because each rank's columns have made a term of dX. The last one adds up
-    N equal gradients, because every rank computes the same loss. So the loss is divided by N."""
+    backward is a reduce-scatter (exercise 1), because each rank's columns have made a term of dX. Behind the last
+    matrix it adds up N equal gradients, because every rank computes the same loss. So the loss is divided by N."""
     loss = mlp(x, params, lambda y: gathered(y, None)).square().mean()
     (loss / dist.get_world_size()).backward()
     return loss.item()
@@ -101,10 +101,11 @@ def beside_one_process(strategy):
 def demo_lecture8():
     """Lecture 8's data, tensor and pipeline parallelism, forward and backward, against one process."""
     n = dist.get_world_size()
-    say(f"{2 * n} layers of {8 * n} x {8 * n}, float64, {n} ranks")
+    say(f"{2 * n} layers of {8 * n} x {8 * n}, float64, {n} ranks. In data_parallel a rank's loss is that of its own "
+        "samples;\nin pipeline no rank adds up the micro-batches' losses.")
     for strategy in STRATEGIES:
         right, loss, error = beside_one_process(strategy)
         sent = ", ".join(f"{op} {log.bytes:,} bytes" for op, log in dist.traffic().items() if log.bytes)
         say(f"\n{strategy.__name__}, one process's loss {right:.6f}: ranks' losses, what they send, gradients' errors")
-        said = "-" if loss is None else f"{loss:.6f}"  # a pipeline's ranks have none of the whole batch
+        said = "-" if loss is None else f"{loss:.6f}"
         say_in_order(f"  rank {dist.get_rank()}   loss {said}   {sent}   {error:.0e}")
