@@ -548,7 +548,7 @@ class ParallelGPT:
         if not self.optimizer:
             raise RuntimeError("this GPT was built for evaluation: give parallelize(..., optimizer=...) to train it")
         if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice
-            raise RuntimeError("a second forward_backward before zero_grad(): give one all micro-batches of a step")
+            raise RuntimeError("a second forward_backward before zero_grad(): give all micro-batches of a step at once")
         for router in self.routers.values():
             router.load = 0
         loss = self.run(x, y, starts, self.actions(len(x)), scale, self.optimizer)
@@ -562,9 +562,9 @@ class ParallelGPT:
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Over each parameter's `partial_over`. Those of the same groups travel side by side, because most are small:
-        with sequence parallelism six vectors a block. (The shards of a tied embedding's ends match, because each of
-        its two stages shards it alike.)"""
+        """Add up each gradient over its parameter's `partial_over`. Gradients over the same groups travel side by side,
+        because most are small: with sequence parallelism six vectors a block. (The shards of a tied embedding's ends
+        match, because its two stages shard it alike.)"""
         together = defaultdict(list)
         for param in self.params:
             if param.grad is not None and (over := parallel.placement_of(param).partial_over):
@@ -578,10 +578,11 @@ class ParallelGPT:
 
     @torch.no_grad()
     def forward(self, x, y, starts=None):
-        """What forward_backward returns, with no gradients."""
+        """Returns what forward_backward returns. Computes no gradients."""
         return self.run(x, y, starts, self.actions(len(x), training=False), 1.0, None)
 
     def run(self, x, y, starts, actions, scale, sync):
+        """Run a list of actions. sync: the optimizer; None for forwards alone. Returns forward_backward's loss."""
         if self.layout.cp > 1:
             from further.context import cut_tokens
             x, y = (cut_tokens(tokens, self.groups) for tokens in (x, y))
