@@ -625,15 +625,19 @@ def aligned(x):
     return x if ok else x.contiguous()
 
 
+def int32(starts):
+    return starts if starts is None else starts.int().contiguous()
+
+
 def attention_forward(q, k, v, is_causal, starts=None):
-    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq), float32. starts: int32 (B, Tq)."""
+    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq), float32. starts: (B, Tq) or None."""
     B, H, Tq, D = q.shape
     rows = tile_rows(D)
     o = q.new_empty(B, Tq, H, D).transpose(1, 2)
     lse = q.new_empty(B * H, Tq, dtype=torch.float32)
     sizes = Tq, k.shape[2], H, H // k.shape[1], is_causal, D, rows, rows
     attention_forward_kernel[triton.cdiv(Tq, rows), B * H](
-        *(tiled(x, rows) for x in (q, k, v, o)), lse, starts, 1 / math.sqrt(D), *sizes, num_stages=1)
+        *(tiled(x, rows) for x in (q, k, v, o)), lse, int32(starts), 1 / math.sqrt(D), *sizes, num_stages=1)
     return o, lse
 
 
@@ -643,7 +647,7 @@ def attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv, starts=None):
     shared, Tk = k.shape[1:3]
     rows = tile_rows(D)
     delta = torch.empty_like(lse)
-    sizes = starts, 1 / math.sqrt(D), Tq, Tk, H, H // shared, is_causal, D, rows, rows
+    sizes = int32(starts), 1 / math.sqrt(D), Tq, Tk, H, H // shared, is_causal, D, rows, rows
     q, k, v, o, do, dq, dk, dv = (tiled(x, rows) for x in (q, k, v, o, do.contiguous(), dq, dk, dv))
     attention_backward_q_kernel[triton.cdiv(Tq, rows), B * H](q, k, v, o, do, lse, delta, dq, *sizes, num_stages=1)
     attention_backward_kv_kernel[triton.cdiv(Tk, rows), B * shared](
@@ -665,11 +669,7 @@ class FlashAttention(torch.autograd.Function):
         if q.shape[3] not in HEAD_DIMS:
             raise ValueError(f"head dim {q.shape[3]} (q {tuple(q.shape)}) is not one of {HEAD_DIMS}")
         q, k, v = map(aligned, (q, k, v))
-        if starts is None:
-            o, lse = table[attention_forward](q, k, v, is_causal)
-        else:  # which no other kernel knows
-            starts = starts.int().contiguous()
-            o, lse = attention_forward(q, k, v, is_causal, starts)
+        o, lse = table[attention_forward](q, k, v, is_causal, starts)
         ctx.save_for_backward(q, k, v, o, lse, starts)
         ctx.is_causal = is_causal
         return o
@@ -679,10 +679,7 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, o, lse, starts = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        if starts is None:
-            table[attention_backward](q, k, v, o, lse, do, ctx.is_causal, *grads)
-        else:
-            attention_backward(q, k, v, o, lse, do, ctx.is_causal, *grads, starts)
+        table[attention_backward](q, k, v, o, lse, do, ctx.is_causal, *grads, starts)
         return *grads, None, None
 
 
@@ -690,9 +687,9 @@ def flash_takes(x):
     return on_triton(x) and (_choice == "triton" or x.shape[-1] in HEAD_DIMS)
 
 
-def flash_attention(qkv, is_causal):
+def flash_attention(qkv, is_causal, starts):
     """FlashAttention of qkv, as `heads` takes it."""
-    return FlashAttention.apply(*heads(qkv), is_causal)
+    return FlashAttention.apply(*heads(qkv), is_causal, starts)
 
 
 def attention(qkv, is_causal=True, starts=None):
@@ -704,9 +701,7 @@ def attention(qkv, is_causal=True, starts=None):
     takes the one and raises for the other.
     """
     if flash_takes(qkv) and (qkv.dtype.itemsize == 2 or _choice == "triton"):
-        if starts is not None:
-            return FlashAttention.apply(*heads(qkv), is_causal, starts).transpose(1, 2)
-        return table[flash_attention](qkv, is_causal).transpose(1, 2)                        # (B, T, H, D)
+        return table[flash_attention](qkv, is_causal, starts).transpose(1, 2)                # (B, T, H, D)
     return library_attention(*heads(qkv), is_causal, starts).transpose(1, 2)                 # (B, T, H, D)
 
 

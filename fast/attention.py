@@ -121,14 +121,19 @@ def backward_settings(name, q, k, is_causal):
     return BM, BN, last, {"num_warps": warps, "num_stages": stages}
 
 
-def tuned_attention_forward(q, k, v, is_causal):
-    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq rounded up to 128), float32, base 2; of
-    float32 inputs LSE is as `attention_forward` returns it."""
+def natural(q, starts):
+    """Whether the kernels of kernels.py run alone, whose LSE is in base e: others know no documents, and no float32."""
+    return q.dtype == torch.float32 or starts is not None
+
+
+def tuned_attention_forward(q, k, v, is_causal, starts=None):
+    """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq rounded up to 128), float32, base 2; where
+    it is `natural`, as `attention_forward` returns it."""
     check_attention(q, k, v)
-    if specialized_takes(q, k, is_causal):
+    if starts is None and specialized_takes(q, k, is_causal):
         return specialized_attention_forward(q, k, v, is_causal)
-    o, lse = attention_forward(q, k, v, is_causal)
-    return o, lse if q.dtype == torch.float32 else padded(lse * math.log2(math.e))
+    o, lse = attention_forward(q, k, v, is_causal, starts)
+    return o, lse if natural(q, starts) else padded(lse * math.log2(math.e))
 
 
 def padded(lse):
@@ -136,10 +141,10 @@ def padded(lse):
     return F.pad(lse, (0, -lse.shape[1] % 128), value=math.inf)
 
 
-def tuned_attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv):
+def tuned_attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv, starts=None):
     """Write the gradients into dq, dk, dv, whose strides TMA must be able to address, as `aligned` says."""
-    if q.dtype == torch.float32:
-        return attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv)
+    if natural(q, starts):
+        return attention_backward(q, k, v, o, lse, do, is_causal, dq, dk, dv, starts)
     do = aligned(do)
     if one_pass_takes(q, k, is_causal):
         return one_pass_backward(q, k, v, o, lse, do, dq, dk, dv)
@@ -182,20 +187,20 @@ class PackedAttention(torch.autograd.Function):
     """FlashAttention of qkv, as kernels.heads takes it apart. The kernels write its gradient as one tensor, too."""
 
     @staticmethod
-    def forward(ctx, qkv, is_causal):
+    def forward(ctx, qkv, is_causal, starts):
         qkv = aligned(qkv)
         ctx.is_causal = is_causal
-        o, lse = tuned_attention_forward(*heads(qkv), is_causal)
-        ctx.save_for_backward(qkv, o, lse)
+        o, lse = tuned_attention_forward(*heads(qkv), is_causal, starts)
+        ctx.save_for_backward(qkv, o, lse, starts)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        qkv, o, lse = ctx.saved_tensors
+        qkv, o, lse, starts = ctx.saved_tensors
         grad = torch.empty_like(qkv)
-        tuned_attention_backward(*heads(qkv), o, lse, do, ctx.is_causal, *heads(grad))
-        return grad, None
+        tuned_attention_backward(*heads(qkv), o, lse, do, ctx.is_causal, *heads(grad), starts)
+        return grad, None, None
 
 
 # What ring attention computes in place of the two references. O has q's dtype here. The kernels' LSE is +inf where a
@@ -205,12 +210,8 @@ class PackedAttention(torch.autograd.Function):
 def attention_block(q, k, v, is_causal, starts=None):
     if not flash_takes(q):
         return attention_reference(q, k, v, is_causal, starts)
-    natural = q.dtype == torch.float32 or starts is not None  # of documents the reference's kernels know alone
-    if starts is None:
-        o, lse = tuned_attention_forward(*map(aligned, (q, k, v)), is_causal)
-    else:
-        o, lse = attention_forward(*map(aligned, (q, k, v)), is_causal, starts.int())
-    lse = lse[:, :q.shape[2]].reshape(q.shape[:3]) * (1 if natural else math.log(2))
+    o, lse = tuned_attention_forward(*map(aligned, (q, k, v)), is_causal, starts)
+    lse = lse[:, :q.shape[2]].reshape(q.shape[:3]) * (1 if natural(q, starts) else math.log(2))
     return o, lse.masked_fill(lse == math.inf, -math.inf)
 
 
@@ -220,9 +221,6 @@ def attention_block_backward(q, k, v, o, lse, do, is_causal, starts=None):
     q, k, v, o, do = map(aligned, (q, k, v, o, do))
     lse = finite_or_inf(lse).flatten(0, 1).squeeze(2).float()
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
-    if starts is not None:
-        attention_backward(q, k, v, o, lse.contiguous(), do, is_causal, *grads, starts.int())
-        return grads
-    lse = lse if q.dtype == torch.float32 else padded(lse / math.log(2))
-    tuned_attention_backward(q, k, v, o, lse, do, is_causal, *grads)
+    lse = lse.contiguous() if natural(q, starts) else padded(lse / math.log(2))
+    tuned_attention_backward(q, k, v, o, lse, do, is_causal, *grads, starts)
     return grads
