@@ -708,10 +708,8 @@ def attention(qkv, is_causal=True, starts=None):
 def library_attention(q, k, v, is_causal, starts=None):
     """PyTorch's own: q (B, H, Tq, D), k and v (B, H/G, Tk, D) -> (B, H, Tq, D). With starts the mask is in memory."""
     grouped = q.shape[1] != k.shape[1]
-    if starts is not None:
-        mask = seen_keys(q, k, is_causal, starts)
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+    mask = None if starts is None else seen_keys(q, k, is_causal, starts)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal and mask is None, enable_gqa=grouped)
 
 
 # ------------------------------------------------------------------------------------------------------ cross-entropy
