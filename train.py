@@ -19,7 +19,6 @@ of some of its parts: they check the input, start the processes that a layout ne
 import argparse
 import dataclasses
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -41,8 +40,7 @@ if HERE not in sys.path:  # PYTHONSAFEPATH leaves it out
 import collectives as dist
 import kernels
 import parallel
-from model import (
-    ACTIVATIONS, GPT, PRESETS, buffers, initial_weight, materialize, materialize_buffers, shapes)
+from model import ACTIVATIONS, GPT, PRESETS, initial_weight, materialize, materialize_buffers
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -51,19 +49,11 @@ def flag(default, help, **more):
     return field(default=default, metadata=dict(help=help, **more))
 
 
-MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of a parameter: running means of its gradient and of its square
-SCHEDULES = parallel.SCHEDULES     # {name: schedule(p, m, v)} of --schedule
+SCHEDULES = parallel.SCHEDULES  # {name: schedule(p, m, v)} of --schedule
+schedule_of = SCHEDULES.get
 FURTHER = importlib.util.find_spec("further")  # without it, no flag is checked, and nothing saved or sampled
 if FURTHER:
-    from further.schedules import SCHEDULES
-
-
-def schedule_of(name):
-    """The schedule(p, m, v) of this name, or of the text of lists that --schedule-file has put in its place."""
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    from further.lists import schedule_in
-    return schedule_in(name)
+    from further.lists import schedule_of, SCHEDULES  # which also takes the text of --schedule-file for a name
 
 
 LLAMAS = "1b", "llama3-8b", "qwen3-0.6b", "cs336-8b"  # presets that only further/llama.py has
@@ -180,26 +170,18 @@ def parse(parser, flags, arguments):
     return flags(**vars(parser.parse_args(arguments)))
 
 
-def presets_of(s):
-    """{name of --model: GPTConfig} of --arch."""
-    if s.arch == "gpt2" or s.arch is None and s.model not in LLAMAS:
-        return PRESETS
-    from further.llama import PRESETS as llamas
-    return llamas
-
-
 def config_of(s):
-    """The preset's GPTConfig, with the sizes that were given. ValueError if the architecture has no such preset."""
-    presets = presets_of(s)
+    """The preset's GPTConfig, with the sizes that were given. ValueError if the architecture has no such preset, or no
+    such size."""
+    presets = PRESETS
+    if s.arch == "llama" or s.arch is None and s.model in LLAMAS:
+        from further.llama import PRESETS as presets
     if s.model not in presets:
         raise ValueError(f"--model {s.model} is no preset of --arch {s.arch or 'gpt2'}: give --model tiny")
     preset = presets[s.model]
-    for name in "latent", "delta_every":
-        if getattr(s, name) and preset.arch != "llama":
-            raise ValueError(f"{dashed(name)} {getattr(s, name)} is for a Llama: give --arch llama, too")
-    if kinds := {name: getattr(s, name) for name in ("experts", "latent") if getattr(s, name)}:
-        from further.kinds import resized
-        preset = resized(preset, **kinds)
+    if FURTHER:
+        from further.kinds import of_kind
+        preset = of_kind(preset, s, dashed)
     flags = {field.name: getattr(s, field.name, None) for field in dataclasses.fields(preset)}
     return dataclasses.replace(preset, **{name: size for name, size in flags.items() if size is not None})
 
@@ -400,21 +382,9 @@ def cut_layers(model, layout, groups, edition):
 def tensor_plan(config, f, g, columns):
     """How tensor parallelism cuts each layer of a GPT, with this f and g, and this class of layers cut by columns."""
     plan = parallel.gpt2_plan(f, g, columns)
-    if config.experts:
-        from further.expert_parallel import expert_plan
-        plan |= expert_plan(f, g)
-        if config.shared_experts:
-            from further.shared import shared_plan
-            plan |= shared_plan(config, f, g, columns)
-    if config.arch == "llama":
-        from further.llama import llama_plan
-        plan |= llama_plan(f, columns)
-    if config.latent:
-        from further.latent import latent_plan
-        plan |= latent_plan(f, columns)
-    if config.delta_every:
-        from further.delta import delta_plan
-        plan |= delta_plan()
+    if FURTHER:
+        from further.kinds import add_to_plan
+        add_to_plan(plan, config, f, g, columns)
     return plan
 
 
@@ -425,10 +395,10 @@ def mark_stage(model, stages, groups):
         return
     for name, param in model.named_parameters():
         before = parallel.placement_of(param)
-        parallel.set_placement(param, sharded_over=before.sharded_over + (groups.pp,))
+        ends = {}
         if model.config.tied and name in ("wte.weight", "lm_head.weight"):
             ends = dict(partial_over=before.partial_over + (groups.embedding,)) if groups.embedding else dict(twins=2)
-            parallel.set_placement(param, **ends)
+        parallel.set_placement(param, sharded_over=before.sharded_over + (groups.pp,), **ends)
 
 
 @torch.no_grad()
@@ -768,33 +738,11 @@ class Trainer:
 
     def show_sample(self):
         """Rank 0 prints what the model goes on with after the prompt."""
-        from further.sampling import stream_after
-        prompt = self.vocabulary.encode(self.s.prompt or "\n")
-        stream = stream_after(self, prompt)
-        if dist.get_rank() == 0:
-            sampled = [token.item() for token in itertools.islice(stream, self.s.sample)]
-            text = self.vocabulary.decode(prompt + sampled)
-            print(f"--- sample, {self.s.sample} tokens ---\n{text}\n---", flush=True)
+        from further.sampling import show_sample
+        show_sample(self)
 
     # A checkpoint has whole tensors, so every layout can load it. Batches and samples are functions of (seed, step), so
     # the number of steps stands for the position in the data and the state of every random generator.
-
-    def kept(self):
-        """{label: (island, key)}: what a checkpoint has of each parameter besides its value, and of which island."""
-        kept = {key: (0, key) for key in MOMENTS}
-        if self.s.islands > 1:
-            from further.diloco import kept_of_islands
-            kept |= kept_of_islands(self.s.islands, MOMENTS)
-        return kept
-
-    def whole_tensors(self):
-        """(label, tensor) of each parameter, "wte.weight", and of its moments, "exp_avg.wte.weight": whole, one at a
-        time, on all ranks, because each gives its part."""
-        for name in {**shapes(self.config), **buffers(self.config)}:
-            yield name, self.net.whole_parameter(name)
-        for label, (island, key) in self.kept().items():
-            for name in shapes(self.config):
-                yield f"{label}.{name}", self.net.whole_parameter(name, key, island)
 
     def save(self, done):
         """Write step-00000100.pt into --out."""
@@ -806,13 +754,7 @@ class Trainer:
         if not saved:
             return 0
         from further.resume import load
-        load(self, saved, self.kept())
-        done = saved["step"]
-        before = saved.get("run", saved)["flags"]
-        was, now = (learning_rate(s, done) for s in (SimpleNamespace(**vars(self.s) | before), self.s))
-        if was != now and done < self.s.steps:
-            self.say(f"lr       of step {done + 1}: {was:.4g} by the checkpoint's settings, now {now:.4g}")
-        return done
+        return load(self, saved, learning_rate)
 
 
 # ---------------------------------------------------------------------------------------------------------------- start
@@ -836,12 +778,11 @@ class Run:
         self.s = s = parse(argparse.ArgumentParser(**ABOUT), self.flags, arguments)
         if FURTHER:
             from further import refusals
-            refusals.check_start()
             refusals.check_flags(s, dashed)
         world = int(os.environ.get("WORLD_SIZE") or 1)
-        self.world = 1 if s.together else world
+        ranks = 1 if s.together else world
         self.edition = edition_of(s.form)
-        self.processes = processes_of(s, self.world)
+        processes = processes_of(s, ranks)
         s.device = "cpu" if s.together else device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
         vocabulary = vocabulary_of(s.tokenizer)
@@ -852,21 +793,16 @@ class Run:
             from further.lists import read_schedule
             s.schedule = read_schedule(s)
         if FURTHER:
-            refusals.check_layout(s, self.config, self.world, self.processes, self.edition, dashed)
+            refusals.check_layout(s, self.config, ranks, processes, self.edition, dashed)
         files = [pathlib.Path(s.data)] if s.data else standard_library()
         texts = [file.read_bytes() for file in files]
         self.data = *split(vocabulary.tokens_of(texts, s.pack)), vocabulary
         self.saved = self.source = None
         if s.resume:
             from further.resume import read_checkpoint
-            path = s.out if s.resume == "newest" else s.resume
-            self.saved, self.source = read_checkpoint(path, self.config, config_of)
-            if s.islands > 1:
-                from further.diloco import source_of_island
-                self.source = source_of_island(self.source, self.saved["tensors"], s.islands)
+            self.saved, self.source = read_checkpoint(s, self.config, config_of)
         if FURTHER:
-            refusals.check_text(s, self.config, texts, *self.data)
-            refusals.check_checkpoints(s, self.saved)
+            refusals.check_files(s, self.config, texts, *self.data, self.saved)
 
     def start(self):
         """Meet the other processes, train, part."""

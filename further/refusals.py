@@ -66,7 +66,9 @@ AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within islands local_steps 
 
 
 def check_flags(s, called):
-    """ValueError for flags that are wrong whatever the others are. called(field): what users call it."""
+    """ValueError for flags that are wrong whatever the others are, and as `check_start`. called(field): what users call
+    it."""
+    check_start()
     for name, given in vars(s).items():
         least = int(name in AT_LEAST_1)
         if type(given) is int and given < least:
@@ -86,8 +88,9 @@ def check_layout(s, config, world, processes, edition, called):
 
 # ---------------------------------------------------------------------------------------------------------------- files
 
-def check_text(s, config, texts, train_data, held_out, vocabulary):
-    """ValueError for texts that this model cannot be trained on. train_data, held_out: their tokens."""
+def check_files(s, config, texts, train_data, held_out, vocabulary, saved):
+    """ValueError for texts that this model cannot be trained on, and unless this run can go on from a checkpoint, or
+    can write others into --out. train_data, held_out: the texts' tokens. saved: the checkpoint, or None."""
     if s.pack and vocabulary.end_token is None:
         raise ValueError("--pack: this vocabulary has no end token: leave --pack out")
     if any(b"\0" in text for text in texts):
@@ -97,10 +100,6 @@ def check_text(s, config, texts, train_data, held_out, vocabulary):
         raise ValueError(f"--vocab-size is too small for the text: give --vocab-size {largest + 1}")
     if len(held_out) <= config.seq_len:
         raise ValueError(f"the held-out tenth is of {len(held_out)} tokens: give more text")
-
-
-def check_checkpoints(s, saved):
-    """ValueError unless this run can go on from a checkpoint, `saved`, or None, and can write others into --out."""
     why = saved and lacking(saved["flags"], s)
     if why and s.steps > saved["step"]:
         raise ValueError(why)

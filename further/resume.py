@@ -16,10 +16,10 @@ import torch
 
 import collectives as dist
 import parallel
-from further.diloco import island_of
+from further.diloco import island_of, kept_of_islands, source_of_island
 from further.kinds import shapes_of_all
 from further.whole import part_here, put_together, take_part
-from model import buffers
+from model import buffers, shapes
 
 
 # --------------------------------------------------------------------------------------------------------------- there
@@ -32,9 +32,25 @@ def kept_by(net, param):
     return sharded[0].kept(param) if sharded else (param, slice(None), slice(None))
 
 
+def kept(s):
+    """{label: (island, key)}: what a checkpoint has of each parameter besides its value, and of which island."""
+    moments = {key: (0, key) for key in KEEPS["adamw"]}
+    return moments | kept_of_islands(s.islands, KEEPS["adamw"]) if s.islands > 1 else moments
+
+
+def whole_tensors(trainer):
+    """(label, tensor) of each parameter, "wte.weight", and of its moments, "exp_avg.wte.weight": whole, one at a time,
+    on all ranks, because each gives its part."""
+    for name in shapes_of_all(trainer.config):
+        yield name, trainer.net.whole_parameter(name)
+    for label, (island, key) in kept(trainer.s).items():
+        for name in shapes(trainer.config):
+            yield f"{label}.{name}", trainer.net.whole_parameter(name, key, island)
+
+
 def save(trainer, done):
     """Write step-00000100.pt into --out, on rank 0. Call it on all ranks."""
-    tensors = {label: tensor.cpu() for label, tensor in trainer.whole_tensors() if dist.get_rank() == 0}
+    tensors = {label: tensor.cpu() for label, tensor in whole_tensors(trainer) if dist.get_rank() == 0}
     if dist.get_rank() == 0:
         path = os.path.join(trainer.s.out, f"step-{done:08}.pt")
         torch.save({"step": done, "skipped": trainer.skipped, "scaler": trainer.scaler and vars(trainer.scaler),
@@ -97,10 +113,11 @@ def newest(path):
     return found[-1]
 
 
-def read_checkpoint(path, config, config_of):
-    """(the newest checkpoint at `path`, source(name) of its weights). ValueError if its model has other sizes than
-    `config`. config_of(flags): the config that a run with these flags has."""
-    file = newest(path)
+def read_checkpoint(s, config, config_of):
+    """(the newest checkpoint at --resume, source(name) of its weights, on each rank those of its own island).
+    ValueError if its model has other sizes than `config`. config_of(flags): the config that a run with these flags
+    has."""
+    file = newest(s.out if s.resume == "newest" else s.resume)
     try:
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         flags = argparse.Namespace(**saved["flags"])
@@ -111,21 +128,32 @@ def read_checkpoint(path, config, config_of):
         if size != getattr(config, name, None):
             raise ValueError(f"the model in --resume has other sizes: give --{name.replace('_', '-')} {size}")
     weights = {"lm_head.weight": saved["tensors"]["wte.weight"]} | saved["tensors"]  # a tied head is not there
-    return saved, weights.__getitem__
+    return saved, source_of_island(weights.__getitem__, saved["tensors"], s.islands)
 
 
-def load(trainer, saved, kept):
-    """Let a Trainer go on as if never stopped. Its weights came with the model, from `source`; here each rank takes its
-    part of the moments. kept: {label: (island, key)} of them."""
+def load(trainer, saved, learning_rate):
+    """Let a Trainer go on as if never stopped; returns how many steps are done. Its weights came with the model, from
+    `source`; here each rank takes its part of the moments. learning_rate(flags, step): a change of it is said."""
+    s = trainer.s
+    done = saved["step"]
+    before = argparse.Namespace(**vars(s) | saved.get("run", saved)["flags"])
+    was, now = learning_rate(before, done), learning_rate(s, done)
+    if was != now and done < s.steps:
+        trainer.say(f"lr       of step {done + 1}: {was:.4g} by the checkpoint's settings, now {now:.4g}")
     trainer.skipped = saved["skipped"]
     if trainer.scaler and saved["scaler"]:
         vars(trainer.scaler).update(saved["scaler"])
-    updates = saved["step"] - trainer.skipped
-    if not updates:  # before the first update, an optimizer has no state
-        return
-    labels = {key: label for label, (island, key) in kept.items() if key and island in (0, island_of(trainer.net))}
+    if done > trainer.skipped:  # before the first update, an optimizer has no state
+        load_moments(trainer, saved["tensors"], done - trainer.skipped)
+    return done
+
+
+def load_moments(trainer, tensors, updates):
+    """Each rank takes its part of a checkpoint's moments, after so many updates."""
+    island = island_of(trainer.net)
+    labels = {key: label for label, (of, key) in kept(trainer.s).items() if key and of in (0, island)}
     for key, label in labels.items():  # the first island's, where none has its own
-        load_state(trainer.net, key, lambda name: saved["tensors"][f"{label}.{name}"])
+        load_state(trainer.net, key, lambda name: tensors[f"{label}.{name}"])
     for group in trainer.optimizer.param_groups:
         for param in group["params"]:
             trainer.optimizer.state[param]["step"] = torch.tensor(float(updates), device="cpu")

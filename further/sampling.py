@@ -98,6 +98,20 @@ def whole_model(trainer):
     return whole
 
 
+def show_sample(trainer, goes_on=lambda: True):
+    """Rank 0 prints what a Trainer's model goes on with after its prompt. Call it on all ranks, after the last step,
+    which all ask goes_on() before each tenth token."""
+    s = trainer.s
+    tokens = trainer.vocabulary.encode(s.prompt or "\n")
+    stream = stream_after(trainer, tokens)
+    for i in range(s.sample):
+        if i % 10 == 0 and not goes_on():
+            break
+        if dist.get_rank() == 0:
+            tokens.append(next(stream).item())
+    trainer.say(f"--- sample, {s.sample} tokens ---\n{trainer.vocabulary.decode(tokens)}\n---")
+
+
 def stream_after(trainer, prompt):
     """Tokens (1, 1) with which a Trainer's model goes on after the prompt, without end, for rank 0. Call it on all
     ranks, after the last step."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from further.resume import lacking
+from further.resume import kept, lacking
 from model import GPTConfig, shapes
 from parallel import master_dtype
 from safe.files import (
@@ -101,12 +101,12 @@ def shown(value):
 
 def write_checkpoint(trainer, done, tensors):
     """Write the checkpoint after `done` steps into --out, and remove all but the newest --keep; those of --plain stay,
-    and those with somebody's files. OSError if that fails. tensors: of Trainer.whole_tensors, gathered one at a time,
-    in the order of the files."""
+    and those with somebody's files. OSError if that fails. tensors: of `whole_tensors` of further/resume.py, gathered
+    one at a time, in the order of the files."""
     final = pathlib.Path(trainer.s.out, f"step-{done:08}")
     part = final.with_name(f".{final.name}.part")
     dtype = master_dtype(trainer.net.layout.dtype)
-    moments = {f"{label}.{name}": shape for label in trainer.kept() for name, shape in shapes(trainer.config).items()}
+    moments = {f"{label}.{name}": shape for label in kept(trainer.s) for name, shape in shapes(trainer.config).items()}
     manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:

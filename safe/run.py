@@ -13,7 +13,8 @@ import torch
 
 import collectives as dist
 from further.diloco import source_of_island
-from further.sampling import stream_after
+from further.resume import whole_tensors
+from further.sampling import show_sample
 from safe import launch
 from safe.checkpoints import (
     check_optimizer, check_same_data, checkpoints, differences, find_checkpoint, fingerprint, lock, run_of, start_of,
@@ -195,23 +196,18 @@ class WatchedTrainer(Trainer):
         """As in Trainer. All ranks agree before each tenth token: if the others only waited for rank 0's last one, they
         could time out."""
         progress("sampling")
-        tokens = self.vocabulary.encode(self.s.prompt or "\n")
-        stream = stream_after(self, tokens)
-        for i in range(self.s.sample):
-            if i % 10 == 0:
-                self.agree()
-            if self.stopping:
-                break
-            if dist.get_rank() == 0:
-                tokens.append(next(stream).item())
-        self.say(f"--- sample, {self.s.sample} tokens ---\n{self.vocabulary.decode(tokens)}\n---")
+        show_sample(self, self.goes_on)
+
+    def goes_on(self):
+        self.agree()
+        return not self.stopping
 
     # checkpoints
 
     def save(self, done):
         """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time."""
         started = time.perf_counter()
-        tensors = self.whole_tensors()
+        tensors = whole_tensors(self)
         try:
             if dist.get_rank() == 0:
                 sync(self.log.file)
@@ -326,9 +322,7 @@ class WatchedRun(Run):
                 with writable(s.out, "--out"):
                     self.log = Log(f"{s.out}/log.jsonl", checkpoint.manifest["step"] if checkpoint else 0)
         if checkpoint:
-            source = checkpoint.source
-            if s.islands > 1:
-                source = source_of_island(source, checkpoint.manifest["tensors"], s.islands)
+            source = source_of_island(checkpoint.source, checkpoint.manifest["tensors"], s.islands)
             self.saved = checkpoint.manifest
         weights = checkpoint.path if checkpoint else s.init_from
         self.came = came_with(weights, s.tokenizer)
