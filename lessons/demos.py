@@ -194,11 +194,7 @@ def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
               "F0/5 runs micro-batch 0 through stage 5. -- is the rest of an action, .. idle.")
     for name, schedule in SCHEDULES.items():
         v = virtual_stages if name == "interleaved" else 1
-        try:
-            lists = schedule(p, m, v)
-        except ValueError as problem:
-            print(f"\n{name}: {problem}")
-            continue
+        lists = schedule(p, m, v)
         check(lower(lists), m)
         formula, timeline = bubble(name, p, v, 1, 1, 1), simulate(lists, *costs)
         said = "no formula" if formula is None else f"{max(formula + odd.get(name, 0), 0):g} by the formula"
