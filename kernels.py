@@ -850,11 +850,6 @@ class CrossEntropy(torch.autograd.Function):
         return softmax_minus_onehot(z.detach(), targets, top, total, dloss), None
 
 
-def cross_entropy(logits, targets):
-    """`row_losses`, summed: a number."""
-    return row_losses(logits, targets).sum()
-
-
 def row_losses(logits, targets):
     """Cross-entropy in nats, float32, of each row of logits (rows, V) and int64 targets (rows); 0 in a row whose target
     does not count. `checked_targets` says which do, and what a target outside of 0 .. V-1 does. Our kernel overwrites

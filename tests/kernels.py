@@ -204,6 +204,10 @@ def plain_rotary(qkv):
     return torch.cat([torch.cat(turned, -1).to(qkv.dtype), qkv[:, :, -1:]], 2)
 
 
+def cross_entropy(z, targets):
+    return kernels.row_losses(z, targets).sum()
+
+
 def plain_cross_entropy(z, targets):
     z, targets = z if z.dtype == torch.float64 else z.float(), targets.clamp(min=-1)
     return F.cross_entropy(z, targets, ignore_index=-1, reduction="sum")
@@ -337,12 +341,12 @@ def rows_of_kernels():
         some, none = whole.clone(), torch.full_like(whole, -1)
         some[1::3], some[4::6] = -1, -100
         for which, targets in ("", whole), (" of some rows, strided", some), (" of no row", none):
-            yield Row(f"cross-entropy{which}", kernels.cross_entropy, plain_cross_entropy, [(rows, vocab)],
+            yield Row(f"cross-entropy{which}", cross_entropy, plain_cross_entropy, [(rows, vocab)],
                       {"targets": targets}, scale=5, strided=targets is some)
     # More than the kernel reads at a time is impossible.
     hidden, last = torch.arange(5000, device=KERNEL_DEVICE) < 4097, torch.full((2,), 4999, device=KERNEL_DEVICE)
     yield Row("cross-entropy of what is read last",
-              lambda z: kernels.cross_entropy(z.masked_fill(hidden, -math.inf), last),
+              lambda z: cross_entropy(z.masked_fill(hidden, -math.inf), last),
               lambda z: plain_cross_entropy(z.masked_fill(hidden, -math.inf), last), [(2, 5000)])
 
     # Of the groups some have no rows, one, many; all rows are in one; there are none at all.
@@ -360,7 +364,7 @@ def rows_of_kernels():
     def loss_of_linear(x, w):
         y = linear(x, w)
         torch.autograd.grad(y.square().sum(), x, retain_graph=True)  # a backward before, which changes nothing
-        return kernels.cross_entropy(y.flatten(0, 1), targets)
+        return cross_entropy(y.flatten(0, 1), targets)
 
     yield Row("linear", lambda x, w, b: fast.linear.Product.apply(x, w, b, None), F.linear, [x, w, b],
               dtypes=(torch.float32,), replaced=True)
@@ -418,7 +422,7 @@ def test_layer_norm_is_deterministic_and_takes_unused_results(triton_kernels):
 def test_cross_entropy_overwrites_logits_and_says_so(triton_kernels):
     x, targets = random(6, 40).requires_grad_(), torch.arange(6, device=KERNEL_DEVICE)
     logits = x * 1
-    loss, other = kernels.cross_entropy(logits, targets), logits.square().sum()  # saves the logits too
+    loss, other = cross_entropy(logits, targets), logits.square().sum()  # saves the logits too
     loss.backward(retain_graph=True)
     assert logits.equal(x.grad)  # no second tensor of that size was made
     for again in loss, other:
@@ -443,7 +447,7 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
             "(3, 4) with weight (3,)": lambda: kernels.layer_norm(x, w[:3], w),
             "1 to 65536": lambda: kernels.layer_norm(wide[None], wide, wide),
             "(1, 4)": lambda: add_layer_norm(x, x[:1], w, w),
-            "(3, 4) and targets (1,)": lambda: kernels.cross_entropy(x, three),
+            "(3, 4) and targets (1,)": lambda: cross_entropy(x, three),
             "head dim 24 (q (1, 2, 5, 24)": lambda: kernels.FlashAttention.apply(odd, odd, odd, True),
             "v (1, 2, 6, 16)": lambda: kernels.FlashAttention.apply(q, q, random(1, 2, 6, 16), True),
             "packed attention takes qkv (B, T, 3, H, D), or (B, T, G + 2, H/G, D), not (1, 5, 2, 2, 16)":
