@@ -632,6 +632,8 @@ def int32(starts):
 def attention_forward(q, k, v, is_causal, starts=None):
     """O (B, H, Tq, D), laid out in memory as (B, Tq, H, D), and LSE (B*H, Tq), float32. starts: (B, Tq) or None."""
     B, H, Tq, D = q.shape
+    if D not in HEAD_DIMS:
+        raise ValueError(f"head dim {D} (q {tuple(q.shape)}) is not one of {HEAD_DIMS}")
     rows = tile_rows(D)
     o = q.new_empty(B, Tq, H, D).transpose(1, 2)
     lse = q.new_empty(B * H, Tq, dtype=torch.float32)
@@ -666,8 +668,6 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal, starts=None):
-        if q.shape[3] not in HEAD_DIMS:
-            raise ValueError(f"head dim {q.shape[3]} (q {tuple(q.shape)}) is not one of {HEAD_DIMS}")
         q, k, v = map(aligned, (q, k, v))
         o, lse = table[attention_forward](q, k, v, is_causal, starts)
         ctx.save_for_backward(q, k, v, o, lse, starts)

@@ -14,7 +14,7 @@ from fast.hopper import (
     one_pass_backward, one_pass_takes, specialized_attention_forward, specialized_takes, tiled_rows)
 from kernels import (
     aligned, attention_backward, attention_backward_reference, attention_forward, attention_reference, dot, DTYPES,
-    finite_or_inf, flash_takes, heads, HEAD_DIMS, last_key, load_rows, store_rows, tiled, tl, triton)
+    finite_or_inf, flash_takes, heads, last_key, load_rows, store_rows, tiled, tl, triton)
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
@@ -175,9 +175,6 @@ def check_attention(q, k, v):
         raise ValueError(f"attention takes q (B, H, Tq, D), k and v (B, H/G, Tk, D), in bfloat16, float16 or float32, "
                          f"all on one device, none empty, not q {tuple(q.shape)} {q.dtype} on {q.device}, k "
                          f"{tuple(k.shape)} {k.dtype} on {k.device}, v {tuple(v.shape)} {v.dtype} on {v.device}")
-    if q.shape[3] not in HEAD_DIMS:
-        raise ValueError(f"head dim {q.shape[3]} (q {tuple(q.shape)}) is not 16, 32, 64, 128 or 256: a tile is 2^i "
-                         f"wide")
     if q.shape[0] * q.shape[1] > 65535:
         raise ValueError(f"B * H is {q.shape[0] * q.shape[1]} (q {tuple(q.shape)}), a launch takes 65535: split the "
                          f"batch")
