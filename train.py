@@ -182,8 +182,9 @@ def config_of(s):
     if FURTHER:
         from further.kinds import of_kind
         preset = of_kind(preset, s, dashed)
-    flags = {field.name: getattr(s, field.name, None) for field in dataclasses.fields(preset)}
-    return dataclasses.replace(preset, **{name: size for name, size in flags.items() if size is not None})
+    given = {field.name: size for field in dataclasses.fields(preset)
+             if (size := getattr(s, field.name, None)) is not None}
+    return dataclasses.replace(preset, **given)
 
 
 def layout_of(s):
@@ -271,12 +272,13 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
     source(name) gives a parameter's whole initial value; left out, seed 0 and the name decide it. optimizer: a class
     from torch.optim with its options, as a partial; None: for evaluation. edition: whose classes it is made of.
     """
+    device = torch.device(device)
     stage_to_rank = stage_to_rank_of(config, layout)
     if layout.islands > 1:
         from further.diloco import mesh_of_islands
-        mesh = mesh_of_islands(torch.device(device).type, layout)
+        mesh = mesh_of_islands(device.type, layout)
     else:
-        mesh = parallel.make_mesh(torch.device(device).type, layout.dp, layout.tp, layout.pp, layout.cp)
+        mesh = parallel.make_mesh(device.type, layout.dp, layout.tp, layout.pp, layout.cp)
     groups = make_groups(mesh, layout, stage_to_rank, config)
     source = source or partial(initial_weight, config, seed=0)
     stages = {}
@@ -442,7 +444,7 @@ class ParallelGPT:
         self.config = config
         self.layout = layout
         self.edition = edition
-        self.device = torch.device(device)
+        self.device = device
         self.mesh = mesh
         self.groups = groups
         self.stages = stages
@@ -618,9 +620,9 @@ class Trainer:
         self.config = config
         self.device = device
         self.train_data, self.held_out, self.vocabulary = data
-        on_cpu = "gloo" if self.device.type == "cuda" else None
+        on_cpu = "gloo" if device.type == "cuda" else None
         self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`, whose numbers the CPU reads
-        source = source or (lambda name: initial_weight(config, name, s.seed))
+        source = source or partial(initial_weight, config, seed=s.seed)
         optimizer = partial(self.optimizer_class(), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
         self.net = parallelize(config, layout_of(s), device, source, optimizer, edition)
         self.optimizer = self.net.optimizer
