@@ -65,8 +65,7 @@ from train import LLAMAS
 
 # ---------------------------------------------------------------------------------------- kernels, lessons, collectives
 
-def measure_kernels(a):
-    device = torch.device(a.device)
+def measure_kernels(a, device):
     checked_use("triton")  # ours or an error
     n, side, repeats = (1 << 28, 8192, 10) if device.type == "cuda" and not a.quick else (1 << 12, 64, 2)
     x, y = torch.zeros(2, n, device=device)
@@ -99,8 +98,7 @@ def measure_kernels(a):
     write_json(a, device, table)
 
 
-def lessons(a):
-    device = torch.device(a.device)
+def lessons(a, device):
     kernels.use("triton" if on_triton(a) else "auto")
     n, side, repeats = (1 << 12, 64, 2) if a.quick else (1 << 28, 8192, 10) if a.device == "cuda" else (1 << 24, 512, 5)
     table = Table("Lectures 5 and 6, measured: how many times faster than the lesson's first way, with how many times "
@@ -121,8 +119,7 @@ def lessons(a):
 GRAPHED = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"  # timed from a CUDA graph, too
 
 
-def collectives(a):
-    device = dist.initialize(a.device, rendezvous=launch.settled_rendezvous)
+def collectives(a, device):
     dist.use(None, a.comm)
     dtype, name = ("bf16", "gpt2-xl") if device.type == "cuda" else ("fp32", "tiny")
     machine = measure_machine(device, dtype, PRESETS[name], a.comm)
@@ -166,7 +163,7 @@ def measure_collective(op, size, a, device):
 
 # -------------------------------------------------------------------------------------------------------------- scaling
 
-def scaling(a):
+def scaling(a, device):
     """Run `strategies` with 1, 2, 4, ... processes. In weak scaling the batch grows with them, in strong it stays."""
     table = Table("scaling: tokens/s a GPU, and as a share of one GPU's", {
         "kind": "scaling:<7", "gpus": "GPUs:>5", "strategy": "strategy:<11", "who": "who:<31", "batch": "batch:>6",
@@ -190,7 +187,7 @@ def scaling(a):
             first = one.setdefault((row["strategy"], row["who"]), row["tokens"])
             efficiency = 100 * row["tokens"] / first if row["tokens"] else None  # a peer that failed has none
             table.row(kind=a.kind, gpus=n, batch=batch, efficiency=efficiency, launch=found["launch_us"], **row)
-    write_json(a, torch.device(a.device), table)
+    write_json(a, device, table)
     return table
 
 
@@ -200,6 +197,7 @@ WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectiv
         "plan": plan, "scaling": scaling, "optimizers": optimizers, "context": over_ranks.context,
         "pictures": pictures}
 TRAINED = "strategies", "scaling", "optimizers"
+ON_RANKS = "collectives", "strategies", "optimizers", "context"
 
 
 def option(takers, name, help=None, **more):
@@ -263,7 +261,8 @@ def parse(words):
         for takers, name, more in FLAGS:
             if what in takers:
                 sub.add_argument(name, **more)
-    others = argparse.Namespace(gpus=1, json="", without=None, plain=False, batch_size=None, hf="")  # no flags there
+    others = argparse.Namespace(gpus=1, json="", without=None, plain=False, batch_size=None, hf="",
+                                device="cpu")  # no flags there
     return parser.parse_args(words, others)
 
 
@@ -293,7 +292,7 @@ def check(a, world):
         check_strategies(a)
     else:
         check_names(a)
-    return a.gpus if a.what in ("collectives", "strategies", "optimizers", "context") else 1
+    return a.gpus if a.what in ON_RANKS else 1
 
 
 def check_names(a):
@@ -386,8 +385,10 @@ def main():
         refuse("bench.py", problem)
     if processes > world:
         launch.start_again(processes)
-    WHAT[a.what](a)
-    if dist.is_initialized():
+    several = a.what in ON_RANKS
+    WHAT[a.what](a, dist.initialize(a.device, rendezvous=launch.settled_rendezvous) if several else
+                 torch.device(a.device))
+    if several:
         torch_dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()

@@ -192,7 +192,7 @@ def write_rows(path, left, head, rows):
 DRAWN = {"ring": draw_ring, "zero-stages": draw_zero_stages, "schedules": draw_schedules, "explore": draw_explore}
 
 
-def pictures(a):
+def pictures(a, _):
     """Write SVG pictures of what the code does, and of a trace."""
     ours = {name: draw() for name, draw in DRAWN.items()}
     for name, (height, parts) in (ours | a.drawn).items():

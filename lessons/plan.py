@@ -195,7 +195,7 @@ def heading(a, rows):
             f"{config.seq_len} a step{about_context(config)}\n{describe_machine(machine)}{mfu_note(config)}")
 
 
-def plan(a):
+def plan(a, _):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
     rows = [*itertools.islice(rows_of(a), a.top)]
     say(heading(a, rows))

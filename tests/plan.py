@@ -370,7 +370,7 @@ def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
     small.write_text(json.dumps({"machine": dataclasses.asdict(H200) | {"memory": 12 * 2**30}}))
     a = asked(f"plan {flags.replace('SMALL', str(small))} --json {tmp_path / 'plan.json'}")
     with patch("signal.signal"):  # this process shall survive a pipe that is closed
-        lessons.plan.plan(a)
+        lessons.plan.plan(a, None)
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert len(rows) == number and [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)
     for row in rows:
@@ -462,9 +462,9 @@ def test_scaling_compares_with_one_gpu(kind, batches, monkeypatch):
 
     monkeypatch.setattr(bench.subprocess, "run", run)
     a = asked(f"scaling --gpus 4 --device cpu --kind {kind}")
-    rows = bench.scaling(a).rows
+    rows = bench.scaling(a, torch.device("cpu")).rows
     assert [(row["gpus"], row["batch"]) for row in rows] == list(zip((1, 2, 4), batches))
     assert close(rows[2]["efficiency"], 100 * 96 / 99) and rows[2]["launch"] == 4
     a.gpus = 8
     with pytest.raises(SystemExit, match="True|1"):  # what it runs has said why
-        bench.scaling(a)
+        bench.scaling(a, torch.device("cpu"))

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel, SDPBackend
 
-import collectives as dist
 import kernels
 import parallel
 from fast.edition import Fast
@@ -19,16 +18,14 @@ from lessons.bench.peers import world_mesh
 from lessons.bench.rates import both_ways, replays_of
 from lessons.bench.strategies import tried
 from lessons.bench.timing import interleaved, say, Table, write_json
-from safe.launch import settled_rendezvous
 
 KINDS = "ring", "ulysses", "ulysses+ring"
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FLASH": SDPBackend.FLASH_ATTENTION}
 
 
-def context(a):
+def context(a, device):
     """Causal attention, forward and backward, to one sequence. A rank has its tokens of it, as --cp gives them. Ours
     also replayed from CUDA graphs, as training has it."""
-    device = dist.initialize(a.device, rendezvous=settled_rendezvous)
     cuda = device.type == "cuda" and not a.quick
     heads = 16
     width, dtype = (128, torch.bfloat16) if cuda else (16, torch.float32)

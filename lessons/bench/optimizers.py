@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-import collectives as dist
 import kernels
 import parallel
 import train
@@ -17,14 +16,12 @@ from fast.edition import Fast
 from further.full import Full
 from further.muon import Muon
 from lessons.bench.timing import interleaved, Table, write_json
-from safe.launch import settled_rendezvous
 
 KINDS = "AdamW", "Muon"
 
 
-def optimizers(a):
+def optimizers(a, device):
     """The time of an optimizer's step, with the all-gather of the weights."""
-    device = dist.initialize(a.device, rendezvous=settled_rendezvous)
     dtype = parallel.PRECISIONS[a.dtype]
     ours = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=device))
     kinds = {"AdamW": AdamW if ours else partial(torch.optim.AdamW, fused=True), "Muon": partial(Muon, fused=True)}

@@ -33,7 +33,6 @@ from lessons.bench.rates import measure_machine, sent_in
 from lessons.bench.timing import (
     interleaved, of_all_ranks, patched, plain_kernels, say, Table, without_collectives, write_json)
 from lessons.plan import describe_model
-from safe.launch import settled_rendezvous
 from safe.messages import Watched
 from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.run import WatchedTrainer
@@ -193,8 +192,7 @@ def fills_half(peak, device):
     return max(of_all_ranks(peak)) > torch.cuda.get_device_properties(device).total_memory / 2**31
 
 
-def strategies(a):
-    device = dist.initialize(a.device, rendezvous=settled_rendezvous)
+def strategies(a, device):
     if a.without:
         without(a, device)
         return
