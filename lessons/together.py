@@ -176,7 +176,7 @@ def fsdp():
 
 def one_f_one_b(m=8):
     """A stage is a product of two numbers, so F takes one product, and B two."""
-    p, rank, mesh = dist.get_world_size(), dist.get_rank(), {"pp": SimpleNamespace(get_group=lambda: None)}
+    p, rank, mesh = dist.get_world_size(), dist.get_rank(), SimpleNamespace(get_group=lambda axis: None)
     stage = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(1, 1), torch.nn.Unflatten(1, (1, 1)))
     pipeline = parallel.Pipeline({rank: stage}, {r: r for r in range(p)}, mesh, lambda y, target: y.sum(),
                                  torch.float32, 1, torch.device("cpu"))

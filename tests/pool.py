@@ -175,10 +175,10 @@ def _worker(rank, size, device_type, port, pipe, plain):
         except BaseException:  # noqa: BLE001  the test's own process raises it
             result = False, traceback.format_exc()
         pipe.send(result)
-        # Each holds sockets, and a thread that wakes a hundred times a second until nothing refers to the group: some
-        # hundred such threads would take a sixth of two cores. Cycles refer to it, so the garbage collector must come.
         while hooks:
             hooks.pop().remove()
+        # Each holds sockets, and a thread that wakes a hundred times a second until nothing refers to the group: some
+        # hundred such threads would take a sixth of two cores. Cycles refer to it, so the garbage collector must come.
         left = [group for group in torch_dist.distributed_c10d._world.pg_map if group is not torch_dist.group.WORLD]
         if left:
             while left:

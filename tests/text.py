@@ -27,11 +27,13 @@ import train
 from further.bpe import END, LETTERS, learn, piece_pattern, Tokenizer
 from further.bpe_json import DIGITS, JsonTokenizer, later_pattern
 from further.llama import LlamaConfig
+from further.refusals import check_files
 from further.sampling import CachedGPT
 from safe.checkpoints import checkpoints, open_checkpoint
 from safe.data import load_data, open_tokenizer, parts_of
 from safe.flags import Settings
 from safe.huggingface import save
+from safe.sizes import BadInput
 from tests.models import CHANGES, small
 from tests.pool import close, on_cpus, parametrize
 from tests.runs import log_of, output_of, run_training, start, trained
@@ -309,6 +311,20 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
     load_data(s, words)
     load_data(s, Tokenizer(write_vocabulary(tmp_path / "other", BY_HAND)))
     assert len(os.listdir(out)) == 3
+
+
+def test_documents_want_the_end_token_of_a_tokenizer(vocab, tmp_path):
+    """--pack finds it between two texts. A vocabulary without one is refused, also by the reference."""
+    words, without = Tokenizer(vocab), Tokenizer(write_vocabulary(tmp_path / "without", [], [*LETTERS.values()]))
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("print(1)\n" * 100)
+    s = Settings(data=str(tmp_path), pack=True, tokenizer=str(tmp_path / "without"))
+    tokens = np.concatenate(load_data(s, words)[:2])
+    assert words.end_token == words.numbers[END] and (tokens == words.end_token).sum() == 1
+    with pytest.raises(BadInput, match="end token"):
+        load_data(s, without)
+    with pytest.raises(ValueError, match="end token"):
+        check_files(s, None, [], tokens, tokens, without, None)
 
 
 def test_tokens_of_a_large_vocabulary_have_four_bytes(tmp_path, monkeypatch):
