@@ -174,15 +174,17 @@ def scaling(a, device):
     names = "device", "comm", "dtype", "arch", "model", "cuda_graphs", "repeats", *SIZES
     for n in worlds:
         batch = a.batch_size * (n if a.kind == "weak" else worlds[-1])
-        with tempfile.NamedTemporaryFile() as file:
-            given = {"gpus": n, "batch_size": batch, "json": file.name, "micro_batches": batch // n // a.batch_size,
+        with tempfile.TemporaryDirectory() as folder:
+            file = os.path.join(folder, "rows.json")
+            given = {"gpus": n, "batch_size": batch, "json": file, "micro_batches": batch // n // a.batch_size,
                      **{name: getattr(a, name) for name in names if getattr(a, name)}}
             words = [f"{dashed(name)}={value}" for name, value in given.items()]
             done = subprocess.run([sys.executable, os.path.abspath(__file__), "strategies", *words, "--only", *a.only,
                                    *["--quick"] * a.quick], stdout=subprocess.DEVNULL)
             if done.returncode:  # the command has said why
                 sys.exit(done.returncode)
-            found = json.load(file)
+            with open(file) as written:
+                found = json.load(written)
         for row in found["rows"]:
             first = one.setdefault((row["strategy"], row["who"]), row["tokens"])
             efficiency = 100 * row["tokens"] / first if row["tokens"] else None  # a peer that failed has none

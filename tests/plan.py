@@ -454,6 +454,7 @@ def test_plan_begins_with_its_fastest_layout_s_command(tmp_path, flags, head, ze
 @parametrize("kind,batches", [("weak", (8, 16, 32)), ("strong", (32, 32, 32))])
 def test_scaling_compares_with_one_gpu(kind, batches, monkeypatch):
     def run(words, **more):
+        bench.check(bench.parse(words[2:]), 1)  # the command takes its flags
         n, batch, path, micro_batches = (word.split("=")[1] for word in words[3:7])
         assert int(batch) // int(n) // int(micro_batches) == 8  # micro-batches stay as they are
         row = {"strategy": "ddp", "who": "ours", "ms": 1.0, "tokens": 100 - int(n), "mfu": None}
