@@ -387,10 +387,10 @@ def main():
         refuse("bench.py", problem)
     if processes > world:
         launch.start_again(processes)
-    several = a.what in ON_RANKS
-    WHAT[a.what](a, dist.initialize(a.device, rendezvous=launch.settled_rendezvous) if several else
-                 torch.device(a.device))
-    if several:
+    if a.what not in ON_RANKS:
+        WHAT[a.what](a, torch.device(a.device))
+    else:
+        WHAT[a.what](a, dist.initialize(a.device, rendezvous=launch.settled_rendezvous))
         torch_dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()

@@ -26,7 +26,8 @@ import kernels
 import parallel
 from further.loss_scale import LossScale
 from further.states import full_optimizer_state, load_optimizer_state
-from tests.pool import close, is_plain, needs_kernels, on_both, on_cpus_both, on_ranks, own, parametrize, table
+from tests.pool import (
+    close, is_plain, needs_kernels, on_both, on_cpus_both, on_ranks, own, parametrize, table, uncollected)
 
 
 # ------------------------------------------------------------------------------------------------------ other modules
@@ -622,10 +623,9 @@ def test_weights_are_gathered_beside_the_updates_after_them(stage):
     assert after[1].equal(first)
     buckets, alone = len(opt.buckets), weakref.ref(opt)
     assert buckets > 2 and events == (["update", "gather"] if stage else ["update"]) * buckets
-    gc.disable()
-    del opt
-    assert alone() is None
-    gc.enable()
+    with uncollected():
+        del opt
+        assert alone() is None
 
 
 @parametrize("stage", [1, 2])

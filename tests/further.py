@@ -26,7 +26,7 @@ from lessons.bench.timing import patched
 from lessons.blind import intercepted
 from tests.layouts import SMALL, case_of, differences_in, small_gpt, tokens_of
 from tests.links import DirectGlooLink, nodes_of, served_by
-from tests.pool import close, needs_kernels, on_cpus, on_ranks, parametrize
+from tests.pool import close, needs_kernels, on_cpus, on_ranks, parametrize, uncollected
 
 
 def test_a_ring_is_wrong_where_keys_and_values_stay(pool):
@@ -59,12 +59,9 @@ def test_a_transfer_that_has_been_waited_for_keeps_no_memory():
     kept = weakref.ref(transfer.keeps)
     handle = grouped.under_way(transfer)
     handle.wait()
-    gc.disable()
-    try:
+    with uncollected():
         del transfer, handle
         assert kept() is None
-    finally:
-        gc.enable()
 
 
 def test_a_router_takes_the_lower_number_of_equal_scores_and_counts_what_backward_has_passed_once():

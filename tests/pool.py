@@ -339,6 +339,16 @@ def run_body(module, name, /, **parameters):
     function(**parameters, **{key: place[key] for key in inspect.signature(function).parameters.keys() & place})
 
 
+@contextlib.contextmanager
+def uncollected():
+    """Inside, no garbage is collected: what a cycle keeps alive stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def table(text):
     """Its rows, split into cells where two or more spaces stand; whole numbers are numbers."""
     rows = [re.split("  +", line.strip()) for line in text.strip().splitlines()]

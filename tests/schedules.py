@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 import itertools
 import weakref
 from unittest.mock import patch
@@ -20,7 +19,7 @@ import parallel
 from tests.layouts import freezing, SMALL, small_gpt, tokens_of
 from fast.linear import WeightGradients
 from fast.pipeline import CollectingMicroBatch
-from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, runs_kernels, table
+from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, runs_kernels, table, uncollected
 from further.kinds import resized
 from further.lists import check, checked, lower, parse, ScheduleError
 from further.pieces import split_pieces
@@ -373,16 +372,15 @@ def test_w_keeps_what_it_computes_from_until_it_has():
         alive.append(sum(gradient() is not None for gradient in kept))
         compute(*computed_from)
 
-    gc.disable()
-    y = micro_batch.forward(x)
-    del x
-    micro_batch.backward_input(torch.ones_like(y))
-    gone = given() is None
-    kept = [weakref.ref(dy) for _, _, dy, _ in micro_batch.later]
-    with patch.object(micro_batch.weight_gradients, "compute", computed):
-        micro_batch.backward_weights()
-    gc.enable()
-    assert gone and alive == [8, 7, 6, 5, 4, 3, 2, 1]
+    with uncollected():
+        y = micro_batch.forward(x)
+        del x
+        micro_batch.backward_input(torch.ones_like(y))
+        assert given() is None
+        kept = [weakref.ref(dy) for _, _, dy, _ in micro_batch.later]
+        with patch.object(micro_batch.weight_gradients, "compute", computed):
+            micro_batch.backward_weights()
+    assert alive == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
 class Shared(nn.Module):
