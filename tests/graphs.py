@@ -17,7 +17,8 @@ import fast.recorded
 import fast.tensor
 from further.letters import tensors_in
 from tests.layouts import case_of, differences_in, expanded, in_layout, sized, small_gpt, tokens_of
-from tests.pool import close, on_cpus, on_gpus, on_ranks, own, parametrize
+from tests.links import served_by
+from tests.pool import close, on_cpus, on_gpus, on_ranks, own, parametrize, uncollected
 from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
 from fast.gloo import GlooLink
@@ -213,7 +214,8 @@ def accumulator_of(param):
 def test_a_step_leaves_no_node_of_its_graph(layout):
     """Not even until garbage is collected. A node has a stream, in a recording another than in steps that are launched,
     so if one stayed, a later step would use both, and PyTorch warns."""
-    with patch.dict(dist.LINKS, ours=KeepingLink), patch.object(fast.tensor, "BESIDE_FROM", 0):
+    with (patch.dict(dist.LINKS, ours=KeepingLink), served_by(KeepingLink),  # the world's link is there already
+          patch.object(fast.tensor, "BESIDE_FROM", 0)):
         net = small_gpt(**layout)
         replay_micro_batches(net)
         params, found = [*net.module(0).parameters()], []
@@ -227,12 +229,9 @@ def test_a_step_leaves_no_node_of_its_graph(layout):
             return sum("marked" in accumulator_of(param).metadata for param in params)
 
         net.module(0).register_forward_hook(mark)
-        gc.disable()
-        try:
+        with uncollected():
             net.forward_backward(*([t.to(net.device)] for t in tokens_of(0, tokens=8)))
             found.append(marked())
-        finally:
-            gc.enable()
     assert found[0] > 0 == found[1]
 
 
