@@ -2,19 +2,19 @@
 
     mesh        which ranks form which group: axes (pp, dp, cp, tp), tensor parallel innermost
     data        replicas average their gradients: one all-reduce a parameter
-    ZeRO        stage 1 shards the optimizer, stage 2 the gradients too, stage 3 (FSDP) the parameters too
+    a step      is a list of actions; ZeRO 1 to 3 are where three letters stand in it
+    units       what these letters do: weights and gradients of a piece travel as one message
     tensor      every matrix is cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
-    pipeline    layers are spread over ranks: GPipe and 1F1B, as lists of actions
+    pipeline    pieces are spread over ranks: GPipe and 1F1B write the lists, `lower` adds the transfers
+    running     `Pipeline` runs any list; `Parallel` is a model whose pieces run so
     norm        one gradient norm over any combination
-    edition     `Lecture`: the classes above that a GPT is trained with. further/full.py and fast/edition.py have others
 
-train.py puts them together, in an order that works: `parallelize`.
+train.py makes a GPT's pieces, and puts all this together in an order that works: `parallelize`.
 
 further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, and groups on several
-nodes; and buckets.py, flat.py, prefetch.py, what makes data parallelism and ZeRO fast. For a module of your own
-further/ has DDP, ShardedOptimizer, FSDP and tensor_parallel: ddp.py, zero.py, fsdp.py, tensor.py.
+nodes. A model of your own is a `Parallel`, too, if it is a chain of pieces.
 
-`python -m lessons data`, `memory`, `fsdp`, `tensor`, `pipeline`, and for further/ `context`, `experts`: on a laptop.
+`python -m lessons step`, `tensor`, `pipeline`, and for further/ `context`, `experts`: on a laptop.
 
 `group=None` is all ranks, as in torch.distributed. Sections tell each other how a parameter is spread by its
 `Placement`.
@@ -23,6 +23,7 @@ Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pip
 as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the chapters of the same names.
 """
 
+import copy
 import functools
 import itertools
 import math
@@ -30,6 +31,7 @@ from collections import defaultdict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -82,7 +84,6 @@ class Placement:
     sharded_over   groups whose ranks hold other parts of the model: other columns, shards, or layers
     partial_over   groups whose ranks have terms of the gradient, which is the sum of them: the two stages of a tied
                    embedding; the ranks that saw T/N tokens each
-    twins          how many parameters of this rank are tied copies: 2 if it has both ends of a tied embedding
     average_over   an expert's: the group that keeps the same expert, and averages its gradient
     divide_by      an expert's: its gradient is the sum of so many ranks' losses, and their mean is wanted
     decays         whether it has weight decay; None: a matrix has, a vector has not
@@ -92,7 +93,6 @@ class Placement:
     """
     sharded_over: tuple = ()
     partial_over: tuple = ()
-    twins: int = 1
     average_over: object = None
     divide_by: int = 1
     decays: bool = None
@@ -135,33 +135,16 @@ def is_matrix(param):
 # an all-reduce of K elements, 2(N-1)/N x K sent by each rank and step, however many micro-batches the step has.
 
 def average_gradients(module, group=None):
-    """After backward, one all-reduce a parameter. Each tensor, however small, pays the latency of a collective, and
-    nothing computes meanwhile: further/buckets.py sends many together, under backward."""
+    """After backward, on all ranks: one all-reduce a parameter. Each tensor, however small, pays the latency of a
+    collective, and nothing computes meanwhile. A rank that has not used a parameter sends zeros."""
     for param in module.parameters():
         if param.requires_grad:
-            average_gradient(param, group)
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)
 
 
-def average_gradient(param, group):
-    """Make .grad its mean over the ranks. A rank that has none sends zeros."""
-    param.grad = own_gradient(param)
-    dist.all_reduce(param.grad, dist.ReduceOp.AVG, averaging_group(param, group))
-
-
-def own_gradient(param):
-    """This rank's gradient. (An expert's is the sum of `divide_by` ranks' losses, and their mean is wanted. An
-    embedding's may be sparse, and collectives take dense tensors.)"""
-    if param.grad is None:
-        return torch.zeros_like(param, dtype=param.grad_dtype)
-    return param.grad.to_dense() / placement_of(param).divide_by
-
-
-def averaging_group(param, group):
-    """The ranks that average a parameter's gradient. Few ranks keep the same expert (further/experts.py)."""
-    return placement_of(param).average_over or group
-
-
-# ------------------------------------------------------------------------------------------------- ZeRO: sharded states
+# ------------------------------------------------------------------------------------------------------ a step is a list
 #
 # In data parallelism every rank keeps the same. ZeRO lets each keep 1/N. K parameters, float32, Adam; bytes a rank:
 #
@@ -171,11 +154,87 @@ def averaging_group(param, group):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
-# Each stage below changes one thing of the one before: ZeRO1 what is stepped, ZeRO2 when gradients are sent, ZeRO3 when
-# weights exist. They take a tensor at a time, and wait for each collective. further/ has the same stages for speed:
-# buckets.py, flat.py, prefetch.py. Besides the table's bytes, stages 2 and 3 hold one tensor's whole gradient at a
-# time. Stage 3 also holds one layer's weights, and those tied to them. (Where a schedule of further/ splits a backward,
-# they stay longer.) Rajbhandari et al., "ZeRO" (2020). CS336 lecture 7.
+# The model is a chain of pieces: the embedding, each block, the head. What a rank does in a step is a list of actions:
+#
+#     F    forward of a piece                            B    its backward
+#     G    start to gather the piece's weights           F and B wait for it
+#     D    drop them
+#     A    start to average the piece's gradients        the end of the step waits for it
+#
+# ZeRO's stages are where G, D and A stand. The step of a model of three pieces, 0, 1 and 2:
+#
+#     stage 0          F0       F1       F2    B2    A2 B1    A1 B0 A0
+#     stage 1    G0 G1 F0    G2 F1       F2    B2    A2 B1    A1 B0 A0      2: with m micro-batches, an A behind each B
+#     stage 3    G0 G1 F0 D0 G2 F1 D1    F2 G1 B2 D2 A2 B1 D1 A1 B0 A0      an embedding's B needs no weights
+#
+# A G stands one computation ahead of the one that needs the weights, so they travel while the one before computes: this
+# is called prefetching. Nobody waits for an A until the step ends, so gradients travel while the next B computes: this
+# is called overlap. Besides the table's bytes, stage 3 holds the weights of two pieces, and stages 2 and 3 hold the
+# gradients of three: of one that computes, of two that travel.
+#
+# Rajbhandari et al., "ZeRO" (2020). PyTorch's pipelines call the letters UNSHARD, RESHARD and REDUCE_GRAD. CS336
+# lecture 7. `python -m lessons step --dp 2 --zero 3` prints the list of a step.
+
+class Action(NamedTuple):
+    """What a rank does for one micro-batch in one piece, or in one stage, which is a run of pieces.
+
+    kind: F, B, G, D or A. For pipelines also SF and RF, which send and receive what an F has made, SB and RB what a B
+    has made. They carry the number of the piece of that F or B, so rank 1 runs RF of a piece of rank 0.
+    """
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self):
+        return f"{self.kind}{self.micro_batch}"
+
+
+def with_weights(actions, zero, lookups=(), shared={}, ahead=1):
+    """A rank's computations with G, D and A, as stage `zero` of ZeRO has them.
+
+    lookups: pieces whose backward needs no weights. shared: {piece: pieces whose A averages some of its gradients, too},
+    as an embedding's A those of a tied head. ahead: how many computations ahead of its own a G stands, 0 or 1.
+    """
+    before = defaultdict(list)
+    after = defaultdict(list)
+    whole = set()  # pieces whose weights are there, or on their way
+    last = {}      # an A -> the last backward whose gradients it averages
+    for n, action in enumerate(actions):
+        piece = action.stage
+        if zero >= 1 and piece not in whole and (action.kind == "F" or piece not in lookups):
+            before[max(0, n - ahead)].append(action._replace(kind="G"))
+            whole.add(piece)
+        if zero == 3 and piece in whole and [piece] != [following.stage for following in actions[n + 1:n + 2]]:
+            after[n].append(action._replace(kind="D"))
+            whole.remove(piece)
+        if action.kind in ("B", "W"):
+            for averaged in [piece, *shared.get(piece, [])]:
+                last[averaged, action.micro_batch if zero >= 2 else None] = n
+    for (piece, _), n in last.items():
+        after[n].append(Action("A", piece, actions[n].micro_batch))
+    return [one for n, action in enumerate(actions) for one in [*before[n], action, *after[n]]]
+
+
+def into_pieces(actions, pieces_of):
+    """A rank's actions of stages as actions of pieces: F goes through the stage's pieces, and backward comes back
+    through them. pieces_of: {stage: range of its pieces}."""
+    return [Action(kind, piece, i) for kind, stage, i in actions
+            for piece in (pieces_of[stage] if kind == "F" else reversed(pieces_of[stage]))]
+
+
+# ------------------------------------------------------------------------------------ units: what G, D and A do to a piece
+#
+# A piece's parameters travel in one message, as one `Unit`. The unit lays their numbers side by side, in N rows of
+# equal length, and row r is rank r's. A matrix of 6, one of 4 and a vector of 1, on 2 ranks:
+#
+#     row 0      W W W W W W        rank 0 steps these
+#     row 1      V V V V b .        rank 1 steps these; the last number is padding
+#
+#     G    all-gather the rows              each parameter is a view of them
+#     D    free their memory                each parameter is NaN, so that nobody computes with memory that is not there
+#     A    lay the gradients side by side, reduce-scatter them: each rank has the average of its row
+#
+# Stage 0 keeps all rows on every rank. That is one row for this code, and A is an all-reduce.
 #
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them. Gradients are
 # added up in float32, too. bf16 has 8 significant bits, so in bf16 0.02 - 0.00001 is 0.02.
@@ -189,233 +248,177 @@ def master_dtype(dtype):
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-class ZeRO0:
-    """Data parallelism as an optimizer: every rank keeps all states and steps all parameters.
+class Unit:
+    """Parameters that travel together.
 
-        optimizer = ZeRO0(module.parameters(), torch.optim.AdamW, group, lr=1e-3)
-        loss.backward()                     of each micro-batch; gradients add up in .grad
-        optimizer.finish_grad_sync()        on all ranks
-        optimizer.step(); optimizer.zero_grad()
+    weights    (N, K/N)    what layers compute with; each parameter is a view of it
+    mine       (K/N)       this rank's row, in the master dtype; where the layers' dtype is that, stages 0 to 2 have no
+                           other copy: it is the row of `weights`
+    stepped    {parameter: what the optimizer steps of it}, a view of its part of `mine`. It is empty where the row has
+               nothing of the parameter.
 
-    params: parameters, (name, parameter) pairs or parameter groups, alike on all ranks of the group. optimizer_class:
-    the class of `inner`, the optimizer that steps self.stepped[param] in place of each parameter. compute_dtype: the
-    layers' dtype, if it is not the parameters'. modules: ZeRO3 hangs hooks on their layers; other stages need none.
+    params: with their initial values. group: the ranks that average their gradients. dtype: of the layers.
     """
 
-    def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
-        self.group, self.compute_dtype = group_or_world(group), compute_dtype
-        param_groups = torch.optim.Optimizer(params, {}).param_groups  # PyTorch reads a list, groups or names alike
-        params = [param for param_group in param_groups for param in param_group["params"]]
+    def __init__(self, params, group, zero, dtype):
+        self.params = params
+        self.group = group
+        self.zero = zero
+        self.trained = params[0].requires_grad
+        self.divide_by = placement_of(params[0]).divide_by
+        ranks = dist.get_world_size(group) if zero else 1
+        rank = dist.get_rank(group) if zero else 0
+        self.starts, self.width = self.lay_out(ranks)
+        self.first = rank * self.width  # where this rank's row begins
+        rows = self.in_rows([param.detach() for param in params], ranks)
+        self.weights = rows.to(dtype)
+        self.row = self.weights[rank]
+        self.has_master = zero == 3 or dtype != master_dtype(dtype)
+        self.mine = rows[rank].to(master_dtype(dtype), copy=True) if self.has_master else self.row
         self.stepped = {param: self.make_stepped(param) for param in params}
-        for param_group in param_groups:
-            param_group["params"] = [self.stepped[param] for param in param_group["params"]]
-        self.inner = optimizer_class(param_groups, **options)
+        self.users = 0         # pieces that have gathered it and not dropped it: two, of a tied embedding
+        self.gathering = None  # the handle of the gather under way
+        self.sending = None    # (handle, average) of the average under way
+        self.total = None      # the sum of the averages that have come, (K/N)
+        self.views = [self.weights.view(-1)[start:start + param.numel()].view(param.shape)
+                      for param, start in self.starts.items()]
+        self.show(self.views)
+        if zero == 3:
+            self.free()
 
-    @property
-    def param_groups(self):
-        return self.inner.param_groups
+    # Where numbers lie.
 
-    @property
-    def state(self):
-        return self.inner.state
+    def lay_out(self, ranks):
+        """({parameter: where its first number stands among all}, the length of a row)"""
+        ends = [*itertools.accumulate(param.numel() for param in self.params)]
+        return dict(zip(self.params, [0, *ends])), -(-ends[-1] // ranks)
+
+    def in_rows(self, tensors, ranks):
+        """Tensors of the parameters' shapes side by side, (N, K/N), with padding behind them."""
+        numbers = torch.cat([tensor.flatten() for tensor in tensors])
+        return F.pad(numbers, (0, ranks * self.width - numbers.numel())).view(ranks, -1)
+
+    def here(self, param):
+        """From which to which of all numbers this rank's row has the parameter's."""
+        start = self.starts[param]
+        return [min(max(self.first, at), self.first + self.width) for at in (start, start + param.numel())]
+
+    def part_of(self, row, param):
+        """What this rank's row has of a parameter: in the parameter's shape if all of it is there, else flat."""
+        low, high = self.here(param)
+        part = row[low - self.first:high - self.first]
+        return part.view(param.shape) if part.numel() == param.numel() else part
+
+    def kept(self, param):
+        """For checkpoints: (the stepped tensor, which of its numbers, which of the flat parameter's these are)."""
+        low, high = (at - self.starts[param] for at in self.here(param))
+        return self.stepped[param], slice(None), slice(low, high) if low < high else slice(0)
 
     def make_stepped(self, param):
-        """What `inner` steps for a parameter: the parameter; if layers compute in 16 bits, a float32 master of it."""
-        dtype = self.compute_dtype or param.dtype
-        if dtype == master_dtype(dtype):
-            return param
-        master = placed(param.detach().clone(), param)
-        param.data = param.to(dtype)
-        param.grad_dtype = master.dtype  # PyTorch's: autograd casts what it adds to .grad to this dtype
-        return master
+        stepped = placed(self.part_of(self.mine, param), param)
+        is_whole = stepped.shape == param.shape
+        before = placement_of(param)
+        over = before.sharded_over + ((self.group,) if self.zero else ())
+        # The shape of a part does not say whether it has weight decay, and no Cut made it.
+        stepped.placement = replace(before, sharded_over=over, decays=is_matrix(param),
+                                    cuts=before.cuts if is_whole else (), whole=before.whole if is_whole else None)
+        param.grad_dtype = self.mine.dtype  # PyTorch's: autograd casts what it adds to .grad to this dtype
+        return stepped
 
-    def no_sync(self):
-        """Goes around all backwards of a step but the last. Here nothing is sent in backward, so nothing changes."""
-        return nullcontext()
-
-    def finish_grad_sync(self):
-        """Average what has not been averaged. Call it after a step's last backward, on all ranks."""
-        for param in self.stepped:
-            if param.requires_grad:
-                self.average(param)
-
-    def average(self, param):
-        average_gradient(param, self.group)
-        grad = param.grad
-        param.grad = None
-        self.stepped[param].grad = grad
+    # Weights.
 
     @torch.no_grad()
-    def step(self):
-        self.inner.step()
-        for param in self.stepped:
-            self.refresh(param)
+    def gather(self):
+        """G. What forward saves for backward are views of `weights`. The memory under them may go and come back:
+        backward then reads the same numbers."""
+        self.users += 1
+        if self.users > 1:
+            return
+        if not self.weights.untyped_storage().size():
+            self.weights.untyped_storage().resize_(self.weights.nbytes)
+            self.show(self.views)
+        if self.has_master:
+            self.row.copy_(self.mine)
+        self.gathering = dist.all_gather_into_tensor(self.weights, self.row, self.group, async_op=True)
 
-    def refresh(self, param):
-        """Copy what `inner` has stepped into the parameter."""
-        if self.stepped[param] is not param:
-            param.copy_(self.stepped[param])
+    def wait(self):
+        """Until the weights are there."""
+        if self.gathering:
+            self.gathering.wait()
+            self.gathering = None
 
-    def zero_grad(self, set_to_none=True):
-        """Drop all gradients, also those of an unfinished step."""
+    def drop(self):
+        """D. (Not as long as another piece needs them.)"""
+        self.users -= 1
+        if self.users == 0:
+            self.free()
+
+    def free(self):
+        self.wait()
+        self.users = 0
+        nothing = torch.full((), math.nan).to(self.weights)
+        self.show([nothing.expand(param.shape) for param in self.params])
+        self.weights.untyped_storage().resize_(0)
+
+    def show(self, tensors):
+        for param, tensor in zip(self.params, tensors):
+            param.data = tensor
+
+    @torch.no_grad()
+    def refresh(self):
+        """After the optimizer's step. In stages 1 and 2 the weights are old until the next G."""
+        if self.zero in (1, 2):
+            self.users = 0
+        elif self.zero == 0 and self.has_master:
+            self.row.copy_(self.mine)
+
+    # Gradients.
+
+    @torch.no_grad()
+    def start_average(self):
+        """A. What no backward has used counts as zero. RuntimeError if a parameter was frozen since the unit was made."""
+        if any(param.requires_grad != self.trained for param in self.params):
+            raise RuntimeError("freeze parameters, or let them train again, before the optimizer is made")
+        self.finish_average()  # of the micro-batch before
+        grads = [torch.zeros_like(param, dtype=self.mine.dtype) if param.grad is None else param.grad
+                 for param in self.params]
+        rows = self.in_rows(grads, len(self.weights))                                         # (N, K/N)
+        for param in self.params:
+            param.grad = None
+        if self.divide_by > 1:
+            rows /= self.divide_by
+        if self.zero:
+            average = torch.empty_like(self.mine)
+            handle = dist.reduce_scatter_tensor(average, rows, dist.ReduceOp.AVG, self.group, async_op=True)
+        else:
+            average = rows[0]
+            handle = dist.all_reduce(rows, dist.ReduceOp.AVG, self.group, async_op=True)
+        self.sending = handle, average
+
+    @torch.no_grad()
+    def finish_average(self):
+        """Wait for the average under way, and add it to those of the micro-batches before."""
+        if not self.sending:
+            return
+        handle, average = self.sending
+        self.sending = None
+        handle.wait()
+        if self.total is not None:
+            self.total += average
+            return
+        self.total = average
         for param, stepped in self.stepped.items():
-            param.grad = stepped.grad = None
+            stepped.grad = self.part_of(average, param)
 
-    def kept(self, param):
-        """For checkpoints: (the stepped tensor, the slice of that tensor without padding, the slice of the flattened
-        parameter that those numbers are)."""
-        return self.stepped[param], slice(None), slice(None)
-
-
-class ZeRO1(ZeRO0):
-    """ZeRO-1: reduce-scatter each gradient, step this rank's shard of each tensor, all-gather the shards.
-
-    whole[param]: the tensor in N rows, as `in_rows` below makes them. The parameter is a view of these rows, so that an
-    all-gather of the shards changes the parameter.
-    """
-
-    def __init__(self, *args, **options):
-        self.whole = {}
-        super().__init__(*args, **options)
-
-    def make_stepped(self, param):
-        group, placement = averaging_group(param, self.group), placement_of(param)
-        dtype = self.compute_dtype or param.dtype
-        rows = in_rows(param.detach(), dist.get_world_size(group))
-        self.whole[param] = rows.to(dtype)
-        mine = self.whole[param][dist.get_rank(group)]  # a view: to step the shard is to change the rows
-        if dtype != master_dtype(dtype):
-            mine = rows[dist.get_rank(group)].to(master_dtype(dtype), copy=True)
-        shard = placed(mine, param)
-        # The row is flat, so its shape no longer says whether it has weight decay, and no Cut made it.
-        shard.placement = replace(placement, sharded_over=placement.sharded_over + (group,), cuts=(), whole=None,
-                                  decays=is_matrix(param))
-        self.show(param)
-        param.grad_dtype = shard.dtype
-        return shard
-
-    def show(self, param):
-        """Make the parameter a view of its rows, without their padding."""
-        param.data = self.whole[param].view(-1)[:param.numel()].view(param.shape)
-
-    def average(self, param):
-        group, shard = averaging_group(param, self.group), self.stepped[param]
-        rows = in_rows(own_gradient(param), dist.get_world_size(group))
-        average = torch.empty_like(shard)
-        dist.reduce_scatter_tensor(average, rows, dist.ReduceOp.AVG, group)
-        shard.grad = average if shard.grad is None else shard.grad + average
-        param.grad = None
-
-    @torch.no_grad()
-    def refresh(self, param):
-        whole, shard = self.whole[param], self.stepped[param].detach()
-        dist.all_gather_into_tensor(whole, shard.to(whole.dtype), averaging_group(param, self.group))
-
-    def kept(self, param):
-        shard, n = self.stepped[param], param.numel()
-        first = min(n, len(shard) * dist.get_rank(averaging_group(param, self.group)))
-        end = min(n, first + len(shard))  # the last rows are padded
-        return shard, slice(0, end - first), slice(first, end)
-
-
-class ZeRO2(ZeRO1):
-    """ZeRO-2: each gradient is sent in the backward that has made it, so whole gradients never accumulate.
-
-    All ranks must use the same parameters in each backward. Autograd then completes them in the same order.
-    """
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        for param in self.stepped:
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self.average)
-
-    def finish_grad_sync(self):
-        for param, shard in self.stepped.items():
-            if param.requires_grad and shard.grad is None:  # no backward has used it
-                self.average(param)
-
-
-class ZeRO3(ZeRO2):
-    """ZeRO-3: gather a layer's weights, compute, free; in backward gather them again, and scatter gradients.
-
-        optimizer = ZeRO3(module.parameters(), torch.optim.AdamW, group, [module], lr=1e-3)
-
-        a matrix        storage of its rows    .data     .grad
-        gather          all bytes              whole     None
-        free            0 bytes                NaN       None
-        gather again    all bytes              whole     None; then, in backward, the whole gradient
-        average         0 bytes                NaN       None; the shard's .grad has grown
-
-    Forward saves a view of `whole[param]` for backward. `free` empties the storage below the view. `gather` fills the
-    same storage again, so backward reads the right numbers. (Autograd refuses a saved tensor whose version counter has
-    risen. `.data =` keeps the parameter's counter, and the gather raises that of `whole` alone.) Meanwhile .data is
-    NaN, so that nobody computes with memory that is not there. A layer makes dX together with dW, so when dW is there,
-    W may go. A tied weight goes when the dW of both layers is there: autograd adds them up, then calls the hook once.
-    Vectors (biases and norms, a thousandth of GPT-2's K) stay whole.
-
-    Recomputation (PyTorch's `checkpoint`) runs a layer's forward again within its backward. in_backward says which
-    matrices must stay then. (Without recomputation `free` needs no `if`.) A frozen matrix has no dW, so it stays whole
-    until zero_grad. A matrix must be used in its own layer's forward alone. (nn.MultiheadAttention uses the matrix of
-    its out_proj.)
-    """
-
-    def __init__(self, params, optimizer_class, group=None, modules=(), compute_dtype=None, **options):
-        super().__init__(params, optimizer_class, group, modules, compute_dtype, **options)
-        for shard in self.stepped.values():
-            shard.data = shard.data.clone()  # as a view it would go with the rows
-        self.in_backward = set()
-        self.zero_grad()  # frees the matrices
-        for layer in [layer for module in modules for layer in module.modules()]:
-            if matrices := [param for param in layer.parameters(recurse=False) if is_matrix(param)]:
-                layer.register_forward_pre_hook(partial(self.gather, matrices))
-                layer.register_forward_hook(partial(self.free, matrices))
-                if not isinstance(layer, EMBEDDINGS):  # nn.Embedding and the cut one: their backward needs tokens alone
-                    layer.register_full_backward_pre_hook(partial(self.begin_backward, matrices))
-
-    # *_ takes the layer and the tensors that PyTorch gives to each hook.
-
-    def gather(self, matrices, *_):
-        for param in matrices:
-            storage = self.whole[param].untyped_storage()
-            if storage.size() == 0:
-                storage.resize_(self.whole[param].nbytes)
-                self.refresh(param)
-                self.show(param)
-
-    def begin_backward(self, matrices, *_):
-        self.gather(matrices)
-        self.in_backward.update(matrices)
-
-    def free(self, matrices, *_):
-        for param in matrices:
-            if param not in self.in_backward:
-                param.data = torch.full((), math.nan).to(param).expand(param.shape)
-                self.whole[param].untyped_storage().resize_(0)
-
-    def average(self, param):
-        super().average(param)
-        if is_matrix(param):
-            self.in_backward.discard(param)
-            self.free([param])
-
-    @torch.no_grad()
-    def step(self):
-        self.inner.step()
-        for param in self.stepped:
-            if not is_matrix(param):  # forward gathers the matrices
-                self.refresh(param)
-
-    def zero_grad(self, set_to_none=True):
-        super().zero_grad()
-        self.in_backward.clear()
-        self.free(filter(is_matrix, self.stepped))  # an unfinished step has left some whole
-
-
-def in_rows(tensor, ranks):
-    """A tensor's numbers in N rows of equal length, (N, K/N rounded up), padded with zeros. Row r is rank r's shard. Of
-    11 numbers 2 rows of 6, of which the last number is the padding."""
-    return F.pad(tensor.flatten(), (0, -tensor.numel() % ranks)).view(ranks, -1)
+    def zero_grad(self):
+        """Drop all gradients, and what an unfinished step has left."""
+        self.finish_average()
+        self.total = None
+        for param, stepped in self.stepped.items():
+            param.grad = None
+            stepped.grad = None
+        if self.zero == 3:
+            self.free()
 
 
 def placed(values, param):
@@ -423,6 +426,31 @@ def placed(values, param):
     new = PlacedParameter(values, param.requires_grad)
     new.placement = placement_of(param)
     return new
+
+
+def params_together(pieces, group):
+    """Which parameters of this rank's pieces, {number: module}, travel together: {(piece, the ranks that average them,
+    ...): [parameter]}.
+
+    A parameter of two pieces, as a tied embedding, belongs to the lower one, because its backward ends last. Apart are
+    also those that other ranks average, as experts; that must still be added up over other ranks; and frozen ones.
+    """
+    together = defaultdict(list)
+    seen = set()
+    for piece in sorted(pieces):
+        for param in pieces[piece].parameters():
+            if param not in seen:
+                place = placement_of(param)
+                ranks = place.average_over or group
+                together[piece, ranks, place.divide_by, place.partial_over, param.requires_grad].append(param)
+            seen.add(param)
+    return together
+
+
+def make_units(pieces, group, zero, dtype):
+    """Lay the parameters of pieces, {number: module}, into units: [(the piece whose A averages it, the unit)]."""
+    return [(piece, Unit(params, ranks, zero, dtype))
+            for (piece, ranks, *_), params in params_together(pieces, group).items()]
 
 
 # --------------------------------------------------------------------------------------------- tensor parallel: f and g
@@ -691,18 +719,6 @@ def tensor_parallel(module, group, plan=None):
 # Functions write the lists, `lower` adds the transfers, and `Pipeline` runs them. Stage s is on rank s here. Schedules
 # of further/schedules.py idle less: ranks have several stages, and a B is split in two. further/lists.py checks lists.
 
-class Action(NamedTuple):
-    """What a rank does for one micro-batch in one stage. kind: F or B. After `lower` also SF and RF, which send and
-    receive an F's result, SB and RB a B's. They have the stage of that F or B, so stage 1's rank runs RF0 of stage 0.
-    """
-    kind: str
-    stage: int
-    micro_batch: int
-
-    def __str__(self):
-        return f"{self.kind}{self.micro_batch}"
-
-
 def gpipe(p, m, v=1):
     """All forwards, then all backwards. Huang et al., "GPipe" (2019). (v: other schedules have v stages a rank.)"""
     return [whole_batch("F", r, m) + whole_batch("B", r, m) for r in range(p)]
@@ -753,7 +769,7 @@ def needs(action, stages):
     """
     kind, s, i = action
     of_backward = [Action("F", s, i), Action("B", s + 1, i)]
-    needed = {"F": [Action("F", s - 1, i)], "W": [Action("B", s, i)]}.get(kind, of_backward)
+    needed = {"F": [Action("F", s - 1, i)], "B": of_backward, "I": of_backward, "W": [Action("B", s, i)]}.get(kind, [])
     return [action for action in needed if action.stage in stages]  # not before the first one, or after the last
 
 
@@ -834,24 +850,26 @@ def carried(transfer):
     return transfer._replace(kind=transfer.kind[1])
 
 
-@functools.cache  # for 16 ranks and 128 micro-batches it takes 0.1 s
-def lowered_lists(schedule, p, m, v):
-    """A schedule's lists with transfers, which callers must not change."""
-    return lower(schedule(p, m, v))
+def pieces_of_stages(schedule, p, v, pieces):
+    """Cut a chain of pieces into a schedule's stages, runs of about equal length: {stage: range of its pieces}."""
+    stages = len(ranks_of_stages(schedule(p, 2 * p, v)))
+    starts = [pieces * stage // stages for stage in range(stages + 1)]
+    return {stage: range(starts[stage], starts[stage + 1]) for stage in range(stages)}
 
 
-def even_pieces(config, stages):
-    """The L+2 pieces of a GPT cut into `stages` runs of about equal length: [range, ...]."""
-    starts = [(config.n_layer + 2) * stage // stages for stage in range(stages + 1)]
-    return [range(start, end) for start, end in itertools.pairwise(starts)]
+@functools.cache
+def lists_of_pieces(schedule, p, m, v, pieces):
+    """A schedule's lists for a chain of so many pieces, which callers must not change."""
+    pieces_of = pieces_of_stages(schedule, p, v, pieces)
+    return [into_pieces(actions, pieces_of) for actions in schedule(p, m, v)]
 
 
-# --------------------------------------------------------------------------------------------- pipeline: running a list
+# ------------------------------------------------------------------------------------------------------- running a list
 
 class MicroBatch:
-    """One micro-batch in one stage: forward, later backward. loss(output, target): the last stage's, else None.
+    """One micro-batch in one piece: forward, later backward. loss(output, target): the last piece's, else None.
 
-    In between it holds the stage's input, and the edge in autograd's graph where backward starts. So the output, BTC
+    In between it holds the piece's input, and the edge in autograd's graph where backward starts. So the output, BTC
     numbers, can be freed once it is sent.
     """
 
@@ -860,14 +878,17 @@ class MicroBatch:
         self.loss = loss
 
     def forward(self, x, target=None, **beside):
-        """x: tokens (B, T), or the output of the stage before. beside: what else the module takes. Returns this stage's
-        output, or the loss, detached."""
-        self.x = x.requires_grad_() if x.is_floating_point() and torch.is_grad_enabled() else x
-        y = self.module(self.x, **beside)
+        """x: what the first piece takes, or the output of the piece before. beside: what else the module takes. Returns
+        this piece's output, or the loss: a leaf of autograd's, if there is something to train so far."""
+        self.x = x
+        y = self.output(**beside)
         if self.loss:
             y = self.loss(y, target)
-        self.edge = get_gradient_edge(y) if y.requires_grad else None  # None: of frozen layers before all others
-        return y.detach()
+        self.edge = get_gradient_edge(y) if y.requires_grad else None  # None: all pieces so far are frozen
+        return y.detach().requires_grad_(y.requires_grad)
+
+    def output(self, **beside):
+        return self.module(self.x, **beside)
 
     def backward(self, dy):
         """dy: the gradient of what forward returned. Returns that of x; parameters' are added to .grad."""
@@ -877,125 +898,134 @@ class MicroBatch:
 
 
 class Pipeline:
-    """This rank's stages of a pipeline, which run any lowered list. One stage and no transfers is ordinary training.
+    """This rank's pieces, which run any list. One rank and no transfers is ordinary training.
 
-    stages: {stage: module} of this rank. stage_to_rank: {stage: rank} of all. loss(output, target): the last stage's.
-    Activations and their gradients are sent as (B, T / cut, width), in dtype.
+    pieces: {number: module} of this rank. piece_to_rank: {number: rank} of all. units, averaged: as make_units returns
+    them. loss(output, target): the last piece's. shape(i, x): of piece i's output, for an input x of the first piece.
+    group: the ranks of the pipeline.
     """
     around = nullcontext  # a profiler's: around(action) goes around an action, around(None) around a wait in an action
+    micro_batch = MicroBatch
 
-    def __init__(self, stages, stage_to_rank, mesh, loss, dtype, width, device, cut=1):
-        self.stages = stages
-        self.stage_to_rank = stage_to_rank
-        self.last_stage = len(stage_to_rank) - 1
-        self.group = mesh.get_group("pp")
+    def __init__(self, pieces, piece_to_rank, units, averaged, loss, group, shape, dtype, device):
+        self.pieces = pieces
+        self.piece_to_rank = piece_to_rank
+        self.last_piece = len(piece_to_rank) - 1
+        self.units = units
+        self.averaged = averaged
         self.loss = loss
+        self.group = group
+        self.shape = shape
         self.dtype = dtype
-        self.width = width
         self.device = device
-        self.cut = cut
 
-    def run(self, actions, x, y, dloss=None, sync=None, beside=None):
-        """x, y: tokens and targets of each micro-batch, (B, T). Returns the losses, detached, on the last stage.
+    def run(self, actions, x, y, dloss=None, beside=None):
+        """x, y: inputs and targets of each micro-batch. Returns the losses, detached, on the rank of the last piece.
 
-        dloss: the gradient of each loss, from which its backward starts, a tensor of one number. sync: the optimizer
-        that averages gradients, for its no_sync(); None for forwards alone. beside: of each micro-batch a dict of
-        tensors that all stages' modules take besides x. After an exception the process group is of no more use,
-        because messages may still be under way.
+        dloss: the gradient of each loss, from which its backward starts, a tensor of one number; None for forwards
+        alone. beside: of each micro-batch a dict of tensors that all modules take besides x. After an exception the
+        process group is of no more use, because messages may still be under way.
         """
-        self.begin(actions, x, y, dloss, sync, beside or [{}] * len(x))
-        self.do_all(actions)
-        self.wait_for_sent(0)
-        return self.losses
-
-    def do_all(self, actions):
+        self.x = x
+        self.y = y
+        self.dloss = dloss
+        self.beside = beside or [{}] * len(x)
+        self.micro_batches = {}   # (piece, number) -> MicroBatch, until its backward has ended
+        self.results = {}         # an F or a B -> (handle, what it made), until a piece or a send takes it
+        self.sending = deque()    # (handle, tensor) of each transfer that is on its way
+        self.averaging = deque()  # units whose average is on its way
+        self.losses = []
         for action in actions:
             with self.around(action):
                 self.do(action)
-
-    def begin(self, actions, x, y, dloss, sync, beside):
-        """Nothing of the step before is left."""
-        self.x = x
-        self.y = y
-        self.beside = beside
-        self.dloss = dloss
-        self.sync = sync
-        self.last_backward = {action.stage: action for action in actions if action.kind == "B"}
-        self.micro_batches = {}  # (stage, number) -> MicroBatch, until its backward has ended
-        self.results = {}        # an F or a B -> (handle, what it made), until a stage or a send takes it
-        self.sending = deque()   # (handle, tensor) of each message that is on its way
-        self.losses = []
+        self.wait_for_sent(0)
+        self.wait_for_averages(0)
+        return self.losses
 
     def do(self, action):
+        piece = action.stage
         match action.kind[0]:
             case "F":
+                self.wait_for_weights(piece)
                 self.forward(action)
             case "B":
+                self.wait_for_weights(piece)
                 self.backward(action)
+            case "G":
+                for unit in self.units[piece]:
+                    unit.gather()
+            case "D":
+                for unit in self.units[piece]:
+                    unit.drop()
+            case "A":
+                self.average(piece)
             case "S":
                 self.send(action)
             case "R":
                 self.receive(action)
 
     def forward(self, action):
-        _, s, i = action
-        x = self.x[i] if s == 0 else self.wait_for(Action("F", s - 1, i))
-        micro_batch = self.new_micro_batch(s)
+        _, piece, i = action
+        x = self.x[i] if piece == 0 else self.wait_for(Action("F", piece - 1, i))
+        if piece > 0 and piece - 1 not in self.pieces:
+            x.requires_grad_(torch.is_grad_enabled())  # another rank trains what has made it
+        is_last = piece == self.last_piece
+        micro_batch = self.micro_batch(self.pieces[piece], self.loss if is_last else None)
         out = micro_batch.forward(x, self.y[i], **self.beside[i])
         if torch.is_grad_enabled():
-            self.micro_batches[s, i] = micro_batch
-        if s == self.last_stage:
-            self.losses.append(out)
+            self.micro_batches[piece, i] = micro_batch
+        if is_last:
+            self.losses.append(out.detach())
         else:
             self.results[action] = dist.Handle(), out
 
-    def new_micro_batch(self, stage):
-        return MicroBatch(self.stages[stage], self.loss_of(stage))
-
-    def loss_of(self, stage):
-        return self.loss if stage == self.last_stage else None
-
     def backward(self, action):
-        _, s, i = action
-        micro_batch = self.micro_batches.pop((s, i))
-        dy = self.gradient_for(s, i)
-        with self.averaging(action):
-            dx = micro_batch.backward(dy)
-        if s > 0:
+        _, piece, i = action
+        micro_batch = self.micro_batches.pop((piece, i))
+        dx = micro_batch.backward(self.gradient_for(piece, i))
+        if piece > 0:
             self.results[action] = dist.Handle(), dx
 
-    def gradient_for(self, s, i):
-        """Where a stage's backward starts: the gradient of the loss, or that of its output, from the next stage."""
-        return self.dloss if s == self.last_stage else self.wait_for(Action("B", s + 1, i))
-
-    def averaging(self, action):
-        """A stage's gradients accumulate until its last backward, and may be sent from then on. (ZeRO 2 and 3 send in
-        each backward, whatever no_sync says.)"""
-        last = self.last_backward[action.stage] == action
-        return nullcontext() if last else self.sync.no_sync()
+    def gradient_for(self, piece, i):
+        """Where a piece's backward starts: the gradient of the loss, or that of its output, from the next piece."""
+        return self.dloss if piece == self.last_piece else self.wait_for(Action("B", piece + 1, i))
 
     def wait_for(self, result):
-        """What an action has made, on another rank, which has sent it, or in another stage of this one."""
+        """What an action has made: another rank's, which has sent it, or one of this rank's."""
         handle, tensor = self.results.pop(result)
         with self.around(None):
             handle.wait()
         return tensor
 
+    def wait_for_weights(self, piece):
+        for unit in self.units[piece]:
+            with self.around(None):
+                unit.wait()
+
+    def average(self, piece):
+        for unit in self.averaged[piece]:
+            if unit.trained:
+                unit.start_average()
+                self.averaging.append(unit)
+        self.wait_for_averages(2)  # the latest two may travel while the next action computes
+
+    def wait_for_averages(self, most):
+        while len(self.averaging) > most:
+            with self.around(None):
+                self.averaging.popleft().finish_average()
+
     def receive(self, action):
         """Post a receive into a new buffer; `wait_for` waits for it. All transfers go through one group. NCCL runs a
         group's transfers one after the other. That cannot hang, because `lower` gives both ends the same order."""
-        buffer = self.room_for(action.micro_batch)
-        handle = dist.irecv(buffer, group=self.group, group_src=self.stage_to_rank[action.stage])
+        between = min(action.stage, goes_to(action))  # an F's result, or its gradient, has the shape of this piece's output
+        buffer = torch.empty(self.shape(between, self.x[action.micro_batch]), dtype=self.dtype, device=self.device)
+        handle = dist.irecv(buffer, group=self.group, group_src=self.piece_to_rank[action.stage])
         self.results[carried(action)] = handle, buffer
-
-    def room_for(self, micro_batch):
-        """A tensor that takes a micro-batch's activation between two stages, or its gradient."""
-        batch, tokens = self.x[micro_batch].shape
-        return torch.empty(batch, tokens // self.cut, self.width, dtype=self.dtype, device=self.device)
 
     def send(self, action):
         _, tensor = self.results.pop(carried(action))
-        handle = dist.isend(tensor, group=self.group, group_dst=self.stage_to_rank[goes_to(action)])
+        tensor = tensor.detach()
+        handle = dist.isend(tensor, group=self.group, group_dst=self.piece_to_rank[goes_to(action)])
         self.sending.append((handle, tensor))
         self.wait_for_sent(2)  # the latest two may travel while the next action computes
 
@@ -1007,6 +1037,205 @@ class Pipeline:
             handle.wait()
 
 
+# -------------------------------------------------------------------------------------------- a model, spread over ranks
+
+class Parallel:
+    """A model that is a chain of pieces, and what a training loop does with this rank's part of it.
+
+        mesh = make_mesh("cpu", dp=2)
+        adamw = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+        net = Parallel([embedding, block, block, head], loss, mesh, zero=3, optimizer=adamw)
+        net.zero_grad()
+        mean = net.forward_backward(x, y)              x, y: lists of this replica's micro-batches
+        norm = net.clip_grad_norm_(1.0)
+        net.step()
+
+    pieces      modules that each take a tensor and return one. Parameters are called i.name, in piece number i. What
+                shall not be trained is frozen before. None stands for a piece that another rank of the pipeline has.
+    loss        (output, target) -> of a micro-batch, summed over as many losses as count(target) says; left out, the
+                target's elements
+    zero        ZeRO's stage, over dp
+    schedule    the pipeline's, with so many `stages` on each rank
+    optimizer   a class from torch.optim with its options, as a partial; None: for evaluation
+    dtype       the layers'; with 16 bits the optimizer steps float32 masters
+    shape       (i, x) -> of piece i's output for an input x of the first piece; left out, it is found
+    groups      of this rank: pp; dp_cp, the replicas; shard, the ranks that ZeRO cuts over; left out, the mesh's
+    """
+    lookups = ()  # pieces whose backward needs no weights, as an embedding's
+
+    def __init__(self, pieces, loss, mesh, zero=0, schedule=one_f_one_b, stages=1, optimizer=None, dtype=torch.float32,
+                 count=None, shape=None, groups=None, pipeline=Pipeline, units=make_units):
+        self.mesh = mesh
+        self.zero = zero
+        self.schedule = schedule
+        self.stages = stages
+        self.dtype = dtype
+        self.count = count or (lambda target: torch.tensor(target.numel(), device=target.device))
+        self.groups = groups or groups_of_mesh(mesh)
+        self.piece_to_rank = ranks_of_stages(lists_of_pieces(schedule, mesh["pp"].size(), 2, stages, len(pieces)))
+        self.pieces = {i: pieces[i] for i in stages_on(dist.get_rank(self.groups.pp), self.piece_to_rank)}
+        self.device = next(param.device for piece in self.pieces.values() for param in piece.parameters())
+        shape = shape or Shapes(pieces)
+        if not groups:
+            self.start_alike()
+        made = units(self.pieces, self.groups.shard, zero, dtype)
+        self.unit_of = {param: unit for _, unit in made for param in unit.params}
+        averaged = {i: [unit for piece, unit in made if piece == i] for i in self.pieces}
+        used = {i: [*dict.fromkeys(self.unit_of[param] for param in piece.parameters())]
+                for i, piece in self.pieces.items()}
+        self.pipeline = pipeline(self.pieces, self.piece_to_rank, used, averaged, loss, self.groups.pp, shape,
+                                 dtype, self.device)
+        self.shared = {i: [j for j in averaged if j != i and not {*averaged[j]}.isdisjoint(used[i])] for i in used}
+        self.made = {}     # lists that have been made
+        self.seen = set()  # numbers of micro-batches on which all replicas have agreed
+        self.optimizer = optimizer(self.param_groups()) if optimizer else None
+
+    def start_alike(self):
+        """Each replica takes the first one's weights and buffers."""
+        for piece in self.pieces.values():
+            for tensor in [*piece.parameters(), *piece.buffers()]:
+                dist.broadcast(tensor.detach(), group=self.groups.dp_cp, group_src=0)
+
+    def named_parameters(self):
+        """{parameter: its name} of this rank's pieces."""
+        named = [(f"{i}.{name}", param) for i, piece in self.pieces.items() for name, param in piece.named_parameters()]
+        return {param: name for name, param in reversed(named)}
+
+    def param_groups(self):
+        """For an optimizer, with names: matrices have weight decay, biases and norms have none. What this rank has
+        nothing of is left out."""
+        decay, none = [], []
+        for param, name in self.named_parameters().items():
+            stepped = self.unit_of[param].stepped[param]
+            if stepped.numel() and param.requires_grad:
+                (decay if is_matrix(param) else none).append((name, stepped))
+        param_groups = [{"params": decay}, {"params": none, "weight_decay": 0.0}]
+        return [group for group in param_groups if group["params"]] or [{"params": []}]
+
+    @property
+    def params(self):
+        """What the optimizer steps: this rank's parts of its parameters."""
+        return params_of(self.optimizer)
+
+    def kept(self, param):
+        """For checkpoints, as Unit.kept."""
+        return self.unit_of[param].kept(param)
+
+    def lists(self, m, training=True):
+        """All ranks' lists of a step with m micro-batches; without `training`, of forwards alone."""
+        if (m, training) not in self.made:
+            p = self.mesh["pp"].size()
+            lists = lists_of_pieces(self.schedule, p, m, self.stages, len(self.piece_to_rank))
+            if not training:
+                lists = [[action for i in stages_on(rank, self.piece_to_rank) for action in whole_batch("F", i, m)]
+                         for rank in range(p)]
+            self.made[m, training] = lower([with_weights(actions, self.zero, self.lookups, self.shared)
+                                            for actions in lists])
+        return self.made[m, training]
+
+    def zero_grad(self):
+        """Drop all gradients, also those that an unfinished step has left. Call it on all ranks."""
+        for unit in dict.fromkeys(self.unit_of.values()):
+            unit.zero_grad()
+
+    def forward_backward(self, x, y, scale=1.0, beside=None):
+        """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: inputs and targets of this
+        replica's micro-batches, lists whose tensors may differ in size; beside: of each a dict of what else all pieces
+        take. The loss is the mean over all replicas' losses that count; 0 if there are none. Returns a number whose
+        mean over the replicas is the loss, the same on all ranks of a pipeline."""
+        if not self.optimizer:
+            raise RuntimeError("this model was built for evaluation: build it with an optimizer to train it")
+        if any(unit.total is not None for unit in self.unit_of.values()):  # what comes now would be added to it
+            raise RuntimeError("a second forward_backward before zero_grad(): give all micro-batches of a step at once")
+        total = self.run(self.lists(len(x)), x, y, scale, beside)
+        self.add_up_gradients()
+        return total
+
+    @torch.no_grad()
+    def forward(self, x, y, beside=None):
+        """Returns what forward_backward returns. Computes no gradients."""
+        return self.run(self.lists(len(x), training=False), x, y, 1.0, beside)
+
+    def run(self, lists, x, y, scale, beside):
+        weight = self.weight_of_a_target(y)
+        losses = self.pipeline.run(lists[dist.get_rank(self.groups.pp)], x, y, scale * weight, beside)
+        total = torch.zeros_like(weight)
+        for summed in losses:
+            total += summed * weight
+        dist.all_reduce(total, group=self.groups.pp)  # the other stages have none
+        return total
+
+    def weight_of_a_target(self, y):
+        """R / n, for R replicas that together have n targets that count: what each multiplies the sum of its losses by.
+        Gradients are averaged over replicas, which divides by R. So what remains is the sum of all losses / n.
+
+        Losses a, b, c on one replica, d on another: R / n = 2/4, and the mean of 2/4 (a + b + c) and 2/4 d is
+        (a + b + c + d) / 4. A mean of the replicas' means would weigh d as much as the other three together.
+
+        Backward starts from it, so no pass over the gradients is needed. It is a tensor, so no CPU waits for a GPU. The
+        message also says how many micro-batches each replica has. ValueError if they differ, because under ZeRO 2 and 3
+        one replica would wait for another's A for ever.
+        """
+        m = len(y)
+        numbers = torch.stack([sum(self.count(target) for target in y).to(torch.int64),
+                               torch.tensor(m, device=self.device), torch.tensor(m * m, device=self.device)])
+        dist.all_reduce(numbers, group=self.groups.dp_cp)
+        replicas = dist.get_world_size(self.groups.dp_cp)
+        if m not in self.seen:  # once, because reading them makes the CPU wait
+            n, sums, squares = numbers.tolist()
+            if sums * sums != replicas * squares:  # equal if and only if all numbers are
+                raise ValueError(f"this replica has {m} micro-batches, all {replicas} together {sums}: give each "
+                                 f"equally many")
+            self.seen.add(m)
+        return replicas / numbers[0].clamp(min=1).to(master_dtype(self.dtype))
+
+    @torch.no_grad()
+    def add_up_gradients(self):
+        """Add up each gradient over its parameter's `partial_over`. Gradients over the same groups travel side by side,
+        because most are small: with sequence parallelism six vectors a block. (Parts of the ends of a tied embedding
+        match, because each end is a unit by itself.)"""
+        together = defaultdict(list)
+        for param in self.params:
+            if param.grad is not None and (over := placement_of(param).partial_over):
+                together[over, param.grad.dtype].append(param.grad)
+        for (over, _), grads in together.items():
+            flat = torch.cat([grad.flatten() for grad in grads]) if len(grads) > 1 else grads[0].flatten()
+            for group in over:
+                dist.all_reduce(flat, group=group)
+            for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads])):
+                grad.copy_(summed.view_as(grad))
+
+    def clip_grad_norm_(self, max_norm, scale=1.0):
+        """The function of this name, over the whole model."""
+        return clip_grad_norm_(self.params, max_norm, [None], scale)
+
+    def step(self):
+        """The optimizer's step, of this rank's parts. Then weights that layers compute with are made of them."""
+        self.optimizer.step()
+        for unit in dict.fromkeys(self.unit_of.values()):
+            unit.refresh()
+
+
+def groups_of_mesh(mesh):
+    return SimpleNamespace(pp=mesh.get_group("pp"), dp_cp=mesh.get_group("dp"), shard=mesh.get_group("dp"))
+
+
+class Shapes:
+    """The shape of each piece's output, found by one forward without memory: Shapes(pieces)(i, x)."""
+
+    def __init__(self, pieces):
+        self.pieces = [copy.deepcopy(piece).to("meta") for piece in pieces]
+        self.found = {}
+
+    @torch.no_grad()
+    def __call__(self, i, x):
+        if (x.shape, x.dtype) not in self.found:
+            y = torch.empty_like(x, device="meta")
+            outputs = [y := piece(y) for piece in self.pieces]
+            self.found[x.shape, x.dtype] = [output.shape for output in outputs]
+        return self.found[x.shape, x.dtype][i]
+
+
 # ----------------------------------------------------------------------------------------------------------------- norm
 
 def copies(placement, groups):
@@ -1014,7 +1243,6 @@ def copies(placement, groups):
 
         ranks / parts    ranks that hold this part of the parameter, because it is cut into so many parts
         x equal          parts whose gradients are the same, because they were added up over these ranks
-        x twins          parameters of one rank that are the same
 
     Tied embedding, tp 2, pp 2. The table E is cut in two by tp, and the last stage has it, too:
 
@@ -1030,7 +1258,7 @@ def copies(placement, groups):
     ranks = math.prod(map(size, groups))
     parts = math.prod(map(size, placement.sharded_over))
     equal = math.prod(size(group) for group in placement.partial_over if inside(group, placement.sharded_over))
-    return ranks * equal * placement.twins // parts
+    return ranks * equal // parts
 
 
 def inside(group, groups):
@@ -1094,39 +1322,16 @@ def clip_grad_norm_(parameters, max_norm, groups=None, scale=1.0):
 
 # -------------------------------------------------------------------------------------------------------------- edition
 
-class Lecture:
-    """The lecture's edition: the classes and functions that train.parallelize makes a GPT of. A subclass is another
-    edition.
+class Reference:
+    """What train.parallelize makes a GPT of. A subclass is another edition.
 
-    zero              the optimizer's class for each ZeRO stage
-    sharded           wraps a stage's module at ZeRO-3 before it has weights, so that the stage is never whole on a rank
-                      (further/prefetch.py); None: a stage is whole once, while the model is built
-    muon              the highest ZeRO stage with --optimizer muon, which needs whole matrices
     columns           the layers that tensor parallelism cuts by columns
     tensor            f and g of tensor parallelism
     sequence          f and g of sequence parallelism; None: further/sequence.py's
-    pieces_of         cuts the model into stages
-    pipeline          runs gpipe and 1f1b
-    halved            runs all other schedules; None: further/schedules.py's
     context, experts  options of context_parallel and expert_parallel
     """
-    zero = ZeRO0, ZeRO1, ZeRO2, ZeRO3
-    sharded = None
-    muon = 0
     columns = ColumnParallelLinear
     tensor = CopyToGroup.apply, ReduceFromGroup.apply
-    pieces_of = staticmethod(even_pieces)
-    pipeline = Pipeline
-    halved = None
     sequence = None
     context = {}
     experts = {}
-
-    @classmethod
-    def optimizer(cls, zero, params, optimizer_class, group, modules, dtype):
-        """What steps the parameters of this rank's stages, `modules`, and averages their gradients over the group."""
-        return cls.zero[zero](params, optimizer_class, group, modules, dtype)
-
-    @classmethod
-    def clip_grad_norm_(cls, optimizer, max_norm, groups, scale):
-        return clip_grad_norm_(params_of(optimizer), max_norm, groups, scale)

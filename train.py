@@ -266,44 +266,33 @@ def batch(tokens, seed, step, batch_size, seq_len, samples):
 
 # --------------------------------------------------------------------------------------------------------------- recipe
 
-def parallelize(config, layout, device, source=None, optimizer=None, edition=parallel.Lecture):
+def parallelize(config, layout, device, source=None, optimizer=None, edition=parallel.Reference):
     """Build the GPT of `config` on this rank; returns a ParallelGPT. Call it on all ranks: it makes groups.
 
     source(name) gives a parameter's whole initial value; left out, seed 0 and the name decide it. optimizer: a class
-    from torch.optim with its options, as a partial; None: for evaluation. edition: whose classes it is made of.
+    from torch.optim with its options, as a partial; None: for evaluation. edition: whose layers it is made of.
     """
     device = torch.device(device)
-    stage_to_rank = stage_to_rank_of(config, layout)
-    if layout.islands > 1:
-        from further.diloco import mesh_of_islands
-        mesh = mesh_of_islands(device.type, layout)
-    else:
-        mesh = parallel.make_mesh(device.type, layout.dp, layout.tp, layout.pp, layout.cp)
-    groups = make_groups(mesh, layout, stage_to_rank, config)
+    piece_to_rank = piece_to_rank_of(config, layout)
+    mesh = parallel.make_mesh(device.type, layout.dp, layout.tp, layout.pp, layout.cp)
+    groups = make_groups(mesh, layout, piece_to_rank, config)
     source = source or partial(initial_weight, config, seed=0)
-    stages = {}
-    master = parallel.master_dtype(layout.dtype)
-    pieces_of = edition.pieces_of(config, len(stage_to_rank))
-    for stage in parallel.stages_on(dist.get_rank(groups.pp), stage_to_rank):
-        # 1. Shapes without memory, of this stage's layers, because a whole layer may not fit on one rank.
-        model = GPT(config, seed=None, pieces=pieces_of[stage])
+    pieces = [None] * len(piece_to_rank)
+    for i in parallel.stages_on(dist.get_rank(groups.pp), piece_to_rank):
+        # 1. Shapes without memory, a piece at a time, because the model may not fit on one rank.
+        pieces[i] = piece = GPT(config, seed=None, pieces=[i])
         # 2. Cut the layers, because what follows must see this rank's parameters. They have no values yet. Each
         # remembers its `cuts`, so that `cut_like` can cut its values likewise in step 4.
-        cut_layers(model, layout, groups, edition)
-        mark_stage(model, len(stage_to_rank), groups)
-        # 3. What is not kept from forward to backward. ZeRO-3's hooks come later, so they go around a forward that
-        # backward runs again, and its weights are whole.
-        keep_less(model, layout)
+        cut_layers(piece, layout, groups, edition)
+        mark_piece(piece, layout, groups)
+        # 3. What is not kept from forward to backward.
+        keep_less(piece, layout)
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
-        if layout.zero == 3 and edition.sharded:
-            materialize_buffers(model.to(master), source, device)
-            model = edition.sharded(model, groups.shard, layout.dtype, device)
-            model.load(source)
-        else:
-            materialize(model, source, device, master, parallel.cut_like)
-        stages[stage] = model
-    # 5. The optimizer of the ZeRO stage. It holds the parameters, so it comes after step 4, which replaces them.
-    return ParallelGPT(config, layout, device, mesh, groups, stages, stage_to_rank, optimizer, edition)
+        materialize(piece, source, device, parallel.master_dtype(layout.dtype), parallel.cut_like)
+        if config.tied and piece.lm_head and pieces[0]:
+            piece.lm_head.weight = pieces[0].wte.weight  # one rank has both ends: one parameter
+    # 5. Units, of what step 4 has made, and the optimizer, of what ZeRO leaves of them.
+    return ParallelGPT(config, layout, mesh, groups, pieces, optimizer)
 
 
 def keep_less(model, layout):
@@ -316,26 +305,26 @@ def keep_less(model, layout):
         recompute(model, layout.recompute, layout.recompute_blocks)
 
 
-def stage_to_rank_of(config, layout):
-    """{stage: rank}: which rank runs each stage of the schedule. The number of micro-batches does not change it.
-    ValueError if the model cannot be cut into these stages."""
+def piece_to_rank_of(config, layout):
+    """{piece: rank}: which rank runs each of the model's L+2 pieces, embedding, blocks, head. The number of
+    micro-batches does not change it. ValueError if the model cannot be cut into the schedule's stages."""
     p = layout.pp
     v = layout.virtual_stages
     pieces = config.n_layer + 2
-    stage_to_rank = parallel.ranks_of_stages(schedule_of(layout.schedule)(p, 2 * p, v))
-    stages = len(stage_to_rank)
+    schedule = schedule_of(layout.schedule)
+    stages = len(parallel.ranks_of_stages(schedule(p, 2 * p, v)))
     if v not in (1, stages // p):
         raise ValueError(f"this schedule has {stages // p} stages a rank, not {v}: give virtual_stages 1")
     if stages > pieces:
         raise ValueError(f"{stages} stages are more than the model's {pieces} pieces, its layers with embedding and "
                          f"head: give a smaller pp")
-    return stage_to_rank
+    return parallel.ranks_of_stages(parallel.lists_of_pieces(schedule, p, 2 * p, v, pieces))
 
 
 OF_FURTHER = "replicate", "ulysses", "ring", "ep", "same_experts", "ep_inside", "ep_between", "island", "between"
 
 
-def make_groups(mesh, layout, stage_to_rank, config):
+def make_groups(mesh, layout, piece_to_rank, config):
     """This rank's groups, by name. pp, dp, cp, tp: its lines along the mesh's axes. Besides:
 
     dp_cp      the ranks that average gradients: dp
@@ -349,7 +338,7 @@ def make_groups(mesh, layout, stage_to_rank, config):
         setattr(groups, axis, mesh.get_group(axis))
     groups.dp_cp = groups.shard = groups.dp
     groups.embedding = None
-    ends = [stage_to_rank[0], stage_to_rank[len(stage_to_rank) - 1]]
+    ends = [piece_to_rank[0], piece_to_rank[len(piece_to_rank) - 1]]
     if config.tied and ends[0] != ends[1]:
         first_and_last = mesh.mesh[ends].flatten(1)                                           # (2, dp cp tp)
         groups.embedding, _ = torch.distributed.new_subgroups_by_enumeration(first_and_last.T.tolist())
@@ -390,121 +379,69 @@ def tensor_plan(config, f, g, columns):
     return plan
 
 
-def mark_stage(model, stages, groups):
-    """Mark what the pipeline has cut. A tied weight is in the first and in the last stage. Both start alike and step
-    alike, because their gradients are added up: over two ranks, or on one."""
-    if stages == 1:
+def mark_piece(piece, layout, groups):
+    """Mark what the pipeline has cut. If two ranks have the ends of a tied embedding, both start alike and step alike,
+    because their gradients are added up."""
+    if layout.pp == 1:
         return
-    for name, param in model.named_parameters():
+    for name, param in piece.named_parameters():
         before = parallel.placement_of(param)
-        ends = {}
-        if model.config.tied and name in ("wte.weight", "lm_head.weight"):
-            ends = dict(partial_over=before.partial_over + (groups.embedding,)) if groups.embedding else dict(twins=2)
-        parallel.set_placement(param, sharded_over=before.sharded_over + (groups.pp,), **ends)
+        over = before.partial_over
+        if groups.embedding and name in ("wte.weight", "lm_head.weight"):
+            over += (groups.embedding,)
+        parallel.set_placement(param, sharded_over=before.sharded_over + (groups.pp,), partial_over=over)
 
 
-@torch.no_grad()
-def add_up_twins(params):
-    """The two ends of a tied embedding, where one rank has both: no message."""
-    twins = [param for param in params if parallel.placement_of(param).twins > 1 and param.grad is not None]
-    total = sum(param.grad for param in twins)
-    for param in twins:
-        param.grad.copy_(total)
-
-
-def who_runs(layout, edition):
-    """(the class of pipeline that runs a layout's schedule, the function that makes its lowered lists)"""
-    pipeline = edition.pipeline
-    lists = parallel.lowered_lists
-    if layout.schedule not in parallel.SCHEDULES:
-        from further.lists import checked
-        from further.schedules import HalvedPipeline
-        pipeline = edition.halved or HalvedPipeline
-        lists = checked
-    if layout.pairs:
-        from further.pairs import checked_pairs, paired
-        pipeline = paired(pipeline)
-        lists = checked_pairs
-    return pipeline, lists
-
-
-class ParallelGPT:
-    """This rank's part of a GPT: `stages` {stage: module}, and what a training loop does with them.
+class ParallelGPT(parallel.Parallel):
+    """This rank's part of a GPT, in a layout, and what a training loop does with it.
 
         adamw = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
         net = parallelize(config, Layout(dp=2, tp=2), device, optimizer=adamw)
         net.zero_grad()
         loss = net.forward_backward(x, y)                  x, y: this rank's micro-batches
-        norm = net.clip_grad_norm_(1.0); net.optimizer.step()
+        norm = net.clip_grad_norm_(1.0); net.step()
 
-    optimizer: the edition's, of all stages of this rank; it averages their gradients, too. None: for evaluation.
+    pieces: embedding, blocks and head, each a GPT of one piece; None where another rank has it.
     """
+    lookups = (0,)
 
-    def __init__(self, config, layout, device, mesh, groups, stages, stage_to_rank, optimizer, edition):
+    def __init__(self, config, layout, mesh, groups, pieces, optimizer):
         self.config = config
         self.layout = layout
-        self.edition = edition
-        self.device = device
-        self.mesh = mesh
-        self.groups = groups
-        self.stages = stages
-        self.stage_to_rank = stage_to_rank
         self.routers = {}
         if config.experts:
             from further.experts import routers
-            self.routers = {i: router for stage in stages for i, router in routers(self.module(stage)).items()}
-        pipeline, self.lowered_lists = who_runs(layout, edition)
-        self.pipeline = pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd, self.device,
-                                 layout.tp if layout.sp else 1)
-        self.optimizer = None
-        if optimizer and groups.between:
-            from further.diloco import of_islands
-            optimizer = of_islands(optimizer, groups.between, layout)
-        if optimizer:
-            self.optimizer = edition.optimizer(layout.zero, self.param_groups(), optimizer, groups.shard,
-                                               [*stages.values()], layout.dtype)
-        elif not (layout.zero == 3 and edition.sharded):  # layers get their 16 bits from an optimizer, if there is one
-            for model in stages.values():
-                model.to(layout.dtype)
+            self.routers = {i: router for piece in filter(None, pieces) for i, router in routers(piece).items()}
+        pipeline = parallel.Pipeline
+        if layout.schedule not in parallel.SCHEDULES:
+            from further.schedules import HalvedPipeline as pipeline
+        units = getattr(getattr(optimizer, "func", None), "make_units", parallel.make_units)
+        super().__init__(pieces, self.loss, mesh, layout.zero, schedule_of(layout.schedule), layout.virtual_stages,
+                         optimizer, layout.dtype, self.count, self.shape, groups, pipeline, units)
 
-    def param_groups(self):
-        """For an optimizer: matrices have weight decay, biases and norms have none. Each stage has its own groups, so
-        that no bucket waits for two stages. Parameters come with their names; FSDP's are its shards."""
-        param_groups = []
-        for model in self.stages.values():
-            for matrix, options in (False, {"weight_decay": 0.0}), (True, {}):
-                params = [named for named in model.named_parameters() if parallel.is_matrix(named[1]) == matrix]
-                param_groups += [{"params": params, **options}] if params else []
-        return param_groups
+    def named_parameters(self):
+        """{parameter: its name in the whole GPT} of this rank's pieces."""
+        named = [both for piece in self.pieces.values() for both in piece.named_parameters()]
+        return {param: name for name, param in reversed(named)}
 
-    @property
-    def params(self):
-        """What the optimizer steps: parameters, or this rank's shards."""
-        return parallel.params_of(self.optimizer)
+    def shape(self, i, tokens):
+        """Of what travels between pieces: (B, T, C), or with sequence parallelism (B, T/N, C)."""
+        B, T = tokens.shape
+        return B, T // (self.layout.tp if self.layout.sp else 1), self.config.n_embd
+
+    @staticmethod
+    def count(targets):
+        return kernels.that_count(targets).sum()
 
     def all_groups(self):
         """Every group that carries messages of this model; None: all ranks."""
         return [*dict.fromkeys(vars(self.groups).values()), None]
-
-    def zero_grad(self):
-        """Drop all gradients, also those that an unfinished step has left. Call it on all ranks."""
-        self.optimizer.zero_grad()
 
     def balance(self, rate):
         """After a step: further/experts.py evens out the experts' loads, which this returns. None without experts."""
         if self.config.experts:
             from further.experts import balance
             return balance(self, rate)
-
-    def actions(self, m, training=True):
-        """This rank's lowered list for m micro-batches; without `training`, of forwards alone."""
-        layout = self.layout
-        if training:
-            lists = self.lowered_lists(schedule_of(layout.schedule), layout.pp, m, layout.virtual_stages)
-        else:
-            lists = parallel.lower([[action for stage in parallel.stages_on(rank, self.stage_to_rank)
-                                     for action in parallel.whole_batch("F", stage, m)] for rank in range(layout.pp)])
-        return lists[dist.get_rank(self.groups.pp)]
 
     def loss(self, logits, targets):
         """Of a micro-batch, summed over the targets that count. With loss_chunk the head has computed it."""
@@ -513,91 +450,47 @@ class ParallelGPT:
         return parallel.cross_entropy(logits, targets, self.config.vocab_size, self.groups.tp)
 
     def forward_backward(self, x, y, starts=None, scale=1.0):
-        """One step's gradients, after zero_grad: of `scale` times the batch's loss. x, y: this rank's micro-batches,
-        lists of (B, T) that may differ; starts: likewise, where each token's document begins, or None. The loss is the
-        mean over all replicas' targets that are not -1 or -100; 0 if there are none. Returns a number whose mean over
-        dp is the loss, the same on all ranks of tp, cp and pp."""
-        if not self.optimizer:
-            raise RuntimeError("this GPT was built for evaluation: give parallelize(..., optimizer=...) to train it")
-        if any(param.grad is not None for param in self.params):  # what is added up below would be added up twice
-            raise RuntimeError("a second forward_backward before zero_grad(): give all micro-batches of a step at once")
+        """As Parallel's. x, y: lists of (B, T); starts: likewise, where each token's document begins, or None. Targets
+        of -1 or -100 do not count. The mean of what it returns over dp is the loss, the same on all ranks of tp, cp and
+        pp."""
         for router in self.routers.values():
             router.load = 0
-        loss = self.run(x, y, starts, self.actions(len(x)), scale, self.optimizer)
-        self.optimizer.finish_grad_sync()
-        if self.groups.replicate:
-            from further.nodes import average_between
-            average_between(self.params, self.groups.replicate)
-        self.add_up_gradients()
-        add_up_twins(self.params)
-        return loss
-
-    @torch.no_grad()
-    def add_up_gradients(self):
-        """Add up each gradient over its parameter's `partial_over`. Gradients over the same groups travel side by side,
-        because most are small: with sequence parallelism six vectors a block. (The shards of a tied embedding's ends
-        match, because its two stages shard it alike.)"""
-        together = defaultdict(list)
-        for param in self.params:
-            if param.grad is not None and (over := parallel.placement_of(param).partial_over):
-                together[over, param.grad.dtype].append(param.grad)
-        for (over, _), grads in together.items():
-            flat = torch.cat([grad.flatten() for grad in grads]) if len(grads) > 1 else grads[0].flatten()
-            for group in over:
-                dist.all_reduce(flat, group=group)
-            for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads])):
-                grad.copy_(summed.view_as(grad))
+        x, y, beside = self.prepare(x, y, starts)
+        return self.of_all_tokens(super().forward_backward(x, y, scale, beside))
 
     @torch.no_grad()
     def forward(self, x, y, starts=None):
         """Returns what forward_backward returns. Computes no gradients."""
-        return self.run(x, y, starts, self.actions(len(x), training=False), 1.0, None)
+        x, y, beside = self.prepare(x, y, starts)
+        return self.of_all_tokens(super().forward(x, y, beside))
 
-    def run(self, x, y, starts, actions, scale, sync):
-        """Run a list of actions. sync: the optimizer; None for forwards alone. Returns forward_backward's loss."""
+    def prepare(self, x, y, starts):
+        """This rank's tokens and targets, and what pieces take besides: where documents begin; and targets, if the head
+        computes the loss."""
         if self.layout.cp > 1:
             from further.context import cut_tokens
             x, y = (cut_tokens(tokens, self.groups) for tokens in (x, y))
-        weight = self.weight_of_a_target(y)
         beside = [{"starts": rows} for rows in starts] if starts else [{} for _ in y]
         if self.layout.loss_chunk:
             beside = [more | {"targets": targets} for more, targets in zip(beside, y)]
-        losses = self.pipeline.run(actions, x, y, scale * weight, sync, beside)
-        loss = torch.zeros_like(weight)
-        for summed in losses:
-            loss += summed * weight
-        if self.layout.pp > 1:
-            dist.all_reduce(loss, group=self.groups.pp)  # the other stages have none
+        return x, y, beside
+
+    def of_all_tokens(self, loss):
         if self.layout.cp > 1:
             dist.all_reduce(loss, dist.ReduceOp.AVG, self.groups.cp)  # each rank has the losses of its own tokens
         return loss
 
-    def weight_of_a_target(self, y):
-        """R / n, for R replicas that together have n targets that count: what each multiplies the sum of its losses by.
-        Gradients are averaged over replicas, which divides by R. So what remains is the sum of all losses / n.
+    def add_up_gradients(self):
+        if self.groups.replicate:
+            from further.nodes import average_between
+            average_between(self.params, self.groups.replicate)
+        super().add_up_gradients()
 
-        Losses a, b, c on one replica, d on another: R / n = 2/4, and the mean of 2/4 (a + b + c) and 2/4 d is
-        (a + b + c + d) / 4. A mean of the replicas' means would weigh d as much as the other three together.
-
-        Backward starts from it, so no pass over the gradients is needed. It is a tensor, so no CPU waits for a GPU."""
-        count = kernels.that_count(torch.cat([tokens.flatten() for tokens in y])).sum()
-        dist.all_reduce(count, group=self.groups.dp_cp)
-        replicas = dist.get_world_size(self.groups.dp_cp)
-        return replicas / count.clamp(min=1).to(parallel.master_dtype(self.layout.dtype))
-
-    def clip_grad_norm_(self, max_norm, scale=1.0):
-        """parallel.clip_grad_norm_, over the whole model. (Each of several islands has a norm of its own.)"""
-        return self.edition.clip_grad_norm_(self.optimizer, max_norm, [self.groups.island], scale)
-
-    def module(self, stage):
-        """A stage without its FSDP."""
-        return getattr(self.stages[stage], "module", self.stages[stage])
-
-    def whole_parameter(self, name, key=None, island=0):
+    def whole_parameter(self, name, key=None):
         """A parameter as one process would hold it; with `key`, what the optimizer keeps of it (zeros before its first
-        step); or a buffer. Of islands, what this one has. Call it on all ranks."""
+        step); or a buffer. Call it on all ranks."""
         from further.resume import whole_parameter
-        return whole_parameter(self, name, key, island)
+        return whole_parameter(self, name, key)
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -615,7 +508,7 @@ class Trainer:
     value; None: the seed does. data: (training tokens, held-out tokens, their vocabulary)."""
     sampler = GPT
 
-    def __init__(self, s, config, source, data, device, edition=parallel.Lecture):
+    def __init__(self, s, config, source, data, device, edition=parallel.Reference):
         self.s = s
         self.config = config
         self.device = device

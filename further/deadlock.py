@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import parallel
-from further.buckets import Bucket
 
 
 class Seen:
@@ -78,12 +77,12 @@ def purpose(frame):
     serves, names = [], {}
     while frame:
         values = [*frame.f_locals.values()]
-        serves += [x for x in values if isinstance(x, (Bucket, nn.Module, parallel.Action))]
-        for model in [*values, *getattr(frame.f_locals.get("self"), "stages", {}).values()]:
+        serves += [x for x in values if isinstance(x, (parallel.Unit, nn.Module, parallel.Action))]
+        for model in [*values, *getattr(frame.f_locals.get("self"), "pieces", {}).values()]:
             for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
                 names |= {module: name} | {param: f"{name}.{leaf}" for leaf, param in module._parameters.items()}
         frame = frame.f_back
     first = next(iter(serves), "")
-    if isinstance(first, Bucket):
-        first = names.get(first.params[0], f"bucket of {first.numel}")
+    if isinstance(first, parallel.Unit):
+        first = names.get(first.params[0], "a unit")
     return str(names.get(first, first)).removeprefix("module.")

@@ -16,9 +16,7 @@ import torch
 
 import collectives as dist
 import kernels
-from further.flat import FlatBucket
-from further.owners import OwnedBucket, owners
-from parallel import is_matrix, placement_of, set_placement, whole_shape
+from parallel import is_matrix, params_together, placement_of, Unit, whole_shape
 
 
 # ----------------------------------------------------------------------------------------------------------- one matrix
@@ -133,43 +131,105 @@ def directions(every, u):
     return x.split([of.shape[0] for of in every])
 
 
+# ------------------------------------------------------------------------------------------------------- with ZeRO
+#
+# ZeRO's rows cut through matrices. Here each row holds whole ones, so each rank steps its own. Four matrices on 2 ranks:
+#
+#     row 0      a a a a a a c c
+#     row 1      b b b b d d . .
+#
+# Rows are as long as the longest, so messages carry some padding. The matrices of one block have few sizes, and pad to
+# a third more on 4 ranks, so blocks share a unit until less than a twentieth is padding.
+
+class UnitOfMatrices(Unit):
+    """A Unit whose rows hold whole parameters: the largest first, each in the row that has least so far."""
+
+    def lay_out(self, ranks):
+        starts, used = rows_of(self.params, ranks)
+        width = max(used)
+        return {param: starts[param][0] * width + starts[param][1] for param in self.params}, width
+
+    def in_rows(self, tensors, ranks):
+        rows = tensors[0].new_zeros(ranks * self.width)
+        for start, tensor in zip(self.starts.values(), tensors):
+            rows[start:start + tensor.numel()] = tensor.flatten()
+        return rows.view(ranks, -1)
+
+
+def rows_of(params, ranks):
+    """({parameter: (its row, where it starts there)}, how long each row is)"""
+    used = [0] * ranks
+    starts = {}
+    for param in sorted(params, key=torch.numel, reverse=True):
+        row = used.index(min(used))
+        starts[param] = row, used[row]
+        used[row] += param.numel()
+    return starts, used
+
+
+def in_few_units(blocks, ranks):
+    """Blocks, [(piece, matrices)], in groups as small as can be, of which less than a twentieth is padding."""
+    groups = [[]]
+    for block in blocks:
+        groups[-1].append(block)
+        _, used = rows_of([matrix for _, matrices in groups[-1] for matrix in matrices], ranks)
+        if ranks * max(used) <= 1.05 * sum(used):
+            groups.append([])
+    if len(groups) > 1:
+        left = groups.pop()
+        groups[-1] += left
+    return groups
+
+
+def make_units(pieces, group, zero, dtype):
+    """As parallel.make_units, with ZeRO of whole matrices of blocks."""
+    ours = {param for piece in pieces.values() for name, param in piece.named_parameters() if is_muons(name, param)}
+    units = []
+    blocks = defaultdict(list)
+    for (piece, ranks, *place), params in params_together(pieces, group).items():
+        matrices = [param for param in params if zero and param in ours]
+        if others := [param for param in params if not zero or param not in ours]:
+            units.append((piece, Unit(others, ranks, zero, dtype)))
+        if matrices:
+            blocks[ranks, *place].append((piece, matrices))
+    for (ranks, *_), some in blocks.items():
+        for few in in_few_units(some, dist.get_world_size(ranks)):
+            params = [param for _, matrices in few for param in matrices]
+            units.append((few[0][0], UnitOfMatrices(params, ranks, zero, dtype)))
+    return units
+
+
 # ------------------------------------------------------------------------------------------------------- all parameters
 
 def is_muons(name, param):
     """Whether Muon steps a parameter: a matrix of a block. Embeddings, head and vectors are AdamW's."""
-    if is_matrix(param) and len(param.shape) == 1:
-        raise ValueError("Muon steps whole matrices, and FSDP keeps parts: use DDP or a FlatOptimizer")
     return is_matrix(param) and ".h." in "." + name
 
 
 class Muon(torch.optim.AdamW):
     """Muon for the matrices of a GPT's blocks, AdamW for all else.
 
-        Muon(model.named_parameters(), lr=2e-3)                                of one process, or under DDP
-        FlatOptimizer(model.named_parameters(), Muon, group, lr=2e-3)          each matrix has an owner
+        Muon(model.named_parameters(), lr=2e-3)
 
-    params: named ones, or groups of such. ValueError for parts of matrices. Other options are AdamW's. m stands where
-    AdamW has its first moment, because checkpoints know that. A step drops matrices' .grad. What shall be frozen is
-    frozen before.
+    params: named ones, or groups of such. Other options are AdamW's. m stands where AdamW has its first moment, because
+    checkpoints know that. A step drops matrices' .grad. What shall be frozen is frozen before.
     """
+    make_units = staticmethod(make_units)
 
     def __init__(self, params, **adamw):
         super().__init__(params, **adamw)
+        self.matrices = {}  # parameter -> [(which of its numbers, the Matrices that lie there)]
         for group in self.param_groups:
-            if "sought" in group:  # by the Muon that a FlatOptimizer has made first; these are its shards
-                continue
-            group["sought"] = True
             for name, p in zip(group["param_names"], group["params"]):
                 if is_muons(name, p):
-                    p.matrices = matrices_of(name, p)
-                    set_placement(p, decays=True)  # unlike embeddings', which it decides, so buckets have one kind
+                    self.matrices[p] = matrices_of(name, p)
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             alike = defaultdict(list)
             for p in group["params"]:
-                if hasattr(p, "matrices") and p.grad is not None:
+                if p in self.matrices and p.grad is not None:
                     for part in self.parts(p):
                         alike[part[0].kind].append(part)
                     p.grad = None  # so AdamW leaves it alone
@@ -180,24 +240,16 @@ class Muon(torch.optim.AdamW):
         super().step()
 
     def parts(self, p):
-        """[(Matrices, their numbers in p, in its gradient, in m)]. p: a parameter, or the shard of an OwnedBucket."""
+        """[(Matrices, their numbers in p, in its gradient, in m)]"""
         state = self.state[p]
         state.pop("exp_avg_sq", None)  # a checkpoint has zeros for it
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(p)
         flat = p.view(-1), p.grad.reshape(-1), state["exp_avg"].view(-1)
-        return [(matrices, *(numbers[here] for numbers in flat)) for here, matrices in p.matrices]
+        return [(matrices, *(numbers[here] for numbers in flat)) for here, matrices in self.matrices[p]]
 
     def step_matrices(self, parts, lr, decay):
         """parts: of one kind."""
         every, w, g, m = zip(*parts)
         found = directions(every, kernels.table[updates](g, m))
         kernels.table[move](w, found, 1 - lr * decay, lr * every[0].scale)
-
-    def new_bucket(self, params, group, *options):
-        """What a FlatOptimizer lays these parameters into."""
-        if not hasattr(params[0], "matrices"):
-            return FlatBucket(params, group, *options)
-        stepped = [p for g in self.param_groups for p in g["params"] if hasattr(p, "matrices")]
-        costs = {p: sum(matrices.cost for _, matrices in p.matrices) for p in stepped}
-        return OwnedBucket(owners(costs, group), params, group, *options)

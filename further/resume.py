@@ -24,14 +24,6 @@ from model import buffers, shapes
 
 # --------------------------------------------------------------------------------------------------------------- there
 
-def kept_by(net, param):
-    """Where this rank of a ParallelGPT keeps a parameter, as its optimizer's `kept` says."""
-    if net.optimizer:
-        return net.optimizer.kept(param)
-    sharded = [model for model in net.stages.values() if param in getattr(model, "bucket_of", ())]
-    return sharded[0].kept(param) if sharded else (param, slice(None), slice(None))
-
-
 def kept(s):
     """{label: (island, key)}: what a checkpoint has of each parameter besides its value, and of which island."""
     moments = {key: (0, key) for key in KEEPS["adamw"]}
@@ -66,16 +58,16 @@ def whole_parameter(net, name, key=None, island=0):
     dtype = torch.float32 if name in buffers(net.config) else parallel.master_dtype(net.layout.dtype)
     part = slice(0), torch.empty(0, device=net.device)  # of a rank that has nothing of it
     groups = []
-    for model in map(net.module, net.stages):
-        if name in (own := dict(model.named_buffers())):
+    for piece in net.pieces.values():
+        if name in (own := dict(piece.named_buffers())):
             part = slice(None), own[name].view(-1)
-        elif name in (own := dict(model.named_parameters())):
-            stepped, *where = kept_by(net, own[name])
-            held = stepped
-            if key is not None:
-                held = net.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
-            part = part_here((held, *where), own[name])
-            groups = [group for group in parallel.placement_of(stepped).sharded_over if group != net.groups.pp]
+    for param in [param for param, its_name in net.named_parameters().items() if its_name == name]:
+        stepped, *where = net.kept(param)
+        held = stepped
+        if key is not None:
+            held = net.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
+        part = part_here((held, *where), param)
+        groups = [group for group in parallel.placement_of(stepped).sharded_over if group != net.groups.pp]
     here, values = part if island == island_of(net) else (slice(0), part[1][:0])
     groups = [*groups, net.groups.pp]  # a rank of another stage knows pp alone
     if net.groups.between:
@@ -165,9 +157,10 @@ def load_moments(trainer, tensors, updates):
 def load_state(net, key, source):
     """Let a ParallelGPT's optimizer keep under `key` this rank's part of source(name), a tensor of each parameter's
     shape."""
-    for model in map(net.module, net.stages):
-        for name, param in model.named_parameters():
-            stepped, *where = kept_by(net, param)
-            state = net.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
-            whole = source("wte.weight" if net.config.tied and name == "lm_head.weight" else name)
-            take_part((state, *where), param, whole)
+    for param, name in net.named_parameters().items():
+        stepped, *where = net.kept(param)
+        if not param.requires_grad or not stepped.numel():
+            continue
+        state = net.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
+        whole = source("wte.weight" if net.config.tied and name == "lm_head.weight" else name)
+        take_part((state, *where), param, whole)

@@ -199,74 +199,62 @@ def dualpipe_v(p, m, v=2):
 # ------------------------------------------------------------------------------------------ backward in two: I, later W
 
 class HalvedMicroBatch(MicroBatch):
-    """A MicroBatch whose backward may come in halves. What a stage of two layers f and g computes:
+    """A MicroBatch whose backward may come in halves. What a piece of two layers f and g computes:
 
         F   h = f(x), y = g(h)
         I   dy -> dh -> dx          and nothing for weights
         W   dy -> g's weights; dh -> f's weights
 
     autograd does not keep dh. So W computes dh once more, and I and W together take longer than B: about 3 F in place
-    of 2. (Under tensor parallelism f's all-reduce runs twice, too. With ZeRO-3 W gathers weights once more. In the
-    lecture's edition it does not, because weights stay whole from I to W.) Numbers and order of a schedule are right
-    all the same. fast/linear.py keeps what each layer's W needs, so that its W computes nothing twice.
+    of 2. (Under tensor parallelism f's all-reduce runs twice, too. With ZeRO-3 W gathers weights once more.) Numbers
+    and order of a schedule are right all the same.
     """
 
-    def forward(self, x, target=None, **beside):
-        with self.module.register_forward_hook(self.note):
-            return super().forward(x, target, **beside)
-
-    def note(self, module, inputs, y):
-        """W starts at the stage's output, because the loss may write its gradient over its input."""
-        if y.requires_grad:
-            self.output = get_gradient_edge(y)
+    def output(self, **beside):
+        y = super().output(**beside)
+        # W starts here and not at the loss, which may write its gradient over its input.
+        self.output_edge = get_gradient_edge(y) if y.requires_grad else None
+        return y
 
     def backward_input(self, dy):
-        """I. Returns the gradient of x, None for tokens."""
+        """I. Returns the gradient of x, None for tokens, or where all pieces so far are frozen."""
         if not self.edge:
             return None
-        inputs = [self.output] + [self.x] * self.x.requires_grad
+        inputs = [self.output_edge] + [self.x] * self.x.requires_grad
         self.dy, *dx = torch.autograd.grad(self.edge, inputs, dy, retain_graph=True)
         return dx[0] if dx else None
 
     def backward_weights(self):
         """W, after I."""
-        module = getattr(self.module, "module", self.module)  # without DDP or FSDP
-        weights = [param for param in module.parameters() if param.requires_grad]
-        if weights:
-            torch.autograd.backward(self.output, self.dy, inputs=weights)
+        weights = [param for param in self.module.parameters() if param.requires_grad]
+        if weights and self.edge:
+            torch.autograd.backward(self.output_edge, self.dy, inputs=weights)
 
 
 class HalvedPipeline(parallel.Pipeline):
     """A Pipeline whose lists may have I and W."""
-
-    def begin(self, actions, *args):
-        super().begin(actions, *args)
-        self.last_backward = {action.stage: action for action in actions if action.kind in ("B", "W")}
-
-    def new_micro_batch(self, stage):
-        return HalvedMicroBatch(self.stages[stage], self.loss_of(stage))
+    micro_batch = HalvedMicroBatch
 
     def do(self, action):
         match action.kind:
             case "I":
+                self.wait_for_weights(action.stage)
                 self.backward_input(action)
             case "W":
+                self.wait_for_weights(action.stage)
                 self.backward_weights(action)
             case _:
                 super().do(action)
 
     def backward_input(self, action):
-        _, s, i = action
-        dy = self.gradient_for(s, i)
-        with self.averaging(action):
-            dx = self.micro_batches[s, i].backward_input(dy)
-        if s > 0:
+        _, piece, i = action
+        dx = self.micro_batches[piece, i].backward_input(self.gradient_for(piece, i))
+        if piece > 0:
             self.results[result_of(action)] = dist.Handle(), dx
 
     def backward_weights(self, action):
-        _, s, i = action
-        with self.averaging(action):
-            self.micro_batches.pop((s, i)).backward_weights()
+        _, piece, i = action
+        self.micro_batches.pop((piece, i)).backward_weights()
 
 
 SCHEDULES = parallel.SCHEDULES | {"interleaved": interleaved, "zb-h1": zero_bubble_h1, "zb-v": zb_v, "v-half": v_half,

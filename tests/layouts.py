@@ -90,9 +90,9 @@ def logits_of(net, x, pack):
     return torch.stack([torch.cat([net(part[None])[0] for part in some if len(part)]) for some in documents])
 
 
-def optimizer_of(name, params, **options):
+def optimizer_of(name, **options):
     kind, lr = {"sgd": (torch.optim.SGD, 0.5), "adamw": (torch.optim.AdamW, 1e-2), "muon": (Muon, 1e-2)}[name]
-    return kind(params, lr=lr, **options)
+    return functools.partial(kind, lr=lr, **options)
 
 
 def matrices_in(config, name, weight):
@@ -144,7 +144,7 @@ def one_process(optimizer, steps, batch, tokens, bias, clip, holes, pack, **chan
     matrices = [p for n, p in net.named_parameters() if p.dim() > 1 and not n.endswith("bias")]
     vectors = [p for n, p in net.named_parameters() if n.endswith("bias") or p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    opt = LibraryMuon(net, groups) if optimizer == "muon" else optimizer_of(optimizer, groups)
+    opt = LibraryMuon(net, groups) if optimizer == "muon" else optimizer_of(optimizer)(groups)
     losses, norms, grads = [], [], None
     for step in range(steps):
         x, y = tokens_of(step, batch, tokens, config, holes, pack)
@@ -374,7 +374,7 @@ def train_steps(edition, layout, optimizer, micro_batches, change, steps, batch,
     source = bias and (lambda name: torch.tensor(BIASES[bias]) if name.endswith("router.bias")
                        else model.initial_weight(config, name, 0))
     net = train.parallelize(config, train.Layout(**layout, dtype=dtype, **options), device, source,
-                            functools.partial(optimizer_of, optimizer, weight_decay=DECAY), edition)
+                            optimizer_of(optimizer, weight_decay=DECAY), edition)
     opt = net.optimizer
     assert two_levels is None or two_levels == (layout["dp"] in map(dist.get_world_size, dist.process.registered))
     for group in net.all_groups():
@@ -387,14 +387,14 @@ def train_steps(edition, layout, optimizer, micro_batches, change, steps, batch,
         rows = tokens_of(step, batch, tokens, config, holes, pack)
         rows = further.packed.packed(*rows, end=0) if pack else rows
         rows = [t.to(device).split(mine)[dist.get_rank(net.groups.dp)].split(mine // micro_batches) for t in rows]
-        opt.zero_grad()
+        net.zero_grad()
         evaluated = net.forward(*rows) if holes else None
         total = net.forward_backward(*rows)
         assert evaluated is None or dtype != torch.float64 or close(evaluated, total, 1e-12)
         if step == 0:
             grads = distances(net, want[0], lambda param: param.grad) if want else whole_gradients(net, opt, shapes)
         norms.append(float(net.clip_grad_norm_(clip)))
-        opt.step()
+        net.step()
         if config.experts:
             further.experts.balance(net, RATE)
         if cuda_graphs and step == 0:
@@ -403,7 +403,7 @@ def train_steps(edition, layout, optimizer, micro_batches, change, steps, batch,
         losses.append(float(total) / dist.get_world_size(net.groups.dp_cp))
     if want:
         biases = [float((buffer.cpu() - torch.from_numpy(want[1][name])).abs().max())
-                  for stage in net.stages for name, buffer in net.module(stage).named_buffers()]
+                  for piece in net.pieces.values() for name, buffer in piece.named_buffers()]
         return losses, norms, grads, distances(net, want[1], torch.detach) + biases
     return losses, norms, grads, {n: net.whole_parameter(n).cpu().numpy().copy()
                                   for n in {**shapes, **model.buffers(config)}}
