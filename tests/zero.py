@@ -218,20 +218,16 @@ def test_a_bucket_of_both_ends_of_a_model_leaves_last():
 
 
 @on_both
-@parametrize("way", [2, 3])
 @on_ranks(2)
-def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
-    """A bucket that the first one has left incomplete is no earlier complete in the second. After backward no unit is
-    whole, though its outputs' gradients come one after the other."""
+def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do():
+    """A bucket that the first one has left incomplete is no earlier complete in the second."""
     torch.manual_seed(0)  # the same on all ranks, whatever ran before
     one = Forks(3).double()
     net = copy.deepcopy(one)
-    model, sync, optimizer = laid_out(net, way, lr=1.0)
+    model, sync, optimizer = laid_out(net, 2, lr=1.0)
     for both in False, True, True:
         for some in one, model:
             some(torch.ones(2, 4, dtype=torch.float64), both).square().sum().backward()
-    if way == 3:
-        assert all(flat.weights is None for flat in model.flats)
     sync.finish_grad_sync()
     with pytest.raises(ValueError, match="not in `groups`"):
         parallel.clip_grad_norm_(stepped_by(optimizer), 1.0, [])
@@ -267,8 +263,8 @@ def test_16_bit_gradients_add_up_in_float32(way):
 @parametrize("way", ["ddp", 1, 2, 3])
 @on_ranks(2)
 def test_an_optimizer_that_is_zeroed_drops_its_step(way):
-    """After a backward that was to be the last. One of PyTorch's does not know what BucketDDP and FlatFSDP have sent: they
-    refuse the next step, and say how to drop one."""
+    """After a backward that was to be the last. One of PyTorch's does not know what BucketDDP and FlatFSDP have sent:
+    they refuse the next step, and say how to drop one."""
     net, ((x, _), _) = module_and_inputs("encoder", 0)
     model, sync, optimizer = laid_out(net, way, lr=1.0)
     before = [param.detach().clone() for param in stepped_by(optimizer)]
