@@ -243,7 +243,6 @@ def call_when_computed(params, method):
 
     for param in params:
         is_trained = param.requires_grad
-        if param.is_floating_point() or param.is_complex():
-            param.requires_grad_(True)  # else it takes no hook, and it may be trained later
-            param.register_post_accumulate_grad_hook(call)
-            param.requires_grad_(is_trained)
+        param.requires_grad_(True)  # else it takes no hook, and it may be trained later
+        param.register_post_accumulate_grad_hook(call)
+        param.requires_grad_(is_trained)

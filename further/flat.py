@@ -43,8 +43,7 @@ class FlatBucket(Bucket):
             for p in params:
                 self.view(values, p).copy_(p.detach())
             dist.broadcast(values, group=self.group, group_src=0)
-        if compute_dtype and self.dtype.is_floating_point:  # frozen parameters may be whole numbers
-            self.dtype = compute_dtype
+        self.dtype = compute_dtype or self.dtype
         self.weights = values.to(self.dtype)
         for p in params:
             point_into(p, self.view(self.weights, p))
