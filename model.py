@@ -134,6 +134,8 @@ PRESETS = {
 # ------------------------------------------------------------------------------------------------------------ layers
 
 class Linear(nn.Linear):
+    is_plain = True  # no more than x A + b, so parallel.tensor_parallel cuts it
+
     def reset_parameters(self):
         if not self.weight.is_meta:  # PyTorch would draw nothing there, slowly: two thirds of the time to make a model
             super().reset_parameters()

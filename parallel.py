@@ -548,6 +548,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, layer, group, f, fused=(1,)):  # f: CopyToGroup.apply, or sequence parallelism's
         super().__init__()
+        refuse_unlike(layer, nn.Linear)
         self.f = f
         self.cut = Cut(group, 0, fused)  # A's columns are the weight's rows
         self.weight, self.bias = local_parameter(layer.weight, self.cut), local_parameter(layer.bias, self.cut)
@@ -561,6 +562,7 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, layer, group, g):  # g: ReduceFromGroup.apply, or sequence parallelism's
         super().__init__()
+        refuse_unlike(layer, nn.Linear)
         self.g = g
         self.cut = Cut(group, 1)
         self.weight, self.bias = local_parameter(layer.weight, self.cut), layer.bias
@@ -579,6 +581,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding, group, g):
         super().__init__()
+        refuse_unlike(embedding, nn.Embedding)
         self.g = g
         self.cut = Cut(group, 0)
         self.weight = local_parameter(embedding.weight, self.cut)
@@ -595,6 +598,20 @@ class VocabParallelEmbedding(nn.Module):
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)                         # (..., C)
         instead = x.new_zeros(tokens.shape).masked_fill(invalid, math.nan)  # 0 where another rank has the row
         return self.g(torch.where(elsewhere.unsqueeze(-1), instead.unsqueeze(-1), x), self.cut.group)
+
+
+def refuse_unlike(layer, kind):
+    """ValueError for a layer that does more than its kind: what takes its place multiplies and adds a bias, or looks up
+    rows. A subclass of nn.Linear with a forward of its own says by `is_plain` that it does no more."""
+    options = [name for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+               if getattr(layer, name, None) is not None and getattr(layer, name) is not False]
+    parts = {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias"}
+    hooks = [name for name, found in vars(layer).items() if name.endswith("_hooks") and found]
+    more = [*options, *sorted(parts), *hooks, *["forward"] * ("forward" in vars(layer))]
+    is_plain = type(layer) is kind or isinstance(layer, kind) and getattr(layer, "is_plain", False)
+    if more or not is_plain:
+        raise ValueError(f"a plain {kind.__name__} can be cut over ranks, not {type(layer).__name__}"
+                         f"{' with ' * bool(more)}{', '.join(more)}: leave it out of the table")
 
 
 EMBEDDINGS = nn.Embedding, VocabParallelEmbedding  # their backward needs row indices, no weights
@@ -692,8 +709,8 @@ def planned_layers(module, plan):
 
 def tensor_parallel(module, group, plan=None):
     """Put this rank's slices in place of the layers that the plan names; left out, it is a GPT's `gpt2_plan`. N must
-    divide the heads. Parameters stay the objects that they are, so ties stay ties. (Of a module of your own
-    further/tensor.py's also refuses what cannot be cut.)"""
+    divide the heads. Parameters stay the objects that they are, so ties stay ties. ValueError for a layer that does
+    more than nn.Linear or nn.Embedding, because the slice in its place would not."""
     plan = plan or gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply)
     cut = {layer: how(layer, group) for layer, how in planned_layers(module, plan).items()}
     for name, layer in [*module.named_modules(remove_duplicate=False)]:

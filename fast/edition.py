@@ -19,7 +19,7 @@ from fast.muon import fast_move, fast_orthogonal, fast_updates
 from fast.pipeline import PatientPipeline
 from fast.sequence import gathered, RegatheringColumns, scattered
 from fast.tensor import BiasedOnce, CopyInPlace, ReduceInPlace
-from fast.zero import AheadOptimizer, GuardedFlatFSDP
+from fast.zero import AheadOptimizer, FastFSDP
 from further.expert_parallel import through_experts
 from further.experts import Experts, grouped_linear
 from further.full import Full
@@ -66,7 +66,7 @@ def on():
 
 
 class Fast(Full):
-    sharded = GuardedFlatFSDP
+    sharded = FastFSDP
     flat_optimizer = AheadOptimizer
     columns = RegatheringColumns
     pieces_of = staticmethod(split_pieces)

@@ -18,7 +18,7 @@ import fast.tensor
 from further.letters import tensors_in
 from tests.layouts import case_of, differences_in, expanded, in_layout, sized, small_gpt, tokens_of
 from tests.links import served_by
-from tests.pool import close, on_cpus, on_gpus, on_ranks, own, parametrize, uncollected
+from tests.pool import buckets_here, close, on_cpus, on_gpus, on_ranks, parametrize, uncollected
 from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
 from fast.gloo import GlooLink
@@ -376,7 +376,7 @@ def test_replayed_graphs_send_and_keep_what_eager_steps_do(zero, micro_batches):
 @on_ranks(3)
 def test_padding_of_recorded_gradients_is_zero_in_every_step():
     net = nn.Linear(1, 1)  # two numbers for three ranks
-    optimizer = own("FlatOptimizer")(net.parameters(), torch.optim.SGD, lr=1.0)
+    optimizer = buckets_here().flat_optimizer(net.parameters(), torch.optim.SGD, lr=1.0)
     totals = Totals(optimizer)
     totals.begin(overwrite=False)
     optimizer.buckets[0].total.fill_(math.nan)

@@ -18,7 +18,7 @@ from further.muon import move, Muon, orthogonal, updates
 from further.owners import owners
 from tests.kernels import KERNEL_DEVICE
 from tests.layouts import DECAY, SMALL
-from tests.pool import close, on_both, on_ranks, own, parametrize
+from tests.pool import buckets_here, close, on_both, on_ranks, parametrize
 from theory.traffic import sent
 
 OPTIONS = {"lr": 1e-2, "weight_decay": DECAY}
@@ -102,8 +102,8 @@ def test_owners_step_as_one_process_to_the_bit(stage, compute_dtype, rank, size)
     one = model.GPT(SMALL).to(torch.get_default_device())
     net = copy.deepcopy(one)
     alone = Muon(one.named_parameters(), **OPTIONS)
-    optimizer = own("FlatOptimizer")(net.named_parameters(), Muon, None, stage, compute_dtype=compute_dtype,
-                                       **OPTIONS)
+    optimizer = buckets_here().flat_optimizer(net.named_parameters(), Muon, None, stage, compute_dtype=compute_dtype,
+                                              **OPTIONS)
     draw = torch.Generator("cpu").manual_seed(0)
     for _ in range(2):
         for p in one.parameters():

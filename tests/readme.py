@@ -26,6 +26,7 @@ from torch import nn
 
 import bench
 import collectives as dist
+import kernels
 import lessons.demos
 import lessons.gpu
 import lessons.pages
@@ -39,7 +40,7 @@ from further.groups import ranks_of_dp_cp
 from further.lists import check, lower
 from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import LAYOUTS, small_gpt, tokens_of
-from tests.pool import HERE, in_new_process, parametrize
+from tests.pool import close, HERE, in_new_process, parametrize
 from tests.runs import TRAIN, command, output_of, printed_by, ran, slow
 from tests.walls import CORE, REFERENCE, ROOMS, SOURCES, TREES, room_of
 
@@ -395,14 +396,14 @@ def test_readme_shows_the_groups_of_a_mesh(monkeypatch):
 
 
 def library_code():
-    """README's, which wants a process without groups: the module of its model's class, the gradient's norm."""
+    """README's, which wants a process without groups: the module of its product, the gradient's norm."""
     code, = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.DOTALL)
     exec(code, names := {})
-    return type(names["model"].reducers[0]).__module__, names["norm"].item()
+    return kernels.table[F.linear].__module__, names["norm"].item()
 
 
 def test_readme_library_code_is_fast():
-    assert in_new_process(library_code) == ("fast.overlap", pytest.approx(128 ** 0.5))  # each of 8 gradients is 4
+    assert in_new_process(library_code) == ("fast.fp8", pytest.approx(128 ** 0.5))  # each of 8 gradients is 4
 
 
 def cells_run():
@@ -435,19 +436,21 @@ def die_at_the_first_save():
 
 
 def test_somebody_s_own_script_goes_on_with_other_processes(tmp_path):
-    """The page's commands, the first one killed in the middle; losses are those of one process."""
+    """The page's commands, the first one killed in the middle; losses and weights are those of one process."""
     page = PAGES["docs/own-model.md"]
     (tmp_path / "mine.py").write_text(re.search(r"(?s)```python\n(.*?)```", page)[1])
-    losses = {}
-    for number, (program, words, size) in enumerate([("mine.py", ["mine.pt"], 1), *map(program_of, commands(page))]):
-        files = [str(tmp_path / f"{size == 1}{word}") for word in words]
+    alone, losses = ("mine.py", ["mine.pt", "1"], 1), {}
+    for number, (program, words, size) in enumerate([alone, *map(program_of, commands(page))]):
+        file = str(tmp_path / f"{size == 1}{words[0]}")
         before = die_at_the_first_save if number == 1 else None
-        said = ran(files, size, tmp_path / "log", [-signal.SIGKILL, 1] if before else None, before=before,
-                   program=str(tmp_path / program))
+        said = ran([file, words[1]], size, tmp_path / "log", [-signal.SIGKILL, 1, 1, 1] if before else None,
+                   before=before, program=str(tmp_path / program))
         losses[size] = re.findall(rf"step (\d+)/60 on {size}  loss (\S+)", said)
     assert [[step for step, _ in lines] for lines in losses.values()] == [["20", "40", "60"], ["20"], ["40", "60"]]
-    assert [float(loss) for size in (2, 3) for _, loss in losses[size]] == pytest.approx(
+    assert [float(loss) for size in (4, 3) for _, loss in losses[size]] == pytest.approx(
         [float(loss) for _, loss in losses[1]], abs=0.002)
+    one, many = (torch.load(tmp_path / f"{is_one}mine.pt")["weights"] for is_one in (True, False))
+    assert all(close(many[name], weight, 1e-3) for name, weight in one.items())
 
 
 def test_a_process_with_threads_or_gpus_is_not_forked(monkeypatch):

@@ -20,7 +20,6 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 
-import collectives as dist
 import fast
 import kernels
 import safe
@@ -177,7 +176,7 @@ def rows():
              for letter, function in zip("fg", own.pop(f"Fast.{kind}"))}
     return {**{key.__name__: new for key, new in (fast.KERNELS | edition.LAYERS).items()},
             **{f"LINKS.{name}": new for name, new in (safe.messages.LINKS | fast.links.LINKS).items()},
-            **own, **given, **pairs, "DDP": fast.DDP, "FSDP": fast.FSDP, "ShardedOptimizer": fast.ShardedOptimizer}
+            **own, **given, **pairs}
 
 
 def rows_entered(run, *args, **options):
@@ -198,19 +197,6 @@ def rows_entered(run, *args, **options):
     finally:
         sys.setprofile(None)
     return ran
-
-
-def own_model():
-    """What somebody enters who has no Layout."""
-    dist.initialize("cpu")
-    fast.DDP(torch.nn.Linear(2, 2))
-    fast.FSDP(torch.nn.Linear(2, 2))
-    fast.ShardedOptimizer(torch.nn.Linear(2, 2).parameters(), torch.optim.SGD)
-
-
-def rows_entered_by_own_model():
-    fast.on()
-    return rows_entered(own_model)
 
 
 def kernels_alone():
@@ -249,9 +235,8 @@ def test_rows_are_entered(pool, layout):
 
 
 def test_every_row_is_entered_by_a_named_layout(triton_kernels):
-    started = in_new_process(rows_entered_by_own_model)
     by_layouts = set(" ".join(ENTERED.values()).split())
-    assert rows().keys() - by_layouts - started - rows_entered(kernels_alone) == set()
+    assert rows().keys() - by_layouts - rows_entered(kernels_alone) == set()
 
 
 def names_rebound():
@@ -268,10 +253,10 @@ def test_editions_kernels_and_links_are_values():
 
 
 def modules_of_a_user():
-    """Those of this project that his DDP, ShardedOptimizer and FSDP import, with fast.on() and without."""
+    """Those of this project that docs/own-model.md imports, with fast.on() and without."""
     for name in [name for name in sys.modules if name.split(".")[0] in ROOMS]:
         del sys.modules[name]
-    for name in "ddp", "zero", "fsdp", "states", "tensor", "together":
+    for name in "whole", "together":
         importlib.import_module(f"further.{name}")
     importlib.import_module("fast")
     sys.modules["fast"].on()
