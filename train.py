@@ -429,6 +429,12 @@ class ParallelGPT(parallel.Parallel):
         B, T = tokens.shape
         return B, T // (self.layout.tp if self.layout.sp else 1), self.config.n_embd
 
+    def proven(self, lists, training):
+        if FURTHER and training:
+            from further.lists import check
+            check(lists, None, self.zero, self.lookups, self.shared)
+        return lists
+
     @staticmethod
     def count(targets):
         return kernels.that_count(targets).sum()
@@ -560,7 +566,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(s, step)
         if self.all_finite(loss, norm):
-            self.optimizer.step()
+            self.net.step()
             self.loads = self.net.balance(s.balance_rate)
         return loss, norm
 
