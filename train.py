@@ -193,14 +193,6 @@ def layout_of(s):
     return Layout(**given | {"dtype": parallel.PRECISIONS[s.dtype]})
 
 
-def edition_of(form):
-    """The reference's edition of --form. (fast/edition.py's can do what Full can.)"""
-    if form in (None, "lecture"):
-        return parallel.Lecture
-    from further.full import Full
-    return Full
-
-
 def processes_of(s, world):
     """How many processes the layout takes. Where --dp is left out, it becomes what the other axes leave of `world`."""
     s.dp = s.dp or max(1, world // (s.tp * s.pp * s.cp))
@@ -682,7 +674,7 @@ class Run:
             refusals.check_flags(s, dashed)
         world = int(os.environ.get("WORLD_SIZE") or 1)
         ranks = 1 if s.together else world
-        self.edition = edition_of(s.form)
+        self.edition = parallel.Reference
         processes = processes_of(s, ranks)
         s.device = "cpu" if s.together else device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
