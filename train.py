@@ -74,14 +74,8 @@ class Layout:
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(SCHEDULES))  # or the text of --schedule-file
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
-    pairs: bool = flag(False, "run each F of the schedule with a B beside it, so that one's tokens travel to experts "
-                              "while the other computes")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
-    islands: int = flag(1, "DiLoCo: parts of dp that train apart, and average their weights each --local-steps")
-    local_steps: int = flag(50, "steps of an island from one average to the next")
-    outer_lr: float = flag(0.7, "learning rate of DiLoCo's outer step")
-    outer_momentum: float = flag(0.9, "Nesterov momentum of DiLoCo's outer step")
     recompute: str = flag("none", "what backward computes again",
                           choices=["none", "norms", "mlp", "attention", "block"])
     recompute_blocks: int = flag(0, "in how many blocks of each stage, the first ones; 0: all")
@@ -91,7 +85,7 @@ class Layout:
     @property
     def replicas(self):
         """How many ranks average gradients."""
-        return self.dp * self.cp // self.islands
+        return self.dp * self.cp
 
 
 @dataclass
@@ -274,11 +268,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
     """
     device = torch.device(device)
     stage_to_rank = stage_to_rank_of(config, layout)
-    if layout.islands > 1:
-        from further.diloco import mesh_of_islands
-        mesh = mesh_of_islands(device.type, layout)
-    else:
-        mesh = parallel.make_mesh(device.type, layout.dp, layout.tp, layout.pp, layout.cp)
+    mesh = parallel.make_mesh(device.type, layout.dp, layout.tp, layout.pp, layout.cp)
     groups = make_groups(mesh, layout, stage_to_rank, config)
     source = source or partial(initial_weight, config, seed=0)
     stages = {}
@@ -332,7 +322,7 @@ def stage_to_rank_of(config, layout):
     return stage_to_rank
 
 
-OF_FURTHER = "replicate", "ulysses", "ring", "ep", "same_experts", "ep_inside", "ep_between", "island", "between"
+OF_FURTHER = "replicate", "ulysses", "ring", "ep", "same_experts", "ep_inside", "ep_between"
 
 
 def make_groups(mesh, layout, stage_to_rank, config):
@@ -342,7 +332,7 @@ def make_groups(mesh, layout, stage_to_rank, config):
     shard      the ranks that share out ZeRO's states: as dp_cp
     embedding  the two ranks that keep a tied embedding, of the first and the last stage, else None
 
-    further/groups.py sets those OF_FURTHER, which are None here, for --cp, --ep, --islands, --zero-within and nodes.
+    further/groups.py sets those OF_FURTHER, which are None here, for --cp, --ep, --zero-within and nodes.
     """
     groups = SimpleNamespace(**dict.fromkeys(OF_FURTHER))
     for axis in mesh.mesh_dim_names:
@@ -421,10 +411,6 @@ def who_runs(layout, edition):
         from further.schedules import HalvedPipeline
         pipeline = edition.halved or HalvedPipeline
         lists = checked
-    if layout.pairs:
-        from further.pairs import checked_pairs, paired
-        pipeline = paired(pipeline)
-        lists = checked_pairs
     return pipeline, lists
 
 
@@ -457,9 +443,6 @@ class ParallelGPT:
         self.pipeline = pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd, self.device,
                                  layout.tp if layout.sp else 1)
         self.optimizer = None
-        if optimizer and groups.between:
-            from further.diloco import of_islands
-            optimizer = of_islands(optimizer, groups.between, layout)
         if optimizer:
             self.optimizer = edition.optimizer(layout.zero, self.param_groups(), optimizer, groups.shard,
                                                [*stages.values()], layout.dtype)
@@ -586,18 +569,18 @@ class ParallelGPT:
         return replicas / count.clamp(min=1).to(parallel.master_dtype(self.layout.dtype))
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
-        """parallel.clip_grad_norm_, over the whole model. (Each of several islands has a norm of its own.)"""
-        return self.edition.clip_grad_norm_(self.optimizer, max_norm, [self.groups.island], scale)
+        """parallel.clip_grad_norm_, over the whole model."""
+        return self.edition.clip_grad_norm_(self.optimizer, max_norm, [None], scale)
 
     def module(self, stage):
         """A stage without its FSDP."""
         return getattr(self.stages[stage], "module", self.stages[stage])
 
-    def whole_parameter(self, name, key=None, island=0):
+    def whole_parameter(self, name, key=None):
         """A parameter as one process would hold it; with `key`, what the optimizer keeps of it (zeros before its first
-        step); or a buffer. Of islands, what this one has. Call it on all ranks."""
+        step); or a buffer. Call it on all ranks."""
         from further.resume import whole_parameter
-        return whole_parameter(self, name, key, island)
+        return whole_parameter(self, name, key)
 
 
 # ------------------------------------------------------------------------------------------------------------- training

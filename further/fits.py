@@ -72,7 +72,7 @@ def what_ranks_divide(s, c, world=1, node=None):
     how many of them are on a node; None: all."""
     node = node or s.dp * s.tp * s.pp * s.cp
     return itertools.chain(what_tp_and_cp_divide(s, c, world, node), what_ep_divides(s, c, world),
-                           what_islands_divide(s, c, world), what_dp_divides(s), what_pairs_need(s))
+                           what_dp_divides(s))
 
 
 def what_tp_and_cp_divide(s, c, world, node):
@@ -111,21 +111,10 @@ def what_dp_divides(s):
     replicas = s.replicas
     within = s.zero_within or replicas
     yield replicas % within, (
-        f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}"
-        f"{f' / --islands {s.islands}' * (s.islands > 1)}: give --zero-within {math.gcd(within, replicas)}")
+        f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: give "
+        f"--zero-within {math.gcd(within, replicas)}")
     yield s.zero_within and not s.zero, (
         f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
-
-
-def what_islands_divide(s, c, world):
-    more_ranks = f"--dp {multiple(s.dp, s.islands)} or " * (world == 1)
-    yield s.dp % s.islands, (
-        f"--islands {s.islands} does not divide --dp {s.dp}: give {more_ranks}--islands {math.gcd(s.islands, s.dp)}")
-    yield s.islands > 1 and c.experts, (
-        "--islands: routers balance their experts over a whole batch, and islands see parts: leave --experts out")
-    yield s.islands > 1 and s.steps % s.local_steps, (
-        f"--steps {s.steps} is not a multiple of --local-steps {s.local_steps}, and the end would come before an "
-        f"average: give --steps {multiple(s.steps, s.local_steps)}")
 
 
 def parts_of_sequence(s):
@@ -145,14 +134,6 @@ def what_ep_divides(s, c, world):
     more_ranks = f" or --dp {multiple(s.dp, s.ep)}" if world == 1 and c.experts % s.ep == 0 else ""
     yield s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}{more_ranks}"
     yield c.experts % s.ep, f"--ep {s.ep} does not divide the {c.experts} experts: give --ep {shared}"
-
-
-def what_pairs_need(s):
-    yield s.pairs and s.ep == 1, (
-        "--pairs hides how tokens travel to experts of other ranks: give --ep 2, or leave it out")
-    yield s.pairs and s.zero == 3, (
-        "--pairs: with --zero 3 one pass would free the weights of a layer that the other is in: give --zero 2")
-    yield s.pairs and s.together, "--pairs takes two threads a rank, and --together has one: leave --together out"
 
 
 def what_stages_divide(s, c):

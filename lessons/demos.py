@@ -24,13 +24,12 @@ from further.fits import ulysses_ranks
 from further.lists import check, lower
 from further.packed import pairs_of_ranks
 from further.schedules import SCHEDULES
-from lessons import kernels, links, pages, puzzles, runs, same, turns
+from lessons import kernels, links, pages, puzzles, same, turns
 from lessons.allocator import demo_allocator
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.compiled import demo_compile
-from lessons.diloco import demo_diloco
 from lessons.explore import explore
 from lessons.extension import demo_extension
 from lessons.forms import demo_forms
@@ -443,7 +442,6 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
-    "diloco": (demo_diloco, {"ranks": 2}),
     "graph": (demo_graph, {"model": "tiny"}),
     "allocator": (demo_allocator, {}),
     "fp16": (demo_fp16, {"ranks": 1}),
@@ -478,7 +476,7 @@ HELP = {  # of the flags
     "steps": "of training before", "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
 ON_RANKS = (demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
-            demo_forms, demo_diloco, links.demo_links)
+            demo_forms, links.demo_links)
 
 
 def main():
@@ -497,7 +495,7 @@ def main():
             choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"],
                        "zero": range(4), "cp_kind": KINDS, "schedule": [*SCHEDULES]}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
-    for many in (puzzles, runs, turns):
+    for many in (puzzles, turns):
         many.add_to(lessons)
     same.add_to(lessons.add_parser("same", help=same.main.__doc__)).set_defaults(demo=same.main)
     try:

@@ -167,19 +167,13 @@ def describe(trainer, trains):
         f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}\n"
         f"layout   {axes} = {mesh.size()} processes, {device} "
         f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}"
-        f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}{about_islands(s)}\n"
+        f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}\n"
         f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
         f"{parameters_in_words(c)}, {s.dtype}" + about_vocabulary(trainer) * (not trains))
     if trains:
         describe_training(trainer)
     elif s.out and s.steps:
         trainer.say(f"steps    all {s.steps} are done: --resume --steps {2 * s.steps} trains on")
-
-
-def about_islands(s):
-    """A line of DiLoCo, where there are islands."""
-    return (f"\nislands  {s.islands} train apart; after each {s.local_steps} steps an outer one: lr {s.outer_lr:g}, "
-            f"momentum {s.outer_momentum:g}") * (s.islands > 1)
 
 
 def describe_training(trainer):

@@ -100,7 +100,6 @@ TRAFFIC = """
     --dp 2 --zero 1 --dtype bf16
     --dp 2 --zero 2 --micro-batches 2
     --dp 2 --zero 3 --micro-batches 2
-    --dp 2 --islands 2 --local-steps 1
     --cp 2 --recompute block --dtype bf16
     --cp 2 --cp-kind ulysses --recompute attention --dtype bf16
     --tp 2 --sp --recompute block --micro-batches 2
@@ -120,8 +119,6 @@ TRAFFIC = """
     --pp 3 --micro-batches 4 --schedule gpipe
     --dp 4 --zero 2 --zero-within 2 --micro-batches 2
     --dp 4 --zero 3 --zero-within 2
-    --dp 4 --zero 1 --islands 2 --local-steps 1
-    --dp 4 --zero 3 --islands 2 --local-steps 1 --dtype bf16
     --dp 2 --pp 2 --zero 1 --micro-batches 4
     --tp 2 --pp 2 --sp --micro-batches 2
     --arch llama --dp 2 --tp 2 --sp --zero 3 --dtype bf16

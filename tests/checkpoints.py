@@ -37,7 +37,7 @@ from safe.sizes import BadInput
 KNOWN_OTHERWISE = {*"""arch model n_layer n_head n_kv_head n_embd seq_len vocab_size activation latent delta_every
     experts top_k expert_every shared_experts expert_groups top_groups inner tokens tokenizer init_from""".split()}
 # And these decide no losses, but for rounding.
-NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep dispatch pp schedule schedule_file virtual_stages pairs zero
+NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep dispatch pp schedule schedule_file virtual_stages zero
     zero_within recompute recompute_blocks loss_chunk device kernels form comm plain together eval_every
     log_every sample prompt temperature top_k_sample out save_every resume trace profile cuda_graphs
     deterministic keep timeout""".split()}
@@ -54,8 +54,6 @@ SAME = """
     2  --zero 1 --dtype bf16
     4  --tp 2 --zero 2 --dtype fp16
     2  --zero 3 --dtype bf16
-    4  --islands 2 --local-steps 4 --zero 1 --dtype bf16
-    4  --pp 2 --islands 2 --local-steps 2 --micro-batches 2
     4  --pp 2 --tp 2 --micro-batches 2 --schedule zb-h1
     2  --tp 2 --vocab-size 259
     2  --tp 2 --arch llama --latent 16 --experts 4 --shared-experts 1 --n-layer 2 --dtype fp64

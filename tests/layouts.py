@@ -635,12 +635,6 @@ experts  experts=4 tokens=8 n_layer=1
     steps=3 dp=2 ep=2 without=balance
     tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward
     steps=3 tp=2 sp=1 without=balance,scatter_tokens
-# An F and a B in turns, while tokens travel to experts.
-pairs  pairs=1 experts=4 tokens=8 micro_batches=4
-    dp=2 ep=2 bias=few without=Turns.exchange
-    dp=2 tp=2 ep=2 sp=1 zero=1 recompute=block
-    dp=2 pp=2 ep=2 schedule=dualpipe-v zero=2
-    dp=2 pp=2 ep=2 schedule=1f1b optimizer=adamw
 # And some that all tokens go through.
 shared  experts=4 shared_experts=2 tokens=8
     dp=2 ep=2 zero=3 micro_batches=2 optimizer=adamw
@@ -980,17 +974,16 @@ SOME = """sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
     micro_batches=1,2,3 loss_chunk=0,4,9 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 shared_experts=0,1
     expert_groups=1,3 top_groups=1,2 n_layer=1,2,3 n_head=2,3,4 n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37
     optimizer=sgd,adamw,muon tied=False,True inner=0,19 samples=1,2,3 holes=False,True pack=False,True arch=gpt2,llama
-    n_kv_head=0,1,2 latent=0,10 delta_every=0,2,3 pairs=False,True"""
+    n_kv_head=0,1,2 latent=0,10 delta_every=0,2,3"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
-LATER = {*"""model dtype device kernels plain together form schedule_file recompute_blocks islands local_steps outer_lr
-    outer_momentum""".split()}  # they round, or are tested alone
+LATER = {*"""model dtype device kernels plain together form schedule_file recompute_blocks""".split()}  # they round, or are tested alone
 OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weight_decay seed eval_every log_every
     sample prompt temperature top_k_sample tokenizer out save_every resume""".split()}
 IDLE = {  # options that change nothing where one of these is so
     "cp_kind": "cp=1", "schedule": "pp=1", "virtual_stages": "pp=1 schedule=gpipe schedule=1f1b schedule=zb-h1",
     "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "dispatch": "experts=0 dp=1", "top_k": "experts=0",
     "expert_every": "experts=0", "shared_experts": "experts=0", "activation": "arch=llama", "n_kv_head": "arch=gpt2",
-    "latent": "arch=gpt2", "delta_every": "arch=gpt2", "pairs": "ep=1 experts=0 dp=1 zero=3",
+    "latent": "arch=gpt2", "delta_every": "arch=gpt2",
     "expert_groups": "experts=0", "top_groups": "experts=0 expert_groups=1"}
 
 

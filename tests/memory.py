@@ -73,7 +73,6 @@ MEMORY = """
     0.02  2  --tp 2 --sp --arch llama --recompute mlp --batch-size 4     the cached table of angles is on no list
     0.02  2  --zero 1 --micro-batches 4 --batch-size 8 --dtype bf16 --recompute block     nor are totals in float32
     0.01  2  --pp 2 --micro-batches 2
-    0.01  2  --dp 2 --islands 2 --dtype bf16
     0.01  1  --loss-chunk 24 --micro-batches 2
     0.01  1  --loss-chunk 24 --dtype bf16 --kernels triton --n-layer 1 --seq-len 16 --recompute attention
     0.01  2  --loss-chunk 24 --tp 2 --sp --zero 1

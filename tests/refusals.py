@@ -95,9 +95,6 @@ REFUSED = {
         --dtype fp8 --device cpu            | on GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16
         --dp 8 --zero 2 --zero-within 6     | --zero-within 6 does not divide --dp 8: give --zero-
         --dp 2 --zero-within 2              | give --zero 1, 2 or 3
-        --islands 2                         | --islands 2 does not divide --dp 1: give --dp 2 or --islands 1
-        --dp 2 --islands 2 --steps 451      | the end would come before an average: give --steps 500
-        --dp 2 --islands 2 --experts 4      | islands see parts: leave --experts out
         --optimizer muon --dp 2 --zero 3    | and --zero 3 keeps parts of them: give --form full --zero 2
         --optimizer muon --dp 2 --zero 1 --comm torch --device cpu | as --optimizer muon with --zero has them: leave --c
         --sp                                | --sp cuts tokens over --tp: give --tp 2
@@ -224,7 +221,6 @@ REFUSED = {
         --data ASCII --out MUON             | (--optimizer muon there, adamw here): name a new folder, e.g. --out
         --data ASCII --out MUON             | /muon-2$
         --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4
-        --together --data ASCII --resume PLAIN --dp 2 --islands 2 | the run in --resume has 1: give --islands 1
         --plain --data ZERO                 | has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8
         --plain --data /no/such/file        | No such file or directory: '/no/such/file'
         --plain --data ASCII --tokenizer /no/such | No such file or directory: '/no/such/vocab.json'
@@ -363,11 +359,6 @@ UNDIVIDED = """
     --dp 2 --micro-batches 3                | give e.g. --batch-size 18
     --dp 8 --zero 2 --zero-within 6         | give --zero-within 2
     --dp 2 --zero-within 2                  | give --zero 1, 2 or 3
-    --dp 4 --islands 3                      | give --dp 6 or --islands 1
-    --dp 4 --islands 2 --zero 1 --zero-within 4 | give --zero-within 2
-    --dp 2 --islands 2 --experts 4          | islands see parts: leave --experts out
-    --dp 2 --experts 4 --pairs              | give --ep 2, or leave it out
-    --dp 2 --experts 4 --ep 2 --pairs --zero 3 | give --zero 2
     --pp 7                                  | give --pp 6 or fewer
     --pp 4 --schedule zb-v                  | give --pp 3 or fewer
     --pp 2 --virtual-stages 2               | is for --schedule interleaved and --pp 2 or more: leave it out

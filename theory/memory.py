@@ -26,10 +26,10 @@ from theory.traffic import (
 def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     """Predicted bytes of a pipeline rank of a layout: {"parameters", "gradients", "optimizer", "activations"}.
 
-    s: train.py's settings. optimizer: AdamW's two moments, Muon's one, float32 master weights if layers compute in bf16
-    or fp16, and DiLoCo's outer weights and momentum. activations: the most that the rank holds at once, by its list of
-    actions for so many `micro_batches` (None: all) and the activation_bytes of each of its stages. fused: our cross-
-    entropy kernel computes the loss. load: tokens of a rank's experts over an equal share.
+    s: train.py's settings. optimizer: AdamW's two moments, Muon's one, and float32 master weights if layers compute in
+    bf16 or fp16. activations: the most that the rank holds at once, by its list of actions for so many `micro_batches`
+    (None: all) and the activation_bytes of each of its stages. fused: our cross-entropy kernel computes the loss. load:
+    tokens of a rank's experts over an equal share.
     """
     stages = stages_in(s, config, rank)
     pieces = stages.values()
@@ -59,7 +59,7 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     return {
         "parameters": int(narrow * whole if s.zero < 3 else between_steps),
         "gradients": int(wide * (whole if s.zero < 2 else mine)),
-        "optimizer": int(wide * (2 * mine - muons + 2 * mine * (s.islands > 1)) + masters),
+        "optimizer": int(wide * (2 * mine - muons) + masters),
         "activations": most_held(actions, sizes)}
 
 

@@ -316,9 +316,8 @@ def groups_of(s, ring, nodes):
         "same_experts": (replicas // s.ep, s.tp * s.ep),
         "pp": (min(s.pp, 2), each),
         "embedding": (min(s.pp, 2), every // 2),
-        "island": (every, 1),
-        "between": (s.islands, every),
-        "all": (every * s.islands, 1)}
+        "world": (every, 1),
+        "all": (every, 1)}
 
 
 def seconds_by_axis(config, s, machine, items):
@@ -398,7 +397,7 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
         seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
         seen += max(gather / count, gather - updates)
     lost = min(1.0, (touched["shard"] + touched["same_experts"]) / max(gather + reduce, 1e-9))
-    between = spent["replicate"].total() + spent["between"].total() / s.local_steps  # starts when all else has arrived
+    between = spent["replicate"].total()  # starts when all else has arrived
     return seen + (gather + reduce - seen) * lost + between
 
 

@@ -53,9 +53,8 @@ class Message(NamedTuple):
     axis: the group that it goes through, as train.make_groups names it: "tp", "cp", "ep", "pp"; "ulysses" and "ring",
     parts of cp; "ep_inside" and "ep_between", parts of ep; "shard", the ranks over which ZeRO shards, all of dp x cp or
     a part of it; "replicate", those with the same shard; "dp_cp", dp x cp where the caller waits; "embedding", a
-    pipeline's first and last stage; "same_experts", the ranks that have them; "between", those at the same place in
-    each of DiLoCo's islands, inside of which all other axes are. Or "island", all ranks of one, without islands all
-    there are; "all", all ranks in the trainer's own group.
+    pipeline's first and last stage; "same_experts", the ranks that have them; "world", all ranks; "all", all ranks
+    in the trainer's own group.
     """
     what: str
     op: str
@@ -152,8 +151,6 @@ def messages_of_buckets(s, axis, buckets, shards):
         yield Message("weights", GATHER, axis, whole, narrow)
     if axis == "shard" and shards < s.replicas:
         yield Message("averages of shards", "all_reduce", "replicate", kept, wide)
-    if s.islands > 1:  # only in the step that ends a round of --local-steps
-        yield Message("outer gradients", "all_reduce", "between", kept if s.zero else whole, wide)
 
 
 def nodes_of_experts(s, node):
@@ -354,5 +351,5 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None, no
         yield from messages_of_context(config, s, stages, node)
     if s.pp > 1:
         yield from messages_of_pipeline(config, s, stages, tp_rank)
-    yield Message("gradient norm", "all_reduce", "island", [1], 8)
+    yield Message("gradient norm", "all_reduce", "world", [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)

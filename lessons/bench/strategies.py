@@ -60,7 +60,7 @@ def layouts(n, m, virtual, experts):
     # pipelines late, because after them ranks have made different numbers of windows, and `make_window` makes no more
     every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in SCHEDULES}
     every["interleaved"]["virtual_stages"] = virtual
-    return every | last | {"pairs": last["experts"] | {"pairs": True}}  # of --micro-batches
+    return every | last
 
 
 def configs_of(config):
@@ -129,7 +129,7 @@ def predicted_traffic(trainer, routes):
     total, sizes = Counter(), {True: [], False: []}  # cut by ep, or not
     for group, numel, gathers in sent_together(net):
         sizes[group == net.groups.same_experts].append((numel, gathers))
-    where = vars(net.groups) | {"all": trainer.control}
+    where = vars(net.groups) | {"world": None, "all": trainer.control}
     axes = ["ep"] if s.dispatch == "expert" else ["ep_between", "ep_inside"]  # by turns
     rows = {axis: [[tuple(counts.view(dist.get_world_size(where[axis]), -1).sum(1).tolist()) for counts in way]
                    for way in zip(*routes[i::len(axes)])] for i, axis in enumerate(axes)} if routes else None
