@@ -320,8 +320,6 @@ def check_model(a, preset):
     a.model = a.model or (preset if a.arch != "llama" or preset == "tiny" else "1b")
     sizes = {name: getattr(a, name) for name in SIZES}
     a.config = model_config(Settings(arch=a.arch, model=a.model, init_from=a.hf, **sizes), open_folder=read_config)[0]
-    reject(a.config.delta_every, f"--delta-every {a.config.delta_every}: nobody has timed a gated delta rule, so "
-           "nothing is predicted: leave --delta-every out")
     a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)
 
 

@@ -25,8 +25,6 @@ from tests.windows import *  # noqa: E402, F403
 from tests.messages import *  # noqa: E402, F403
 from tests.models import *  # noqa: E402, F403
 from tests.llama import *  # noqa: E402, F403
-from tests.delta import *  # noqa: E402, F403
-from tests.deepseek import *  # noqa: E402, F403
 from tests.layouts import *  # noqa: E402, F403
 from tests.chunked_loss import *  # noqa: E402, F403
 from tests.packed import *  # noqa: E402, F403

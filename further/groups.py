@@ -3,9 +3,7 @@
     dp_cp             the ranks that average gradients: dp x cp
     shard, replicate  ZeRO's: `zero_within` neighbours in dp_cp share out the states (None: all of it does); `replicate`
                       are the ranks with the same shard, or None. (HSDP's groups of these names)
-    ulysses, ring     of cp: who trade tokens for heads, and around whom keys and values go; None: nobody
     ep, same_experts  of `split_experts`: who share out the experts, and who have the same ones
-    ep_inside, ep_between    of --dispatch node: who share out a node's experts, who send tokens between nodes
 """
 
 import torch
@@ -27,7 +25,7 @@ def over_nodes(group, groups):
         two_levels(group, groups)
 
 
-def add_groups(groups, mesh, layout, config):
+def add_groups(groups, mesh, layout):
     """Give train.make_groups' groups those that this layout has besides. Call it on all ranks."""
     over_nodes(None, [range(mesh.size())])
     dp_cp = ranks_of_dp_cp(mesh).reshape(-1, layout.replicas)
@@ -37,12 +35,6 @@ def add_groups(groups, mesh, layout, config):
     groups.shard = groups.dp_cp
     if layout.zero and layout.zero_within not in (None, layout.replicas):
         groups.shard, groups.replicate = parallel.groups_of(dp_cp.unflatten(1, (-1, layout.zero_within)))
-    if layout.cp > 1:
-        from further.ulysses import split_context
-        groups.ulysses, groups.ring = split_context(mesh, layout, config)
     if layout.ep > 1:
         from further.expert_parallel import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
-        if layout.dispatch == "node":
-            from further.by_node import split_nodes
-            groups.ep_inside, groups.ep_between = split_nodes(mesh, layout.ep)

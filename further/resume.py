@@ -80,7 +80,7 @@ KEEPS = {"adamw": MOMENTS, "muon": ("exp_avg",)}  # what each --optimizer keeps 
 
 
 # Flags of other versions that decide a model or its losses, and the values with which a run is as without them.
-UNKNOWN = {"islands": (1,)}
+UNKNOWN = {"islands": (1,), "latent": (None, 0), "delta_every": (None, 0), "expert_groups": (None, 1)}
 
 
 def unknown(trained_with):

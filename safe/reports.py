@@ -142,13 +142,6 @@ def measured(trainer):
         trainer.share = (own.sum() / loads.sum() * ranks).item()
 
 
-def kind_of_cp(s, groups):
-    """--cp-kind; where it is two, with their sizes."""
-    if not (groups.ulysses and groups.ring):
-        return s.cp_kind
-    return f"ulysses {dist.get_world_size(groups.ulysses)} + ring {dist.get_world_size(groups.ring)}"
-
-
 def describe(trainer, trains):
     """Print what the run is. trains: whether steps are left; else it only samples."""
     s = trainer.s
@@ -159,7 +152,7 @@ def describe(trainer, trains):
     here = dist.processes_of_a_node(mesh.size())
     gpus = gpus_here()
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
-    axes += f" x cp {s.cp} ({kind_of_cp(s, trainer.net.groups)})" * (s.cp > 1)
+    axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1)
     axes += f" x pp {s.pp} ({s.schedule_file or s.schedule})" * (s.pp > 1)
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trainer.say(

@@ -34,10 +34,10 @@ from safe.sizes import BadInput
 
 
 # The flags that are not in NUMBERS: a run's identity has these as its model, its data and its start.
-KNOWN_OTHERWISE = {*"""arch model n_layer n_head n_kv_head n_embd seq_len vocab_size activation latent delta_every
-    experts top_k expert_every shared_experts expert_groups top_groups inner tokens tokenizer init_from""".split()}
+KNOWN_OTHERWISE = {*"""arch model n_layer n_head n_kv_head n_embd seq_len vocab_size activation
+    experts top_k expert_every shared_experts inner tokens tokenizer init_from""".split()}
 # And these decide no losses, but for rounding.
-NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep dispatch pp schedule schedule_file virtual_stages zero
+NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep pp schedule schedule_file virtual_stages zero
     zero_within recompute recompute_blocks loss_chunk device kernels form comm plain together eval_every
     log_every sample prompt temperature top_k_sample out save_every resume trace profile cuda_graphs
     deterministic keep timeout""".split()}
@@ -56,7 +56,7 @@ SAME = """
     2  --zero 3 --dtype bf16
     4  --pp 2 --tp 2 --micro-batches 2 --schedule zb-h1
     2  --tp 2 --vocab-size 259
-    2  --tp 2 --arch llama --latent 16 --experts 4 --shared-experts 1 --n-layer 2 --dtype fp64
+    2  --tp 2 --arch llama --n-layer 2 --dtype fp64
     2  --ep 2 --experts 4 --n-layer 2 --dtype fp64  --eval-every 1 --recompute block"""
 
 

@@ -16,7 +16,6 @@ from urllib.parse import urlencode
 
 import pytest
 
-import lessons.demos
 from further.schedules import interleaved, zero_bubble_h1
 from lessons import explore, moving, pages, turns
 from parallel import Action, one_f_one_b
@@ -24,7 +23,7 @@ from safe.page import MOST, Page, points_of, ticks
 from tests.browser import Browser
 from tests.pages import site_folder
 from tests.pool import close, parametrize, table
-from tests.runs import output_of, slow
+from tests.runs import slow
 from theory.clock import critical_path, simulate
 
 # --------------------------------------------------------------------------------------------------------- a run's page
