@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -24,7 +25,7 @@ import parallel
 from tests.pool import close, GPUS, HERE, on_cpus, on_linux, parametrize, table
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, start, TRAIN, trained)
-from safe.checkpoints import checkpoints, NUMBERS, open_checkpoint, start_of
+from safe.checkpoints import checkpoints, crc_of, NUMBERS, open_checkpoint, start_of
 from safe.files import Log, read_safetensors
 from safe.page import Page
 from safe.flags import model_config, Settings
@@ -136,6 +137,32 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(start, tmp_p
     os.truncate(file, os.path.getsize(file) // 2)
     said = run(f"--resume {file}", 2)
     assert f"--resume {file}: " in said and "give a whole file that --plain has written" in said and "Trace" not in said
+
+
+def test_a_run_with_flags_that_are_not_here_goes_on_if_they_changed_nothing(start, tmp_path):
+    """As other versions of train.py leave them."""
+    whole, file = tmp_path / "whole", tmp_path / "plain" / "step-00000002.pt"
+    start(f"--steps 2 --out {whole}").said()
+    start(f"--plain --steps 2 --out {file.parent}").said()
+    manifest, run, saved = whole / "step-00000002" / "manifest.json", whole / "run.json", torch.load(file)
+
+    def with_flags(**more):
+        there = json.loads(manifest.read_text())
+        there["run"]["flags"] |= more
+        there["crc32"] = crc_of({key: value for key, value in there.items() if key != "crc32"})
+        manifest.write_text(json.dumps(there))
+        run.write_text(json.dumps(there["run"]))
+        torch.save(saved | {"flags": saved["flags"] | more}, file)
+
+    ways = f"--resume {manifest.parent}", f"--resume {file}", f"--plain --resume {file}"
+    with_flags(islands=1, outer_lr=0.7, delta_every=0)
+    for way in ways:
+        assert "step 3" in start(f"--steps 3 {way}").said()
+    with_flags(islands=2)
+    for way in ways:
+        assert "trained with --islands 2, which this train.py does not have: name" in start(way).said([2])
+    shutil.rmtree(manifest.parent)
+    assert "/whole holds another run: it was trained with --islands 2" in start(f"--steps 2 --out {whole}").said([2])
 
 
 def test_the_newest_of_plain_s_checkpoints_has_the_largest_number(tmp_path):

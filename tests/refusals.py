@@ -107,6 +107,7 @@ REFUSED = {
         --arch gpt2 --model llama3-8b       | --model llama3-8b is no preset of --arch gpt2: give --model tiny
         --init-from HF --inner 65           | --inner 65: the model in --init-from has 64; leave the flag out
         --n-kv-head 2                       | --n-kv-head 2 is for a Llama: give --arch llama, too
+        --arch llama --experts 4 --out runs/m | has no name in transformers: leave --experts out, or give --plain
         --cp 3 --cp-kind ulysses --seq-len 12 | does not divide the 4 heads of a rank: give --cp 1 or
         --data /no/such/file                | /no/such/file
         --data EMPTY                        | it is empty
