@@ -921,14 +921,11 @@ class Pipeline:
         because messages may still be under way.
         """
         self.begin(actions, x, y, dloss, sync, beside or [{}] * len(x))
-        self.do_all(actions)
-        self.wait_for_sent(0)
-        return self.losses
-
-    def do_all(self, actions):
         for action in actions:
             with self.around(action):
                 self.do(action)
+        self.wait_for_sent(0)
+        return self.losses
 
     def begin(self, actions, x, y, dloss, sync, beside):
         """Nothing of the step before is left."""

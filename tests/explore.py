@@ -16,7 +16,6 @@ from urllib.parse import urlencode
 
 import pytest
 
-import lessons.demos
 from further.schedules import interleaved, zero_bubble_h1
 from lessons import explore, moving, pages, turns
 from parallel import Action, one_f_one_b
@@ -24,7 +23,7 @@ from safe.page import MOST, Page, points_of, ticks
 from tests.browser import Browser
 from tests.pages import site_folder
 from tests.pool import close, parametrize, table
-from tests.runs import output_of, slow
+from tests.runs import slow
 from theory.clock import critical_path, simulate
 
 # --------------------------------------------------------------------------------------------------------- a run's page
@@ -47,32 +46,16 @@ def curves_of(page):
     return found
 
 
-def test_several_runs_are_one_picture(tmp_path):
-    one = logged(tmp_path / "one", {"step": 1, "loss": 4.0, "lr": 1e-3}, {"step": 3, "loss": 2.0, "val_loss": "nan"})
-    two = logged(tmp_path / "<two>", {"step": 1, "loss": 3.0, "val_loss": 9.0}, {"step": 2, "not_finite": "loss"})
-    output_of(lessons.demos.main, "runs", one, two, tmp_path / "none", "--out", tmp_path / "all" / "runs.html")
-    page = (tmp_path / "all" / "runs.html").read_text()
-    assert page.count("step 3: ") == 1 and '<tspan class="c1">3</tspan>' in page  # what the mouse finds
-    assert curves_of(page) == {"loss, nats a token": [["70.0,20.0", "610.0,170.0"], ["70.0,95.0"]],
-                               "validation loss, nats a token": [["70.0,170.0"]], "learning rate": [["70.0,170.0"]]}
-    assert {*re.findall(r'<span class="(c\d)">\S*(one|two)', page)} == {("c0", "one"), ("c1", "two")}
-    assert "&lt;two&gt;" in page and "<two>" not in page and "<script" not in page and "http-equiv" not in page
-    with pytest.raises(SystemExit, match="2"):
-        output_of(lessons.demos.main, "runs", tmp_path / "none")
-
-
-def test_runs_of_two_vocabularies_are_in_bits_a_byte_and_resumes_are_marked(tmp_path):
-    launch = {"after_step": 0, "unit": "byte", "bytes_a_token": 1.0}
-    logged(tmp_path / "bytes", {"step": 1, "loss": 2.0} | launch, {"step": 9, "loss": 1.0, "after_step": 5})
-    words = logged(tmp_path / "words", {"step": 1, "loss": 6.0} | launch | {"unit": "token", "bytes_a_token": 4.0})
-    output_of(lessons.demos.main, "runs", tmp_path / "bytes", words, "--out", tmp_path / "all.html")
-    page = (tmp_path / "all.html").read_text()
-    assert curves_of(page) == {"loss, bits a byte": [["70.0,20.0", "610.0,170.0"], ["70.0,95.0"]]}
-    assert 'd="M340.0 15V175"><title>resumed after step 5</title>' in page
-    assert {"2.8854", "2.164"} <= {*re.findall(r">([\d.]+)</tspan>", page)}  # nats / ln 2, and of words / 4 bytes
-    old = logged(tmp_path / "old", {"step": 1, "loss": 4.0})  # by a version that logged no unit
-    output_of(lessons.demos.main, "runs", tmp_path / "bytes", old, "--out", tmp_path / "all.html")
-    assert "nats a byte" in (tmp_path / "all.html").read_text()
+def test_a_page_shows_what_was_logged(tmp_path):
+    run = logged(tmp_path / "<run>", {"step": 1, "loss": 4.0, "lr": 1e-3, "after_step": 0, "unit": "byte"},
+                 {"step": 3, "loss": 2.0, "val_loss": "nan"}, {"step": 9, "loss": 3.0, "after_step": 5})
+    Page(run).write(over=True)
+    page = (run / "index.html").read_text()
+    assert page.count("step 3: ") == 1 and '<tspan class="curve">2</tspan>' in page  # what the mouse finds
+    assert curves_of(page) == {"loss, nats a byte": [["70.0,20.0", "205.0,170.0", "610.0,95.0"]],
+                               "learning rate": [["70.0,170.0"]]}
+    assert page.count('d="M340.0 15V175"><title>resumed after step 5</title>') == 1
+    assert "&lt;run&gt;" in page and "<run>" not in page and "<script" not in page and "http-equiv" not in page
 
 
 def test_ticks_are_round_and_inside():

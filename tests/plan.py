@@ -37,7 +37,7 @@ from theory.memory import ROOM, needed_bytes
 from theory.speed import (
     BESIDE_FROM, ROW_BYTES, copies_of, counted_flops, matrices, mfu, mfu_note, operations, passes, predict, ring_hides,
     stage_seconds)
-from theory.traffic import AGAIN, GATHER, HALVES, MEANWHILE, Message, SCATTER, tokens_of, trips_of_rows
+from theory.traffic import AGAIN, GATHER, HALVES, MEANWHILE, Message, SCATTER
 
 EVEN = model.GPTConfig(256, 1024, 30, 16, 2048)
 XL = model.PRESETS["gpt2-xl"]
@@ -80,8 +80,6 @@ def moe_law(ep):
       for zero in ("", " --zero 3", " --zero 3 --zero-within 8")),
     (LONG, ALL, "cp", 12 * 3 / 4 * BTC * (2 * 4 + 2 * 2 + 2 * 4) * LINK),
     (LONG, ALL + " --cp-kind ulysses", "cp", 12 * 3 / 4 * 4 * BTC / 4 * 2 * 3 * LINK),
-    (LONG, ALL + " --cp-kind ulysses+ring", "cp",  # a ring's 1/4 where it was 3/4, and two ranks' exchange
-     12 * BTC / 4 * ((2 * 4 + 2 * 2 + 2 * 4) + 1 / 2 * 4 * 2 * 3) * LINK),
     *((MOE, f"--dp 8 --ep {ep} --zero 1", axis, law(ep)) for ep in (1, 2, 8)
       for axis, law in (("ep", rows_law), ("dp", moe_law))),
     (MOE, "--dp 8 --ep 8 --recompute block", "ep", 6 / 4 * rows_law(8))])
@@ -178,7 +176,6 @@ COPIED = [
     (SHORT, "--cp 4 --cp-kind ulysses", 60 * 4 / 4 * 2),
     (SHORT, "--cp 4 --cp-kind ulysses --batch-size 1", 60 * 4 / 4),
     (SHORT, "--cp 4 --cp-kind ulysses --recompute block", 90 * 4 / 4 * 2),
-    (SHORT, "--cp 4 --cp-kind ulysses+ring", 60 * 4 / 4 * 2),
     (SHORT, "--cp 4", 0),
     (SHORT, "--tp 4", 0),
     (SHORT, "--tp 4 --sp", 30 * 4),
@@ -221,7 +218,7 @@ def test_a_copy_is_predicted_wherever_the_code_makes_one(config, sequences):
     def beside(start, x):
         return start(x, None, async_op=True)[1].flatten(0, -2)
 
-    ulysses = Message("", "all_to_all_single", "ulysses", [], 2)
+    ulysses = Message("", "all_to_all_single", "cp", [], 2)
     gathers, scatters, again, meanwhile = (Message(what, op, "tp", [], 2) for what, op in (
         ("", GATHER), ("", SCATTER), (AGAIN, GATHER), (MEANWHILE, SCATTER)))
     cases = [
@@ -263,17 +260,6 @@ def test_a_ring_hides_where_the_bytes_take_as_long_as_the_flops(dtype, width):
     hidden = ring_hides(flops, link, parallel.PRECISIONS[dtype])
     for tokens, sent, products in zip(hidden, (2 * width, 2 * width + 8), (2, 5)):
         assert close(sent * tokens / link, products * tokens**2 / flops)
-
-
-def test_a_token_meets_fewer_nodes_than_experts():
-    """Rows that cross the network for a token: the (M-1)/M of further/by_node.py. Inside go as many as before. And a
-    layout over nodes has a predicted time."""
-    config = dataclasses.replace(MOE, experts=64, top_k=6)
-    s = layout("--dp 32 --ep 32 --dispatch node", config)
-    tokens = tokens_of(config, s)
-    (nodes, across, _), (experts, inside, _) = trips_of_rows(config, s, 8).values()
-    assert (nodes, experts, inside) == (4, 16, 6 * tokens) and round(across * 3 / 4 / tokens, 1) == 2.5
-    assert predict(config, s, H200).ep < predict(config, layout("--dp 32 --ep 32", config), H200).ep
 
 
 def test_traffic_hides_from_the_tokens_that_the_ratio_names():

@@ -95,9 +95,6 @@ REFUSED = {
         --dtype fp8 --device cpu            | on GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16
         --dp 8 --zero 2 --zero-within 6     | --zero-within 6 does not divide --dp 8: give --zero-
         --dp 2 --zero-within 2              | give --zero 1, 2 or 3
-        --islands 2                         | --islands 2 does not divide --dp 1: give --dp 2 or --islands 1
-        --dp 2 --islands 2 --steps 451      | the end would come before an average: give --steps 500
-        --dp 2 --islands 2 --experts 4      | islands see parts: leave --experts out
         --optimizer muon --dp 2 --zero 3    | and --zero 3 keeps parts of them: give --form full --zero 2
         --optimizer muon --dp 2 --zero 1 --comm torch --device cpu | as --optimizer muon with --zero has them: leave --c
         --sp                                | --sp cuts tokens over --tp: give --tp 2
@@ -110,9 +107,7 @@ REFUSED = {
         --arch gpt2 --model llama3-8b       | --model llama3-8b is no preset of --arch gpt2: give --model tiny
         --init-from HF --inner 65           | --inner 65: the model in --init-from has 64; leave the flag out
         --n-kv-head 2                       | --n-kv-head 2 is for a Llama: give --arch llama, too
-        --latent 8                          | --latent 8 is for a Llama: give --arch llama, too
-        --arch llama --latent 8 --experts 4 --out x | is written as a deepseek_v3, which has shared experts, too: give
-        --arch llama --latent 8 --n-kv-head 2 | each head makes keys of its own: leave one of them out
+        --arch llama --experts 4 --out runs/m | has no name in transformers: leave --experts out, or give --plain
         --cp 3 --cp-kind ulysses --seq-len 12 | does not divide the 4 heads of a rank: give --cp 1 or
         --data /no/such/file                | /no/such/file
         --data EMPTY                        | it is empty
@@ -164,16 +159,12 @@ REFUSED = {
         --experts 4 --top-k 5               | less than the 5 that a token goes through: give --top-k 4 or --experts 5
         --experts 1                         | give --top-k 1 or --experts 4
         --top-k 1                           | --top-k is for a model with experts
-        --top-groups 1                      | --top-groups is for a model with experts: give --experts 4
         --shared-experts 1                  | --shared-experts is for a model with experts: give --experts 4
         --expert-every 2                    | --expert-every is for a model with experts: give --experts 4
         --experts 4 --expert-every 5        | give --expert-every 4
-        --cuda-graphs on --experts 4        | and no --experts or --delta-every: leave it out
-        --delta-every 2                     | --delta-every 2 is for a Llama: give --arch llama, too
+        --cuda-graphs on --experts 4        | and no --experts: leave it out
         --pack --data BIG_BIN               | no end token stands between documents: give text
-        --pack --arch llama --delta-every 2 | state goes on from one document to the next: leave --pack out
         --loss-chunk -1                     | --loss-chunk
-        --arch llama --delta-every 2 --out runs/d | has no name in transformers: leave --delta-every out
 
         --init-from /no/such/folder         | --init-from
         --init-from HF --n-layer 3          | --n-layer 3
@@ -224,7 +215,6 @@ REFUSED = {
         --data ASCII --out MUON             | (--optimizer muon there, adamw here): name a new folder, e.g. --out
         --data ASCII --out MUON             | /muon-2$
         --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4
-        --together --data ASCII --resume PLAIN --dp 2 --islands 2 | the run in --resume has 1: give --islands 1
         --plain --data ZERO                 | has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8
         --plain --data /no/such/file        | No such file or directory: '/no/such/file'
         --plain --data ASCII --tokenizer /no/such | No such file or directory: '/no/such/vocab.json'
@@ -338,11 +328,7 @@ UNDIVIDED = """
     --n-head 3                              | give --n-embd 129
     --arch llama --n-kv-head 3              | give --n-kv-head 1
     --arch llama --n-embd 12                | give --n-embd 16
-    --arch llama --latent 8 --n-embd 24     | rotary keys of 3 numbers, and rotary positions turn pairs: give --n-em
     --experts 4 --top-k 5                   | give --top-k 4 or --experts 5
-    --experts 4 --expert-groups 3           | give --expert-groups 1
-    --experts 4 --top-groups 2              | give --top-groups 1
-    --experts 8 --expert-groups 4 --top-k 3 | give --top-groups 2
     --experts 4 --expert-every 5            | give --expert-every 4
     --tp 3                                  | give --tp 1
     --arch llama --tp 4                     | give --tp 2
@@ -352,22 +338,13 @@ UNDIVIDED = """
     --cp 4 --seq-len 20                     | give --seq-len 24
     --cp 2 --tp 2 --sp --seq-len 6          | give --seq-len 8
     --cp 3 --cp-kind ulysses --seq-len 12   | give --cp 1 or --cp-kind ring
-    --cp 2 --cp-kind ulysses+ring           | no part of --cp 2 of 2 ranks or more divides the 4 heads of a rank
-    --cp 4 --cp-kind ulysses+ring --tp 4    | give --cp-kind ring
-    --cp 4 --cp-kind ulysses+ring --seq-len 20 | give --seq-len 24
     --dp 2 --ep 2                           | give --experts 4, say, or leave --ep out
-    --experts 4 --dispatch node             | give --dp 2 --ep 2, say, or leave it out
     --ep 2 --experts 4                      | give --ep 1 or --dp 2
     --dp 4 --ep 4 --experts 6               | give --ep 2
     --dp 3                                  | give e.g. --batch-size 18
     --dp 2 --micro-batches 3                | give e.g. --batch-size 18
     --dp 8 --zero 2 --zero-within 6         | give --zero-within 2
     --dp 2 --zero-within 2                  | give --zero 1, 2 or 3
-    --dp 4 --islands 3                      | give --dp 6 or --islands 1
-    --dp 4 --islands 2 --zero 1 --zero-within 4 | give --zero-within 2
-    --dp 2 --islands 2 --experts 4          | islands see parts: leave --experts out
-    --dp 2 --experts 4 --pairs              | give --ep 2, or leave it out
-    --dp 2 --experts 4 --ep 2 --pairs --zero 3 | give --zero 2
     --pp 7                                  | give --pp 6 or fewer
     --pp 4 --schedule zb-v                  | give --pp 3 or fewer
     --pp 2 --virtual-stages 2               | is for --schedule interleaved and --pp 2 or more: leave it out
@@ -583,7 +560,7 @@ def refusal_of_layout(words, world, here):
 VALUES = """dp=0,1,2,3,4,5,6,7,8 tp=1,2,3,4,5,6,7,8 pp=0,1,2,3,4,5,6,7 cp=1,2,3,4 ep=1,2,3,4 experts=0,1,2,3,4,5,6
     top-k=1,2,3,4,5 expert-every=1,2,3,4,5 n-layer=1,2,3,4,5,6,7,8 n-head=1,2,3,4,5,6 n-embd=12,30,128 seq-len=0,1,20,66
     batch-size=0,1,2,3,4,6,8,12,15,16 micro-batches=0,1,2,3,4,5,6 zero=0,1,2,3 zero-within=1,2,3,4,5,6
-    virtual-stages=1,2,3,4 cp-kind=ulysses,ulysses+ring sp= cuda-graphs=on kernels=triton device=cuda lr=0,nan
+    virtual-stages=1,2,3,4 cp-kind=ulysses sp= cuda-graphs=on kernels=triton device=cuda lr=0,nan
     min-lr=1"""
 VALUES = {"schedule": [*train.SCHEDULES]} | {
     flag: values.split(",") for flag, values in (word.split("=") for word in VALUES.split())}
