@@ -22,8 +22,8 @@ from safe.page import Page, ticks
 from tests.browser import Browser
 from tests.pages import site_folder
 from tests.pool import close, parametrize, table
-from tests.runs import output_of, slow
-from theory.clock import simulate
+from tests.runs import output_of
+from theory.clock import critical_path, simulate
 
 # --------------------------------------------------------------------------------------------------------- a run's page
 
@@ -119,6 +119,15 @@ def test_a_run_s_page_is_whole_at_every_moment_and_seldom_written(tmp_path, monk
 
 
 # ------------------------------------------------------------------------------------------------- what pictures show
+
+def test_the_critical_path_has_no_gap_and_is_as_long_as_the_schedule():
+    for make in moving.SCHEDULES.values():
+        timeline = simulate(make(4, 8, 2), 1, 1.5, 0.75)
+        when = {action: times for row in timeline.spans for action, *times in row}
+        path = [when[action] for action in critical_path(timeline)][::-1]
+        assert path[0][0] == 0 and path[-1][1] == timeline.length
+        assert all(close(end, start) for (_, end), (start, _) in zip(path, path[1:]))
+
 
 EACH = "F and B, or F, I and W, must each be there"
 STUCK = [  # a text, check's reason, and the action at which each rank stops
