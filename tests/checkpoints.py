@@ -56,7 +56,6 @@ SAME = """
     2  --zero 3 --dtype bf16
     4  --islands 2 --local-steps 4 --zero 1 --dtype bf16
     4  --pp 2 --islands 2 --local-steps 2 --micro-batches 2
-    4  --pp 2 --tp 2 --micro-batches 2 --schedule zb-h1
     2  --tp 2 --vocab-size 259
     2  --tp 2 --arch llama --latent 16 --experts 4 --shared-experts 1 --n-layer 2 --dtype fp64
     2  --ep 2 --experts 4 --n-layer 2 --dtype fp64  --eval-every 1 --recompute block"""

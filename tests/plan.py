@@ -171,6 +171,17 @@ def test_fast_s_tensor_parallelism_begins_to_hide_where_the_prediction_does():
 
 SHORT = dataclasses.replace(EVEN, seq_len=2048)
 WIDE = dataclasses.replace(EVEN, seq_len=4096)
+
+
+@parametrize("flags, copies", [("--cp 4 --cp-kind ulysses", 60 * 4 / 4 * 2), ("--tp 4 --sp", 30 * 4), ("--tp 4", 0)])
+def test_copies_that_order_tokens_and_heads_read_and_write_all_of_them(flags, copies):
+    """copies: of a message of all T tokens of C, in 30 blocks. Without graphs backward hides nothing of cp and tp."""
+    s = layout("--batch-size 2 --cuda-graphs off " + flags, SHORT)
+    slow, none = (predict(SHORT, s, dataclasses.replace(IDLE, hbm=hbm)) for hbm in (H200.hbm, 1e30))
+    took = slow.tp - none.tp + slow.cp - none.cp
+    assert abs(took - copies * 2 * 2 * SHORT.seq_len * SHORT.n_embd * 2 / H200.hbm) < 1e-8
+
+
 class Copies(TorchDispatchMode):
     """Counts copies."""
     count = 0
