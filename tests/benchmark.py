@@ -3,15 +3,19 @@
 import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
 import re
+import subprocess
 import sys
+from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
+import torch.distributed as torch_dist
 
 import bench
 import collectives as dist
@@ -25,11 +29,11 @@ from further.experts import ExpertsConfig
 from further.full import Full
 from further.prefetch import Prefetcher
 from lessons import gpu
-from lessons.bench import strategies
+from lessons.bench import peers, strategies
 from lessons.bench.rates import BUS, calls_of, fit, measure_machine, replays_of, sent_in
 from lessons.bench.strategies import (
     communication, configs_of, free_memory, make_trainer, predicted_traffic, routes_of_rows)
-from lessons.bench.timing import interleaved, without_collectives
+from lessons.bench.timing import clock_and_power, interleaved, of_all_ranks, without_collectives
 from further.sampling import CachedGPT
 from lessons.eight_bits import few_rows, in_int8
 from lessons.four_bits import few_rows_of_four, from_int4, in_int4
@@ -299,6 +303,23 @@ def test_a_peer_that_fails_on_one_rank_is_left_out_on_all(rank):
 
 
 @on_cpus
+@on_ranks(2)
+def test_strategies_of_pytorch_take_the_worlds_group():
+    """They leave no groups, and the mesh none, on CPUs of a machine that has a GPU, too. Ranks draw equal weights."""
+    device = torch.device("cpu")
+    config, x = model.GPTConfig(68, 16, 2, 4, 48), torch.zeros(1, 2, 16, dtype=torch.int64)
+    kernels.use("torch")
+    torch.manual_seed(torch_dist.get_rank())
+    drawn = of_all_ranks(peers.random_source(config, device)("wpe.weight")[0, 0].item())
+    assert drawn[0] == drawn[1]
+    for name, flags in ("zero3", "--dp 2 --zero 3"), ("tp", "--tp 2"):
+        peers.PEERS[name](config, parse(flags.split()), device, x, x, False)[0]()
+    with patch.object(torch.cuda, "is_available", lambda: True):
+        assert peers.world_mesh(device).get_group() is torch_dist.group.WORLD
+    assert [*torch_dist.distributed_c10d._world.pg_map] == [torch_dist.group.WORLD]
+
+
+@on_cpus
 def test_bench_strategies_without_a_piece(pool):
     """What stands in a piece's place is in use while a step is timed, where the layout uses that piece."""
     assert pool(2).run(calls_in_place_of_a_piece, "zero1") == [0, 0]
@@ -320,6 +341,16 @@ def test_a_dense_twin_takes_as_many_flops():
 def test_line_through_times_is_found():
     messages, sizes = np.array([1, 1, 2, 6, 6]), np.array([1e2, 1e4, 1e5, 1e6, 1e8])
     assert np.allclose(fit(messages, sizes, 3e-5 * messages + sizes / 2e11), (3e-5, 2e11))
+
+
+@parametrize("says, want", [("1755, 612.4", (1755, 612.4)), ("1755, [N/A]", (None, None))])
+def test_a_card_s_clock_and_power_are_read_while_it_runs(monkeypatch, says, want):
+    ran, left = [], iter([None, None, 0])
+    smi = SimpleNamespace(poll=lambda: next(left), stdout=io.StringIO(says))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0a"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: smi)
+    assert clock_and_power(torch.device("cuda"), ran.append, [1]) == want and len(ran) > 3
 
 
 @parametrize("device, fewer", [  # a lesson, a way, and how many times fewer bytes that moves

@@ -14,7 +14,7 @@ BUDGETS = [  # a name, its rooms, and the most tokens of code that they may have
     ("safe", ("safe",), 22_800),
     ("theory", ("theory",), 11_100),
     ("lessons with bench.py", ("lessons", "bench"), 62_100),
-    ("tests", ("tests", "test_all"), 112_700)]
+    ("tests", ("tests", "test_all"), 113_100)]
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -383,7 +383,8 @@ def test_plan_runs_no_more_again_than_has_to_be():
     assert any(row["settings"]["recompute_blocks"] and row["settings"]["loss_chunk"] for row in rows)
 
 
-@parametrize("flags, zeros", [("--model gpt2-xl --gpus 16 --batch-size 16", "cp ep"), ("--hf FOLDER --gpus 8", "cp ep pp")])
+@parametrize("flags, zeros", [("--model gpt2-xl --gpus 16 --batch-size 16", "cp ep"),
+                              ("--hf FOLDER --gpus 8", "cp ep pp")])
 def test_plan_begins_with_its_fastest_layout_s_command(tmp_path, flags, zeros):
     """Which train.py takes."""
     write_folder(tmp_path, "qwen3", max_position_embeddings=3000)

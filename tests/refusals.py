@@ -498,7 +498,8 @@ DAMAGED = {  # flag: a file of a checkpoint, what becomes of its bytes (None: it
 
 
 @parametrize("flag, file, change, says", [(flag, *row) for flag, rows in DAMAGED.items() for row in rows])
-def test_damaged_checkpoint_is_one_line_and_exit_code_2(flag, file, change, says, files, tmp_path, monkeypatch, refusal):
+def test_damaged_checkpoint_is_one_line_and_exit_code_2(flag, file, change, says, files, tmp_path, monkeypatch,
+                                                        refusal):
     """Nothing in it runs."""
     step = tmp_path / "step-00000003"
     shutil.copytree(files["STEP_3"], step)
