@@ -55,7 +55,6 @@ SAME = """
     2  --zero 1 --dtype bf16
     4  --tp 2 --zero 2 --dtype fp16
     2  --zero 3 --dtype bf16
-    4  --pp 2 --tp 2 --micro-batches 2 --schedule zb-h1
     2  --tp 2 --vocab-size 259
     2  --tp 2 --arch llama --n-layer 2 --dtype fp64
     2  --ep 2 --experts 4 --n-layer 2 --dtype fp64  --eval-every 1 --recompute block"""
