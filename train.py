@@ -40,7 +40,7 @@ if HERE not in sys.path:  # PYTHONSAFEPATH leaves it out
 import collectives as dist
 import kernels
 import parallel
-from model import ACTIVATIONS, GPT, PRESETS, initial_weight, materialize, materialize_buffers
+from model import ACTIVATIONS, GPT, PRESETS, initial_weight, materialize
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -123,10 +123,7 @@ class Flags(Layout):
                       choices=["fp32", "bf16", "fp16", "fp64"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
     kernels: str = flag("auto", "auto: Triton from Hopper on, in 16 bits or fp32", choices=["auto", "torch", "triton"])
-    form: str = flag(None, "of the strategies: as the lecture has them, with buckets and prefetching, or with all of "
-                           "fast/ (default: lecture with --plain and --together, else full on CPUs, fast on GPUs)",
-                     choices=["lecture", "full", "fast"])
-    comm: str = flag("ours", "collectives: ours, as fast as --form has them; the textbook's; PyTorch's",
+    comm: str = flag("ours", "collectives: ours, with --fast the fastest; the textbook's; PyTorch's",
                      choices=["ours", "ring", "torch"])
     plain: bool = flag(False, "run the reference alone, without fast/ and safe/; several processes need torchrun then")
     together: bool = flag(False, "run the reference alone, with all ranks as threads of this process, to step through")
@@ -486,8 +483,9 @@ class Trainer:
     """Model, optimizer, data and this rank's place in the mesh. s: the Flags. source(name) gives a parameter's initial
     value; None: the seed does. data: (training tokens, held-out tokens, their vocabulary)."""
     sampler = GPT
+    build = staticmethod(parallelize)
 
-    def __init__(self, s, config, source, data, device, edition=parallel.Reference):
+    def __init__(self, s, config, source, data, device):
         self.s = s
         self.config = config
         self.device = device
@@ -496,7 +494,7 @@ class Trainer:
         self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`, whose numbers the CPU reads
         source = source or partial(initial_weight, config, seed=s.seed)
         optimizer = partial(self.optimizer_class(), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
-        self.net = parallelize(config, layout_of(s), device, source, optimizer, edition)
+        self.net = self.build(config, layout_of(s), device, source, optimizer)
         self.optimizer = self.net.optimizer
         for group in self.net.all_groups():
             dist.use(group, s.comm)
@@ -655,7 +653,6 @@ class Run:
             refusals.check_flags(s, dashed)
         world = int(os.environ.get("WORLD_SIZE") or 1)
         ranks = 1 if s.together else world
-        self.edition = parallel.Reference
         processes = processes_of(s, ranks)
         s.device = "cpu" if s.together else device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
@@ -667,7 +664,7 @@ class Run:
             from further.lists import read_schedule
             s.schedule = read_schedule(s)
         if FURTHER:
-            refusals.check_layout(s, self.config, ranks, processes, self.edition, dashed)
+            refusals.check_layout(s, self.config, ranks, processes, dashed)
         files = [pathlib.Path(s.data)] if s.data else standard_library()
         texts = [file.read_bytes() for file in files]
         self.data = *split(vocabulary.tokens_of(texts, s.pack)), vocabulary
@@ -691,7 +688,7 @@ class Run:
             device = dist.initialize(self.s.device)
         if dist.get_rank() == 0:
             print(f"mode     {self.mode}", flush=True)
-        self.trainer(self.s, self.config, self.source, self.data, device, self.edition).train(self.saved)
+        self.trainer(self.s, self.config, self.source, self.data, device).train(self.saved)
         dist.destroy_process_group()
 
 

@@ -1,18 +1,14 @@
-"""The edition that runs by default on GPUs: further/full.py's, sooner.
+"""The edition that runs by default on GPUs: the reference's numbers, sooner.
 
-Each attribute is a subclass of what Full has, or does what the function of further/ does that it stands for; pieces_of
-alone cuts elsewhere. `on` is what a program calls that trains a GPT with it: fast.on(), and the kernels of the GPT's
-layers.
+Each attribute is a subclass of what the reference has, or does what the function of further/ does that it stands for.
+`on` is what a program calls that trains a GPT with it: fast.on(), and the kernels of the GPT's layers.
 """
 
 import os
 
-import torch
-
 import fast
 import kernels
 from fast import llama, norm
-from fast.adamw import AdamW
 from fast.context import TunedRing
 from fast.experts import fast_grouped, FusedExperts, visit_under_own_rows, without_sorting
 from fast.muon import fast_move, fast_orthogonal, fast_updates
@@ -22,13 +18,11 @@ from fast.tensor import BiasedOnce, CopyInPlace, ReduceInPlace
 from fast.zero import AheadOptimizer, FastFSDP
 from further.expert_parallel import through_experts
 from further.experts import Experts, grouped_linear
-from further.full import Full
 from further.llama import rotary, swiglu
 from further.muon import move, orthogonal, updates
-from further.pieces import split_pieces
 from further.rms_norm import RowNorm
 from model import Block
-from parallel import RowParallelLinear
+from parallel import Reference, RowParallelLinear
 
 
 class FusedBlock(Block):
@@ -65,23 +59,18 @@ def on():
     kernels.table.update(LAYERS)
 
 
-class Fast(Full):
+class Fast(Reference):
+    """What fast.stages.parallelize makes a GPT of. Besides the reference's attributes:
+
+    sharded          wraps a stage's module at ZeRO-3
+    flat_optimizer   averages gradients at ZeRO 0 to 2, and steps
+    pipeline         runs all schedules
+    """
     sharded = FastFSDP
     flat_optimizer = AheadOptimizer
     columns = RegatheringColumns
-    pieces_of = staticmethod(split_pieces)
-    pipeline = halved = PatientPipeline
+    pipeline = PatientPipeline
     tensor = CopyInPlace.apply, ReduceInPlace.apply
     sequence = gathered, scattered
     context = {"ring": TunedRing.apply}
     experts = {"travel": visit_under_own_rows}
-
-    @classmethod
-    def clip_grad_norm_(cls, optimizer, max_norm, groups, scale):
-        """With fast.adamw's AdamW, clipping only computes a factor: the kernel scales gradients as it reads them."""
-        inner = optimizer.inner
-        if not isinstance(inner, AdamW):
-            return super().clip_grad_norm_(optimizer, max_norm, groups, scale)
-        norm = super().clip_grad_norm_(optimizer, 0, groups, 1.0) / scale
-        inner.scale = (max_norm / (norm + 1e-6) if max_norm else torch.ones_like(norm)).clamp(max=1) / scale
-        return norm

@@ -15,8 +15,7 @@ from fast.pipeline import CollectingMicroBatch, PatientPipeline
 from fast import recorded
 from fast.fp8 import TwoCopies
 from fast.zero import AheadOptimizer
-from further.flat import EveryBackward
-from further.full import FSDPOptimizer
+from fast.stages import EveryBackward, FSDPOptimizer
 from theory.clock import most_held
 
 
@@ -144,7 +143,7 @@ class Recording(CollectingMicroBatch):
         self.overwrite = overwrite
         self.pool = pool or torch.cuda.graph_pool_handle()
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.input = x.detach().clone()
+        self.input = x.detach().clone().requires_grad_(x.is_floating_point())
         self.target = target.clone()
         self.beside = {name: tensor.clone() for name, tensor in beside.items()}
         if weight_gradients:
@@ -194,7 +193,7 @@ class Recording(CollectingMicroBatch):
         for name, tensor in beside.items():
             self.beside[name].copy_(tensor)
         self.replay("F")
-        return self.output.clone()
+        return self.output.detach().clone().requires_grad_(self.output.requires_grad)
 
     def backward(self, dy):
         return self.replay_from(dy, "B")
@@ -240,19 +239,23 @@ class GraphPipeline(PatientPipeline):
         for weight_gradients in self.weight_gradients.values():
             weight_gradients.add = self.totals.add
 
-    def begin(self, actions, x, y, dloss, sync, beside):
-        super().begin(actions, x, y, dloss, sync, beside)
-        self.replaying = sync is not None
+    def begin(self, actions, x, y, beside):
+        super().begin(actions, x, y, beside)
+        self.replaying = torch.is_grad_enabled()
         if self.replaying:
+            self.x = x
+            self.y = y
+            self.beside = beside
             self.actions = actions
-            self.replicated = dist.get_world_size(sync.group) > 1
-            self.prepare(actions, sync)
+            self.last = {action.stage: action.micro_batch for action in actions if action.kind in "BW"}
+            self.replicated = dist.get_world_size(self.sync.group) > 1
+            self.prepare(actions, self.sync)
 
     def prepare(self, actions, sync):
         """Record, if the step before has warmed up for it; point all gradients at the totals."""
         kinds = "FIW" if any(a.kind == "I" for a in actions) else "FB"
         # alone: whether a graph can send gradients
-        alone = self.last_stage == 0 and kinds == "FB" and most_held(actions) == 1
+        alone = self.last_piece == 0 and kinds == "FB" and most_held(actions) == 1
         shapes = {part.shape for part in self.x}
         asked = shapes, tuple(actions)
         known = self.graphs is not None and self.graphs.recorded_for == asked
@@ -260,7 +263,7 @@ class GraphPipeline(PatientPipeline):
         if not known:
             self.graphs = SimpleNamespace(recordings={}, closing={}, recorded_for=asked)
         elif not self.graphs.recordings and len(shapes) == 1:
-            for stage in self.stages:
+            for stage in self.pieces:
                 self.record(stage, kinds, alone, overwrite)
         self.add_up(sync)
         self.totals.begin(overwrite)
@@ -268,9 +271,9 @@ class GraphPipeline(PatientPipeline):
     def record(self, stage, kinds, alone, overwrite):
         graphs = self.graphs
         example = self.x[0] if stage == 0 else self.room_for(0).zero_()
-        recording = partial(Recording, self.stages[stage], self.loss_of(stage),
-                            self.weight_gradients.get(stage), self.totals, kinds, example, self.y[0],
-                            self.beside[0])
+        module = self.pieces[stage]
+        recording = partial(Recording, module, self.loss if stage == self.last_piece else None,
+                            self.weight_gradients.get(module), self.totals, kinds, example, self.y[0], self.beside[0])
         if alone:
             graphs.closing[stage] = closing = recording(closes=True, overwrite=overwrite)
             graphs.recordings[stage] = [recording(pool=closing.pool)] if len(self.x) > 1 else []
@@ -280,19 +283,21 @@ class GraphPipeline(PatientPipeline):
 
     def is_of_last(self, action):
         """Whether its micro-batch is the last one of its stage."""
-        return action.micro_batch == self.last_backward[action.stage].micro_batch
+        return action.micro_batch == self.last[action.stage]
 
     def forward(self, action):
+        self.stage = action.stage
         self.closes = self.replaying and self.is_of_last(action)
         super().forward(action)
 
-    def new_micro_batch(self, stage):
+    def micro_batch(self, module, loss):
         graphs = self.graphs
+        stage = self.stage
         if self.closes and stage in graphs.closing:
             return graphs.closing[stage]
         if self.replaying and graphs.recordings.get(stage) and not (self.closes and self.replicated):
             return graphs.recordings[stage].pop()
-        return super().new_micro_batch(stage)
+        return super().micro_batch(module, loss)
 
     def backward(self, action):
         with self.giving_back(action):
@@ -319,7 +324,7 @@ class HookedGraphPipeline(GraphPipeline):
 
 
 def replay_micro_batches(net):
-    """Let a ParallelGPT replay its micro-batches from CUDA graphs, and its layers wait for their own weights.
+    """Let a StagedGPT replay its micro-batches from CUDA graphs, and its layers wait for their own weights.
 
     ValueError if ZeRO-2 or 3 has several stages or another schedule than 1F1B, because while one micro-batch waits for
     its backward, the graphs of others would gather and free the same units."""
@@ -327,9 +332,9 @@ def replay_micro_batches(net):
     pipeline = GraphPipeline
     if zero > 1:
         pipeline = HookedGraphPipeline
-        if len(net.stage_to_rank) > 1 or net.layout.schedule != "1f1b":
-            raise ValueError(f"CUDA graphs of ZeRO-{zero} need one stage, not {len(net.stage_to_rank)}, and one "
+        if len(net.piece_to_rank) > 1 or net.layout.schedule != "1f1b":
+            raise ValueError(f"CUDA graphs of ZeRO-{zero} need one stage, not {len(net.piece_to_rank)}, and one "
                              f"micro-batch, F and B, before the next one: give schedule 1f1b")
     net.pipeline = pipeline(*net.pipeline.arguments, channels=net.pipeline.channels)
     if isinstance(net.optimizer, AheadOptimizer):
-        net.optimizer.wait_in(*net.stages.values())
+        net.optimizer.wait_in(*net.pieces.values())

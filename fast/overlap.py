@@ -1,6 +1,6 @@
 """Gradients moved by few kernels; steps that are dropped.
 
-Subclasses of the Reducers of further/buckets.py and flat.py. Copied, not added to zeros, a gradient costs 8 bytes
+Subclasses of the Reducers of fast/stages.py. Copied, not added to zeros, a gradient costs 8 bytes
 less a parameter (counted; the time was not measured). Buckets that leave under backward, as the reference's do, save
 5.3 % of a step of GPT-2 XL on two H200s.
 """
@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from further.buckets import Reducer
-from further.flat import EveryBackward, FlatReducer
+from fast.stages import add_to_shard, EveryBackward, Reducer
 
 
 @torch.no_grad()
@@ -89,15 +88,6 @@ class FastReducer(Reducer):
         collect_all(bucket)
         super().start(bucket)
 
-    def reset(self):
-        super().reset()
-        for bucket in self.buckets:
-            bucket.total = None
-
-
-class FastFlatReducer(FastReducer, FlatReducer):
-    """Of FlatBuckets, a bucket at a time as well."""
-
 
 class FastEveryBackward(FastReducer, EveryBackward):
     """The shard's .grad is set when the first reduce-scatter into it starts; its numbers arrive later. RuntimeError if
@@ -120,7 +110,7 @@ class FastEveryBackward(FastReducer, EveryBackward):
         handle.wait()
         self.keeps_promise(bucket)
         if average is not bucket.shard.grad:
-            self.store(bucket, average)
+            add_to_shard(bucket, average)
 
     def keeps_promise(self, bucket):
         if bucket in self.promised and self.promised[bucket] is not bucket.shard.grad:

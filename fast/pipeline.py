@@ -1,6 +1,7 @@
 """Transfers of a pipeline that neither disturb products nor wait for each other, and name what failed.
 
-A subclass of the Pipelines. Receives posted early cost 6.5 % of a step of 1F1B on two H200s.
+A subclass of the Pipelines, for stages of several pieces, whose gradients an optimizer of fast/stages.py averages.
+Receives posted early cost 6.5 % of a step of 1F1B on two H200s.
 """
 
 import itertools
@@ -76,26 +77,34 @@ class CollectingMicroBatch(MicroBatch):
 
 
 class PatientPipeline(HalvedPipeline):
-    """A Pipeline that posts receives late on CUDA, frees an output once it is sent, names a failed transfer, and
+    """A Pipeline of stages that posts receives late on CUDA, frees an output once it is sent, names a failed transfer, and
     computes nothing twice in W.
 
     On CUDA a waiting receive is a kernel that occupies multiprocessors. A product that needs all of them then takes two
     waves instead of one. So a receive is posted only when its value is needed, because the rank would idle then anyway.
     With gloo a waiting receive disturbs no computation, so it is posted where `lower` put it. Received late, transfers
     of both directions would wait for each other in one group, so each direction between two neighbours has its own.
-    channels: of another pipeline with these arguments. If left out, groups are made, so all ranks must make a pipeline.
+    sync: the optimizer that averages gradients, in each stage's last backward, or with ZeRO 2 and 3 in all; None: for
+    evaluation. channels: of another pipeline with these arguments. If left out, groups are made, so all ranks must make
+    a pipeline.
     """
 
-    def __init__(self, stages, stage_to_rank, mesh, *args, channels=None):
-        super().__init__(stages, stage_to_rank, mesh, *args)
-        self.arguments = stages, stage_to_rank, mesh, *args
+    def __init__(self, stages, stage_to_rank, mesh, loss, shape, dtype, device, sync=None, channels=None):
+        nothing = dict.fromkeys(stages, ())
+        super().__init__(stages, stage_to_rank, nothing, nothing, loss, mesh.get_group("pp"), shape, dtype, device)
+        self.arguments = stages, stage_to_rank, mesh, loss, shape, dtype, device, sync
+        self.sync = sync
         self.rank = dist.get_rank(self.group)
         self.ranks = torch.distributed.get_process_group_ranks(self.group)
         self.channels = channels or pipeline_channels(mesh, stage_to_rank)
-        self.weight_gradients = {}  # {stage: its WeightGradients}, once a schedule has halves of backwards
+        self.weight_gradients = {}  # {stage's module: its WeightGradients}, once a schedule has halves of backwards
 
-    def begin(self, actions, *args):
-        super().begin(actions, *args)
+    def run(self, actions, x, y, dloss=None, beside=None):
+        beside = beside or [{}] * len(x)
+        self.begin(actions, x, y, beside)
+        return super().run(actions, x, y, dloss, beside)
+
+    def begin(self, actions, x, y, beside):
         for weight_gradients in self.weight_gradients.values():
             weight_gradients.waiting.clear()  # of a step whose backward raised
         self.expected = defaultdict(deque)  # pipeline rank -> receives that are not posted yet
@@ -107,12 +116,24 @@ class PatientPipeline(HalvedPipeline):
     def separate_weight_gradients(self):
         """From now on, W can run apart from I."""
         if not self.weight_gradients:
-            self.weight_gradients = {stage: WeightGradients(module) for stage, module in self.stages.items()}
+            self.weight_gradients = {module: WeightGradients(module) for module in self.pieces.values()}
 
-    def new_micro_batch(self, stage):
-        return CollectingMicroBatch(self.stages[stage], self.loss_of(stage), self.weight_gradients.get(stage))
+    def micro_batch(self, module, loss):
+        return CollectingMicroBatch(module, loss, self.weight_gradients.get(module))
 
-    def averaging(self, action):
+    def backward(self, action):
+        with self.syncing(action):
+            super().backward(action)
+
+    def backward_input(self, action):
+        with self.syncing(action):
+            super().backward_input(action)
+
+    def backward_weights(self, action):
+        with self.syncing(action):
+            super().backward_weights(action)
+
+    def syncing(self, action):
         """Gradients are averaged once no later action of the stage adds to those of the same parameters: I computes
         those of norms, W those of matrices, B both."""
         last = all(self.last_with[half, action.stage] == action for half in HALVES[action.kind])
@@ -120,12 +141,16 @@ class PatientPipeline(HalvedPipeline):
 
     def receive(self, action):
         if self.device.type == "cuda":
-            self.expected[self.stage_to_rank[action.stage]].append(action)
+            self.expected[self.piece_to_rank[action.stage]].append(action)
         else:
             self.post(action)
 
+    def room_for(self, micro_batch):
+        """A tensor that takes a micro-batch's activation between two stages, or its gradient."""
+        return torch.empty(self.shape(0, self.x[micro_batch]), dtype=self.dtype, device=self.device)
+
     def post(self, receive):
-        source = self.stage_to_rank[receive.stage]
+        source = self.piece_to_rank[receive.stage]
         result = carried(receive)
         what = f"{MADE_BY[result.kind]} of micro-batch {result.micro_batch} from rank {self.ranks[source]}"
         buffer = self.room_for(receive.micro_batch)
@@ -134,15 +159,15 @@ class PatientPipeline(HalvedPipeline):
         self.results[result] = named(handle, what), buffer
 
     def wait_for(self, result):
-        source = self.stage_to_rank[result.stage]
+        source = self.piece_to_rank[result.stage]
         while result not in self.results:  # post all earlier ones first, because the other rank sends in this order
             self.post(self.expected[source].popleft())
         return super().wait_for(result)
 
     def send(self, action):
         what = f"send {action} of the pipeline"
-        to = self.stage_to_rank[goes_to(action)]
-        _, tensor = self.results.pop(carried(action))
+        to = self.piece_to_rank[goes_to(action)]
+        tensor = self.results.pop(carried(action))[1].detach()
         progress(what)
         with lost_peer_named(what):
             handle = dist.isend(tensor, self.ranks[to], self.channels[self.rank, to])

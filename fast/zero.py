@@ -10,10 +10,8 @@ import weakref
 import torch
 
 from fast.adamw import AdamW
-from fast.overlap import FastEveryBackward, FastFlatReducer
-from further.flat import cast_masters, FlatOptimizer
-from further.prefetch import FlatFSDP
-from further.units import units_of
+from fast.overlap import FastEveryBackward, FastReducer
+from fast.stages import cast_masters, FlatFSDP, FlatOptimizer, units_of
 
 
 class AheadOptimizer(FlatOptimizer):
@@ -22,7 +20,7 @@ class AheadOptimizer(FlatOptimizer):
     fast.adamw.AdamW writes the 16-bit weights while it updates their masters, so they need no cast afterwards, and a
     bucket's all-gather runs beside the update of the buckets after it.
     """
-    reducer_class = FastFlatReducer
+    reducer_class = FastReducer
     every_backward = FastEveryBackward
     late = False  # whether forward waits for weights, not `step`
 
@@ -92,7 +90,7 @@ class AheadOptimizer(FlatOptimizer):
 
 class FastFSDP(FlatFSDP):
     """A FlatFSDP whose gradients are moved a bucket at a time."""
-    reducer_class = FastFlatReducer
+    reducer_class = FastReducer
     every_backward = FastEveryBackward
 
     def __init__(self, *args, **kwargs):

@@ -117,18 +117,12 @@ def what_stages_divide(s, c):
             f"head: give {fewer} or fewer")
 
 
-def what_muon_needs(s, c, edition):
+def what_muon_needs(s, c):
     """Whole matrices, in equal parts."""
     if s.optimizer == "muon":
-        yield s.zero > edition.muon, (
-            f"--optimizer muon steps whole matrices, and --zero {s.zero} keeps parts of them: give --form full"
-            + " --zero 2" * (s.zero == 3))
         yield c.hidden % s.tp, (
             f"--optimizer muon: --tp {s.tp} does not divide the width of the MLP, {c.hidden}: give --tp "
             f"{math.gcd(s.tp, c.hidden)}")
-        yield s.zero and s.comm == "torch" and s.device == "cpu", (
-            "--comm torch --device cpu: gloo gathers no parts of unlike sizes, as --optimizer muon with --zero has "
-            "them: leave --comm out")
 
 
 def misfit(*tables):
@@ -136,9 +130,9 @@ def misfit(*tables):
     return next((line for wrong, line in itertools.chain(*tables) if wrong), None)
 
 
-def refuse_misfit(s, c, world, edition, called):
-    """ValueError, in one line, for flags s that do not fit the GPTConfig c, each other, or an edition."""
+def refuse_misfit(s, c, world, called):
+    """ValueError, in one line, for flags s that do not fit the GPTConfig c, or each other."""
     why = misfit(what_sizes_divide(c, called), what_ranks_divide(s, c, world), what_stages_divide(s, c),
-                 what_muon_needs(s, c, edition))
+                 what_muon_needs(s, c))
     if why:
         raise ValueError(why)

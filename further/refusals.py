@@ -75,13 +75,11 @@ def check_flags(s, called):
             raise ValueError(f"{called(name)} {given}: give {least} or more")
     if not math.isfinite(s.lr):
         raise ValueError(f"--lr {s.lr}: give a number, e.g. 0.001")
-    if s.form == "fast":
-        raise ValueError("--plain and --together run the reference alone, without fast/: give --form full")
 
 
-def check_layout(s, config, world, processes, edition, called):
-    """ValueError for a layout that the model, the edition or the number of processes does not allow."""
-    refuse_misfit(s, config, world, edition, called)
+def check_layout(s, config, world, processes, called):
+    """ValueError for a layout that the model or the number of processes does not allow."""
+    refuse_misfit(s, config, world, called)
     if processes != world and not s.together:
         raise ValueError(f"this layout needs torchrun --nproc_per_node {processes}; {world} were started")
 

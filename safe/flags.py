@@ -19,7 +19,7 @@ from further.refusals import AT_LEAST_1
 from safe.files import tell
 from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, checked_use, reject, reject_misfit
-from train import config_of, dashed, device_for, edition_of, flag, Flags, processes_of
+from train import config_of, dashed, device_for, flag, Flags, processes_of
 
 
 # -------------------------------------------------------------------------------------------------- settings, bad input
@@ -44,6 +44,8 @@ class Settings(Flags):
     trace: str = flag("", "folder for trace.json: what every rank ran in the third step, for Perfetto")
     profile: str = flag("", "folder for rank-0.json and so on: PyTorch's profile of the third step on each rank, for "
                             "Perfetto; kernels that CUDA graphs replay show as graph launches")
+    fast: str = flag("auto", "the same numbers sooner, by what fast/ has in place of the reference; auto: on GPUs",
+                     choices=["auto", "on", "off"])
     cuda_graphs: str = flag("auto", "launch a micro-batch's kernels as one CUDA graph, so that the CPU does not launch "
                                     "each of them; auto: on GPUs, without experts, with --zero 0 or 1 (2 and 3 with "
                                     "--pp 1 --schedule 1f1b)", choices=["auto", "off", "on"])
@@ -176,10 +178,17 @@ def check_device(s, config, world, local_world, processes):
     reject(world > local_world and s.device == "auto" and 0 < gpus < local,  # not the CPU: other nodes may have GPUs
            f"--device auto: {local} processes on this node {short}")
     s.device = device_for(s.device, local)
-    s.form = s.form or ("fast" if s.device == "cuda" else "full")
-    able = s.device == "cuda" and s.form == "fast" and replayable(s, config)
+    cuts_matrices = s.zero == 3 and s.optimizer == "muon"
+    reject(s.fast == "on" and cuts_matrices, "--fast on --optimizer muon: Muon steps whole matrices, and --zero 3 of "
+           "fast/ keeps parts of them: give --zero 2 or leave --fast out")
+    reject(s.fast == "on" and s.device == "cpu" and s.optimizer == "muon" and s.zero and s.comm == "torch",
+           "--fast on --comm torch --device cpu: gloo gathers no parts of unlike sizes, as --optimizer muon with --zero "
+           "has them there: leave --comm out")
+    if s.fast == "auto":
+        s.fast = "on" if s.device == "cuda" and not cuts_matrices else "off"
+    able = s.device == "cuda" and s.fast == "on" and replayable(s, config)
     on_triton = kernels.HAVE_TRITON and s.dtype != "fp64" and (kernels.INTERPRETED or s.device == "cuda")
-    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --form fast, --zero 0 or 1 (2 or "
+    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --fast on, --zero 0 or 1 (2 or "
            "3 with --pp 1 --schedule 1f1b) and no --experts: leave it out")
     reject(s.kernels == "triton" and not on_triton, "--kernels triton is for CUDA, or TRITON_INTERPRET=1, in fp32, "
            "bf16 or fp16, and needs the package triton: give --kernels auto")
@@ -189,7 +198,7 @@ def check_device(s, config, world, local_world, processes):
     reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
            + f", or a layout of {gpus}" * (gpus > 0))
     check_fp8(s, config)
-    reject_misfit(what_muon_needs(s, config, edition_of(s.form)))
+    reject_misfit(what_muon_needs(s, config))
     checked_use(s.kernels)
     s.cuda_graphs = "on" if able and s.cuda_graphs != "off" else "off"
 
@@ -204,7 +213,7 @@ def check_fp8(s, c):
     if s.dtype != "fp8":
         return
     able = s.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9) and kernels.HAVE_TRITON
-    reject(not able or s.kernels == "torch" or s.form != "fast", "--dtype fp8 is for the kernels of --form fast, on "
+    reject(not able or s.kernels == "torch" or s.fast == "off", "--dtype fp8 is for the kernels of --fast on, on "
            "GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16")
     reject(s.cp > 1 or c.experts, "--dtype fp8 is for whole sequences and dense MLPs: leave --cp and --experts out, or "
            "give --dtype bf16")

@@ -15,7 +15,6 @@ import collectives as dist
 import kernels
 from further.bpe import Tokenizer
 from further.letters import tensors_in
-from further.prefetch import FlatParameter
 from parallel import master_dtype
 from safe.data import about_left_out, Numbers
 from safe.files import keep_others
@@ -124,7 +123,7 @@ def measured(trainer):
             return
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
         gathered = [bucket.weights for reducer in reducers_of(net) for bucket in reducer.buckets
-                    if isinstance(bucket, FlatParameter) and bucket.weights is not None]
+                    if hasattr(bucket, "is_whole") and bucket.weights is not None]  # of FSDP
         # What is on its way. On a GPU the host does not wait until that has arrived.
         sent = [tensor for _, tensor in (*pipeline.sending, *pipeline.results.values())]
         others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *gathered, *sent,
@@ -284,16 +283,16 @@ def operation_range(operation):
 
 @contextlib.contextmanager
 def profiled(trainer):
-    """Profile the step that runs inside, into a file on each rank. Ranges name the pipeline's actions, finish_grad_sync
-    and collectives, on whatever thread they run."""
+    """Profile the step that runs inside, into a file on each rank. Ranges name the pipeline's actions, what adds up
+    gradients behind the last one, and collectives, on whatever thread they run."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
     with contextlib.ExitStack() as stack, torch.profiler.profile(  # of the CPU, and of CUDA where it is available
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
         stack.enter_context(watching(trainer.net.pipeline, action_range))
         stack.enter_context(watching(Watched, operation_range))
-        sync = trainer.net.optimizer
-        sync.finish_grad_sync = torch.profiler.record_function("finish_grad_sync")(sync.finish_grad_sync)
-        stack.callback(delattr, sync, "finish_grad_sync")
+        net = trainer.net
+        net.add_up_gradients = torch.profiler.record_function("add_up_gradients")(net.add_up_gradients)
+        stack.callback(delattr, net, "add_up_gradients")
         profile.add_metadata("ringGPT", "train.py --profile")  # by which the file is known as ours
         yield
     path = pathlib.Path(trainer.s.profile, f"rank-{dist.get_rank()}.json")

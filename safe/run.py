@@ -363,7 +363,7 @@ class WatchedRun(Run):
 
     def train(self, device):
         """Train, as Run.start does. Returns whether everything was saved; always True on ranks other than 0."""
-        trainer = self.trainer(self.s, self.config, self.source, self.data, device, self.edition)
+        trainer = self.trainer(self.s, self.config, self.source, self.data, device)
         trainer.run = self
         # A cluster sends SIGTERM before it takes the machine away, a terminal SIGHUP when it is closed, which is
         # ignored under nohup, and SIGINT at Ctrl-C, which without --out ends a rank at once. The handler only sets a

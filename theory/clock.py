@@ -33,13 +33,16 @@ def halves_backward(schedule, p, v):
 
 
 def is_fast(s):
-    """Whether layout s runs in fast/'s edition. One that names none is meant for GPUs."""
-    return s.form in (None, "fast")
+    """Whether layout s runs in fast/'s edition. One that does not say is meant for GPUs."""
+    return getattr(s, "fast", "off") != "off"
 
 
 def stages_in(s, config, rank):
     """{stage: its pieces} of a pipeline rank in layout s."""
-    cuts = (split_pieces if is_fast(s) else parallel.even_pieces)(config, len(stage_to_rank_in(s)))
+    if is_fast(s):
+        cuts = split_pieces(config, len(stage_to_rank_in(s)))
+    else:
+        cuts = parallel.pieces_of_stages(schedule_of(s.schedule), s.pp, s.virtual_stages, config.n_layer + 2)
     return {stage: cuts[stage] for stage in parallel.stages_on(rank, stage_to_rank_in(s))}
 
 

@@ -12,7 +12,6 @@ from further.llama import of_some_heads
 from further.pieces import matrices
 from further.shared import shared_plan
 from model import GPT, GPTConfig
-from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import is_fast, lists_of, most_held, stages_in
 from theory.traffic import (
@@ -33,7 +32,7 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     pieces = stages.values()
     count = local_elements(config, s.tp, tuple(pieces))
     narrow, wide = widths(s)
-    is_lecture = s.form == "lecture"
+    is_lecture = not is_fast(s)
     # Elements on this rank; mine: those that its optimizer steps; muons: of these Muon, which leaves tables to AdamW.
     matrices = vectors = mine = muons = 0
     _, _, first, last = contents(config, pieces)
@@ -230,21 +229,22 @@ def routed_bytes(config, s, load, fused):
 
 
 def reducers_of(net):
-    """What sends a ParallelGPT's gradients under backward. The lecture's edition has none."""
-    return net.optimizer.reducers if isinstance(net.optimizer, Averager) else []
+    """What sends gradients under backward in fast/'s edition. The reference has none."""
+    return getattr(net.optimizer, "reducers", [])
 
 
 def kept_tensors(net):
     """This rank's tensors that outlive a step, by kind: {"parameters", "gradients", "optimizer"}."""
     reducers = reducers_of(net)
     buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
-    module = [p for model in net.stages.values() for p in getattr(model, "module", model).parameters()]
-    shards = [p for p in net.params if all(p is not other for other in module)]
+    units = [*dict.fromkeys(net.unit_of.values())]
+    module = [p for piece in net.pieces.values() for p in piece.parameters()]
+    shards = net.params
     mixed = net.layout.dtype != master_dtype(net.layout.dtype)
     kinds = {
         "parameters": [module, [] if mixed else shards],
         "gradients": [[p.grad for p in module + shards], [bucket.total for bucket in buckets],
-                      [list(reducer.under_way) for reducer in reducers]],
+                      [list(reducer.under_way) for reducer in reducers], [(unit.total, unit.sending) for unit in units]],
         "optimizer": [shards if mixed else [], list(net.optimizer.state.values())]}
     return {kind: [t for t in tensors_in(parts) if t.dim()] for kind, parts in kinds.items()}
 

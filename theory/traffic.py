@@ -130,7 +130,7 @@ def messages_of_buckets(s, axis, buckets, shards):
         yield Message("weights", GATHER, axis, [n for n, gathers in buckets for _ in range(gathers)], narrow, m)
         yield Message("gradients", SCATTER, axis, cut, wide, m)
         kept = [n // shards for n in cut] + whole
-    if s.zero == 3 and s.form == "lecture":  # its 1-D parameters are cut as in stage 2
+    if s.zero == 3 and not is_fast(s):  # its 1-D parameters are cut as in stage 2
         yield Message("1-D gradients", SCATTER, axis, whole, wide, m)
         yield Message("1-D weights", GATHER, axis, whole, narrow)
     elif s.zero == 3:
