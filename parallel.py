@@ -804,31 +804,61 @@ def goes_to(action):
     return action.stage + (1 if action.kind[-1] == "F" else -1)
 
 
-def in_order(lists):
+def in_order(lists, can_run=None):
     """All ranks' lists as one, in an order in which they can run: [(rank, action)].
 
-    In each turn, each rank runs its next action if all that it needs was made in earlier turns. ValueError if no rank
-    can go on. 1F1B for p = 2, m = 2:
+    In each turn, each rank runs its next action if all that it needs was made in earlier turns. ScheduleError if no
+    rank can go on. 1F1B for p = 2, m = 2:
 
         turn       1   2   3   4   5   6
         rank 0    F0  F1   .  B0   .  B1    in turn 3, its B0 still needs the result of rank 1's B0
         rank 1     .  F0  B0  F1  B1
+
+    can_run(action, done, waiting): another rule; done: all actions so far and their results; waiting: all ranks' next
+    actions.
     """
     stages = ranks_of_stages(lists)
-    left = [deque(actions) for actions in lists]
+    can_run = can_run or (lambda action, done, waiting: done.issuperset(needs(action, stages)))
+    at = [0] * len(lists)  # how far each rank has come
     done = set()
     order = []
-    while any(left):
-        turn = [(rank, actions.popleft()) for rank, actions in enumerate(left)
-                if actions and done.issuperset(needs(actions[0], stages))]
+    while unfinished := [rank for rank, actions in enumerate(lists) if at[rank] < len(actions)]:
+        waiting = {lists[rank][at[rank]] for rank in unfinished}
+        turn = [rank for rank in unfinished if can_run(lists[rank][at[rank]], done, waiting)]
         if not turn:
-            raise ValueError("deadlock: each rank waits for another one's result")
-        done.update(result_of(action) for _, action in turn)
-        order += turn
+            raise ScheduleError(lists, {rank: at[rank] for rank in unfinished}, "deadlock: no rank can go on")
+        for rank in turn:
+            action = lists[rank][at[rank]]
+            order.append((rank, action))
+            done |= {action, result_of(action)}
+            at[rank] += 1
     return order
 
 
-def lower(lists, ordered=in_order):
+class ScheduleError(ValueError):
+    """Lists that cannot run. Its text is the reason and the lists, with an arrow before action at[rank] of each rank in
+    `at`."""
+
+    def __init__(self, lists, at, why):
+        self.lists = lists
+        self.at = at
+        lines = [why]
+        for rank, actions in enumerate(lists):
+            cells = names_of(actions, rank) + ["end"]
+            if rank in at:
+                cells.insert(at[rank], "->")
+            lines.append(f"rank {rank}  " + " ".join(cells))
+        super().__init__("\n".join(lines))
+
+
+def names_of(actions, rank):
+    """A rank's actions as text. Unless stage `rank` is its only one, F0/2 is F0 of stage 2, RF0/2 receives its result.
+    """
+    numbered = {action.stage for action in actions if action.kind[0] not in "SR"} != {rank}
+    return [f"{action}/{action.stage}" if numbered else str(action) for action in actions]
+
+
+def lower(lists):
     """Lower lists to what runs: add the transfers. A result that another rank needs is sent as soon as it is made. The
     send is appended to its rank's list, the receive to the other's, after all that the other has run so far. (A receive
     only posts a buffer, so it may stand early.) 1F1B for p = 2, m = 2, before and after:
@@ -848,7 +878,7 @@ def lower(lists, ordered=in_order):
     """
     stage_to_rank = ranks_of_stages(lists)
     lowered = [[] for _ in lists]
-    for rank, action in ordered(lists):
+    for rank, action in in_order(lists):
         lowered[rank].append(action)
         if result := result_of(action):
             add_transfer(lowered, result, rank, stage_to_rank.get(goes_to(result)))
@@ -1146,9 +1176,14 @@ class Parallel:
             if not training:
                 lists = [[action for i in stages_on(rank, self.piece_to_rank) for action in whole_batch("F", i, m)]
                          for rank in range(p)]
-            self.made[m, training] = lower([with_weights(actions, self.zero, self.lookups, self.shared)
-                                            for actions in lists])
+            if not any(action.kind in "GDA" for actions in lists for action in actions):  # else somebody has put them
+                lists = [with_weights(actions, self.zero, self.lookups, self.shared) for actions in lists]
+            self.made[m, training] = self.proven(lower(lists), training)
         return self.made[m, training]
+
+    def proven(self, lists, training):
+        """For subclasses that check lists."""
+        return lists
 
     def zero_grad(self):
         """Drop all gradients, also those that an unfinished step has left. Call it on all ranks."""

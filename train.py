@@ -66,22 +66,14 @@ class Layout:
     tp: int = flag(1, "ranks each layer is cut over")
     sp: bool = flag(False, "sequence parallelism: tp cuts the tokens too, between the layers that it cuts")
     cp: int = flag(1, "context parallelism: ranks each sequence is cut over")
-    cp_kind: str = flag("ring", "ring: keys and values go round; ulysses: tokens are traded for heads; ulysses+ring: "
-                                "heads inside a node, rings between", choices=["ring", "ulysses", "ulysses+ring"])
+    cp_kind: str = flag("ring", "ring: keys and values go round; ulysses: tokens are traded for heads",
+                        choices=["ring", "ulysses"])
     ep: int = flag(1, "ranks of dp that share out the experts")
-    dispatch: str = flag("expert", "tokens travel as a row for each expert, or once to each node",
-                         choices=["expert", "node"])
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(SCHEDULES))  # or the text of --schedule-file
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
-    pairs: bool = flag(False, "run each F of the schedule with a B beside it, so that one's tokens travel to experts "
-                              "while the other computes")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
-    islands: int = flag(1, "DiLoCo: parts of dp that train apart, and average their weights each --local-steps")
-    local_steps: int = flag(50, "steps of an island from one average to the next")
-    outer_lr: float = flag(0.7, "learning rate of DiLoCo's outer step")
-    outer_momentum: float = flag(0.9, "Nesterov momentum of DiLoCo's outer step")
     recompute: str = flag("none", "what backward computes again",
                           choices=["none", "norms", "mlp", "attention", "block"])
     recompute_blocks: int = flag(0, "in how many blocks of each stage, the first ones; 0: all")
@@ -91,7 +83,7 @@ class Layout:
     @property
     def replicas(self):
         """How many ranks average gradients."""
-        return self.dp * self.cp // self.islands
+        return self.dp * self.cp
 
 
 @dataclass
@@ -110,15 +102,10 @@ class Flags(Layout):
     seq_len: int = flag(None, "tokens a sequence, instead of the preset's")
     vocab_size: int = flag(None, "vocabulary, instead of the preset's")
     activation: str = flag(None, "of the MLP, instead of the preset's", choices=list(ACTIVATIONS))
-    latent: int = flag(None, "numbers of a Llama's latent attention from which a token's keys and values are made")
-    delta_every: int = flag(None, "n, where every n-th block of a Llama has attention, and the others a gated delta "
-                                  "rule, linear attention; 0: all have attention (default: 0)")
     experts: int = flag(None, "MLPs that a block's router has to choose from, instead of the preset's one")
     top_k: int = flag(None, "experts that a token goes through (default: 2)")
     expert_every: int = flag(None, "n, where every n-th block has experts (default: 1)")
     shared_experts: int = flag(None, "further experts of such a block, which every token goes through (default: 0)")
-    expert_groups: int = flag(None, "groups of neighbouring experts (default: 1)")
-    top_groups: int = flag(None, "groups in which one token's experts lie (default: 1)")
     balance_rate: float = flag(1e-3, "what a step adds to an expert's bias, or takes from it, to even out the load")
     steps: int = flag(450, "optimizer steps")
     batch_size: int = flag(16, "sequences a step, over all ranks")
@@ -176,9 +163,9 @@ def config_of(s):
     if s.model not in presets:
         raise ValueError(f"--model {s.model} is no preset of --arch {s.arch or 'gpt2'}: give --model tiny")
     preset = presets[s.model]
-    if FURTHER:
-        from further.kinds import of_kind
-        preset = of_kind(preset, s, dashed)
+    if s.experts:
+        from further.kinds import resized
+        preset = resized(preset, experts=s.experts)
     given = {field.name: size for field in dataclasses.fields(preset)
              if (size := getattr(s, field.name, None)) is not None}
     return dataclasses.replace(preset, **given)
@@ -310,7 +297,7 @@ def piece_to_rank_of(config, layout):
     return parallel.ranks_of_stages(parallel.lists_of_pieces(schedule, p, 2 * p, v, pieces))
 
 
-OF_FURTHER = "replicate", "ulysses", "ring", "ep", "same_experts", "ep_inside", "ep_between", "island", "between"
+OF_FURTHER = "replicate", "ep", "same_experts"
 
 
 def make_groups(mesh, layout, piece_to_rank, config):
@@ -320,7 +307,7 @@ def make_groups(mesh, layout, piece_to_rank, config):
     shard      the ranks that share out ZeRO's states: as dp_cp
     embedding  the two ranks that keep a tied embedding, of the first and the last stage, else None
 
-    further/groups.py sets those OF_FURTHER, which are None here, for --cp, --ep, --islands, --zero-within and nodes.
+    further/groups.py sets those OF_FURTHER, which are None here, for --cp, --ep, --zero-within and nodes.
     """
     groups = SimpleNamespace(**dict.fromkeys(OF_FURTHER))
     for axis in mesh.mesh_dim_names:
@@ -333,7 +320,7 @@ def make_groups(mesh, layout, piece_to_rank, config):
         groups.embedding, _ = torch.distributed.new_subgroups_by_enumeration(first_and_last.T.tolist())
     if FURTHER:
         from further.groups import add_groups
-        add_groups(groups, mesh, layout, config)
+        add_groups(groups, mesh, layout)
     return groups
 
 
@@ -341,16 +328,10 @@ def cut_layers(model, layout, groups, edition):
     """Cut a model's layers over cp, ep and tp, in place."""
     if layout.cp > 1:
         from further.context import context_parallel
-        context_parallel(model, groups, **edition.context)
-        if model.config.delta_every:
-            from further.delta_state import delta_over_ranks
-            delta_over_ranks(model, groups)
+        context_parallel(model, groups.cp, layout.cp_kind, **edition.context)
     if layout.ep > 1:
         from further.expert_parallel import expert_parallel
-        expert_parallel(model, groups.ep, groups.same_experts, within=groups.ep_inside, **edition.experts)
-    if groups.ep_between:
-        from further.by_node import dispatch_by_node
-        dispatch_by_node(model, groups.ep_between)
+        expert_parallel(model, groups.ep, groups.same_experts, **edition.experts)
     if layout.tp > 1 and layout.sp:
         from further.sequence import gathered, scattered, sequence_parallel
         f, g = edition.sequence or (gathered, scattered)
@@ -418,6 +399,12 @@ class ParallelGPT(parallel.Parallel):
         B, T = tokens.shape
         return B, T // (self.layout.tp if self.layout.sp else 1), self.config.n_embd
 
+    def proven(self, lists, training):
+        if FURTHER and training:
+            from further.lists import check
+            check(lists, None, self.zero, self.lookups, self.shared)
+        return lists
+
     @staticmethod
     def count(targets):
         return kernels.that_count(targets).sum()
@@ -458,7 +445,7 @@ class ParallelGPT(parallel.Parallel):
         computes the loss."""
         if self.layout.cp > 1:
             from further.context import cut_tokens
-            x, y = (cut_tokens(tokens, self.groups) for tokens in (x, y))
+            x, y = (cut_tokens(tokens, self.groups.cp, self.layout.cp_kind) for tokens in (x, y))
         beside = [{"starts": rows} for rows in starts] if starts else [{} for _ in y]
         if self.layout.loss_chunk:
             beside = [more | {"targets": targets} for more, targets in zip(beside, y)]

@@ -1,117 +1,32 @@
-r"""A schedule's lists, of any actions: transfers put in, proven, read from a text.
+r"""Lists that somebody has written: read from a text, and proven before they run.
 
-What parallel.py does, with errors that show where; and a proof for lists that somebody has written.
-
-    from further.lists import check, lower, parse
+    from further.lists import check, parse
     lists = parse("rank 0  F0 F1 B0 B1 \n rank 1  F0 B0 F1 B1")
+    check(lower(lists))
+
+Actions are those of parallel.py: F, B (or I and W), transfers, and G, D and A of weights and gradients.
 """
 
 import functools
 import pathlib
 import re
-from collections import deque
+from collections import defaultdict
 
-import parallel
 from further.schedules import SCHEDULES
-from parallel import Action, carried, goes_to, needs, ranks_of_stages, result_of
-
-
-def run_in_turns(lists, can_run):
-    """All ranks' lists as one, in an order in which they can run: [(rank, action)].
-
-    In each turn, each rank whose next action can_run(action, done, waiting) runs it. done: actions of earlier turns and
-    their results; waiting: all ranks' next actions. ScheduleError if no rank can go on.
-    """
-    order = []
-    done = set()
-    left = [deque(actions) for actions in lists]
-    while any(left):
-        first = [(rank, actions[0]) for rank, actions in enumerate(left) if actions]
-        waiting = {action for _, action in first}
-        turn = [(rank, action) for rank, action in first if can_run(action, done, waiting)]
-        if not turn:
-            at = {rank: len(lists[rank]) - len(actions) for rank, actions in enumerate(left)}
-            raise ScheduleError(lists, at, f"deadlock: no rank can go on: {', '.join(waits(lists, at))}")
-        for rank, action in turn:
-            left[rank].popleft()
-            done.update([action, result_of(action)])
-        order += turn
-    return order
-
-
-def waits(lists, at):
-    """What keeps each rank from running its action at[rank], in words: an action that lists[rank][:at[rank]] lack."""
-    stages = ranks_of_stages(lists)
-    makers = {result_of(action): (rank, i) for rank, actions in enumerate(lists) for i, action in enumerate(actions)}
-    names = [names_of(actions, rank) for rank, actions in enumerate(lists)]
-    for rank, i in at.items():
-        if i < len(lists[rank]):
-            makers_of_it = [makers[result] for result in needs(lists[rank][i], stages) if result in makers]
-            late = [f"{names[other][j]} of rank {other}" for other, j in makers_of_it if j >= at[other]]
-            yield f"rank {rank} waits at {names[rank][i]}" + " for " * bool(late) + " and ".join(late)
-
-
-def in_order(lists):
-    """parallel's, with a ScheduleError."""
-    stages = ranks_of_stages(lists)
-    return run_in_turns(lists, lambda action, done, waiting: done.issuperset(needs(action, stages)))
-
-
-def lower(lists):
-    """parallel's, with a ScheduleError."""
-    return parallel.lower(lists, in_order)
+from parallel import (
+    Action, carried, goes_to, in_order, lower, needs, ranks_of_stages, result_of, ScheduleError)
 
 
 OTHER_END = {"SF": "RF", "RF": "SF", "SB": "RB", "RB": "SB"}  # of a transfer
+LETTERS = {"G", "D", "A"}
 
 
-def check_complete(lists, m=None):
-    """ScheduleError unless each stage runs F and B (or F, I and W) of each micro-batch once, on one rank. m: how many
-    micro-batches there are; None: the lists say it. Returns which rank each stage is on."""
-    stage_to_rank = ranks_of_stages([[action for action in actions if action.kind not in OTHER_END]
-                                     for actions in lists])
-    listed = set()
-    for rank, actions in enumerate(lists):
-        for i, action in enumerate(actions):
-            stage = goes_to(action) if action.kind[0] == "R" else action.stage
-            if stage_to_rank.get(stage) != rank:
-                raise ScheduleError(lists, {rank: i}, f"{action} of stage {stage} does not live on rank {rank}")
-            if m and action.micro_batch >= m:
-                raise ScheduleError(lists, {rank: i}, f"{action} is there, and there are {m} micro-batches")
-            if action in listed:
-                raise ScheduleError(lists, {rank: i}, f"{action} is there twice, on rank {rank}")
-            listed.add(action)
-    for s, stage in enumerate(stage_to_rank):
-        if s != stage:
-            rank = stage_to_rank[stage]
-            at = {rank: gap(lists[rank], stage, 0)}
-            raise ScheduleError(lists, at, f"stage {stage} is there, and stage {s} is not")
-    m = m or 1 + max((action.micro_batch for action in listed), default=0)
-    for s, rank in stage_to_rank.items():
-        for i in range(m):  # a large m in a short list costs nothing, because it ends at the first gap
-            kinds = [kind for kind in "FBIW" if Action(kind, s, i) in listed]
-            if "".join(kinds) not in ("FB", "FIW"):
-                raise ScheduleError(lists, {rank: gap(lists[rank], s, i)}, f"stage {s}, micro-batch {i}: F and B, or "
-                                    f"F, I and W, must each be there; it has {', '.join(kinds) or 'none'}")
-    return stage_to_rank
+# ----------------------------------------------------------------------------------------------------------------- proof
 
-
-def size_of_schedule(lists):
-    """(ranks, micro-batches, stages a rank) of complete lists."""
-    return len(lists), 1 + max(action.micro_batch for action in lists[0]), len(ranks_of_stages(lists)) // len(lists)
-
-
-def gap(actions, stage, micro_batch):
-    """Where to show that a stage lacks an action of a micro-batch: at the last one that it has of it, or else of the
-    next micro-batch, or at the list's end."""
-    near = [i for i, action in enumerate(actions)
-            if action.kind in "FBIW" and action.stage == stage and action.micro_batch >= micro_batch]
-    return min(near, key=lambda i: (actions[i].micro_batch, -i), default=len(actions))
-
-
-def check(lists, m=None):
+def check(lists, m=None, zero=None, lookups=(), shared={}):
     """Prove that lowered lists can run: raises ScheduleError unless they are complete, each action comes after what it
-    needs, each receive has its send, and there is no deadlock even if each send waits for its receive."""
+    needs, each receive has its send, and there is no deadlock even if each send waits for its receive. With `zero`, a
+    stage of ZeRO, each rank's G, D and A are proven, too. m, lookups, shared: as for check_complete, with_weights."""
     stage_to_rank = check_complete(lists, m)
 
     def can_run(action, done, waiting):
@@ -123,37 +38,99 @@ def check(lists, m=None):
                                else result._replace(kind="R" + result.kind)
                                for result in needs(action, stage_to_rank))
 
-    run_in_turns(lists, can_run)
+    in_order(lists, can_run)
+    for rank in range(len(lists)) if zero is not None else ():
+        check_weights(lists, rank, zero, lookups, shared)
 
 
-@functools.cache  # for 16 ranks and 128 micro-batches it takes 0.1 s
+def check_complete(lists, m=None):
+    """ScheduleError unless each stage runs F and B (or F, I and W) of each micro-batch once, on one rank. m: how many
+    micro-batches there are; None: the lists say it. Returns which rank each stage is on."""
+    stage_to_rank = ranks_of_stages([[action for action in actions if action.kind not in OTHER_END]
+                                     for actions in lists])
+    listed = set()
+    for rank, actions in enumerate(lists):
+        for n, action in enumerate(actions):
+            stage = goes_to(action) if action.kind[0] == "R" else action.stage
+            if stage_to_rank.get(stage) != rank:
+                raise ScheduleError(lists, {rank: n}, f"{action} of stage {stage} does not live on rank {rank}")
+            if m and action.micro_batch >= m:
+                raise ScheduleError(lists, {rank: n}, f"{action} is there, and there are {m} micro-batches")
+            if action in listed and action.kind not in LETTERS:
+                raise ScheduleError(lists, {rank: n}, f"{action} is there twice, on rank {rank}")
+            listed.add(action)
+    for s, stage in enumerate(stage_to_rank):
+        if s != stage:
+            rank = stage_to_rank[stage]
+            raise ScheduleError(lists, {rank: gap(lists[rank], stage, 0)}, f"stage {stage} is there, stage {s} is not")
+    m = m or 1 + max((action.micro_batch for action in listed), default=0)
+    for s, rank in stage_to_rank.items():
+        for i in range(m):  # a large m in a short list costs nothing, because it ends at the first gap
+            kinds = "".join(kind for kind in "FBIW" if Action(kind, s, i) in listed)
+            if kinds not in ("FB", "FIW"):
+                raise ScheduleError(lists, {rank: gap(lists[rank], s, i)}, f"stage {s}, micro-batch {i}: F and B, or "
+                                    f"F, I and W, must each be there; it has {', '.join(kinds) or 'none'}")
+    return stage_to_rank
+
+
+def gap(actions, stage, micro_batch):
+    """Where to show that a stage lacks an action of a micro-batch: at the last one that it has of it, or else of the
+    next micro-batch, or at the list's end."""
+    near = [n for n, action in enumerate(actions)
+            if action.kind in "FBIW" and action.stage == stage and action.micro_batch >= micro_batch]
+    return min(near, key=lambda n: (actions[n].micro_batch, -n), default=len(actions))
+
+
+def check_weights(lists, rank, zero, lookups=(), shared={}):
+    """ScheduleError unless a rank computes with whole weights alone, drops what is whole and only under ZeRO-3, leaves
+    nothing whole then, and averages each gradient once, behind the backward that has made it. Arguments as for
+    parallel.with_weights. Returns (the most pieces that are whole at once, the most whose gradients wait for an A).
+    """
+    whole = set()
+    waiting = defaultdict(int)  # piece -> gradients that its A must still average
+    most_whole = most_waiting = 0
+    for n, (kind, piece, _) in enumerate(lists[rank]):
+        def refuse(is_wrong, why):
+            if is_wrong:
+                raise ScheduleError(lists, {rank: n}, why)
+
+        if kind == "G":
+            refuse(not zero, "ZeRO-0 has nothing to gather: leave G out")
+            refuse(piece in whole, f"piece {piece} is whole already: leave this G out")
+            whole.add(piece)
+        elif kind == "D":
+            refuse(zero != 3, "only ZeRO-3 drops weights: leave D out")
+            refuse(piece not in whole, f"piece {piece} is not whole: leave this D out")
+            whole.remove(piece)
+        elif kind == "A":
+            refuse(not waiting[piece], f"piece {piece} has no gradient that waits for an A: put it behind B or W")
+            waiting[piece] = 0
+        elif kind not in OTHER_END:
+            needed = kind == "F" or piece not in lookups
+            refuse(zero and needed and piece not in whole, f"the weights of piece {piece} are not whole: put G before")
+            if kind in "BW":
+                for averaged in [piece, *shared.get(piece, [])]:
+                    waiting[averaged] += 1
+        most_whole = max(most_whole, len(whole))
+        most_waiting = max(most_waiting, sum(map(bool, waiting.values())))
+    left = [piece for piece in waiting if waiting[piece]]
+    if left or zero == 3 and whole:
+        why = f"gradients of piece {left[0]} are not averaged: put A" if left else f"put D for piece {min(whole)}"
+        raise ScheduleError(lists, {rank: len(lists[rank])}, why + " before the end")
+    return most_whole, most_waiting
+
+
+def size_of_schedule(lists):
+    """(ranks, micro-batches, stages a rank) of complete lists."""
+    return len(lists), 1 + max(action.micro_batch for action in lists[0]), len(ranks_of_stages(lists)) // len(lists)
+
+
+@functools.cache
 def checked(schedule, p, m, v):
     """A schedule's lists with transfers, which callers must not change, proven."""
     lists = lower(schedule(p, m, v))
     check(lists, m)
     return lists
-
-
-def names_of(actions, rank):
-    """A rank's actions as text. Unless stage `rank` is its only one, F0/2 is F0 of stage 2, RF0/2 receives its result.
-    """
-    numbered = {action.stage for action in actions if action.kind not in OTHER_END} != {rank}
-    return [f"{action}/{action.stage}" if numbered else str(action) for action in actions]
-
-
-class ScheduleError(ValueError):
-    """A schedule that cannot run. Its text is the grid, with an arrow before action at[rank] of each rank in `at`."""
-
-    def __init__(self, lists, at, why):
-        self.lists = lists
-        self.at = at
-        lines = [why]
-        for rank, actions in enumerate(lists):
-            cells = names_of(actions, rank) + ["end"]
-            if rank in at:
-                cells.insert(at[rank], "->")
-            lines.append(f"rank {rank}  " + " ".join(cells))
-        super().__init__("\n".join(lines))
 
 
 # -------------------------------------------------------------------------------------------------- a schedule as text
@@ -175,7 +152,7 @@ def parse(text):
             raise ValueError(f"{line[:40]!r} is not the row of rank {rank}: it begins with rank {rank}")
         actions = []
         for word in row.split():
-            action = re.fullmatch(r"([FBIW])(\d{1,9})(?:/(\d{1,9}))?", word)
+            action = re.fullmatch(r"([FBIWGDA])(\d{1,9})(?:/(\d{1,9}))?", word)
             if action:
                 actions.append(Action(action[1], int(action[3] or rank), int(action[2])))
             elif not re.fullmatch(r"\.+|-+", word):
@@ -185,9 +162,8 @@ def parse(text):
         raise ValueError("no schedule: its first row begins with rank 0")
     check_complete(lists)
     check(lower(lists))
-    stages = {len({action.stage for action in actions}) for actions in lists}
-    if 0 in stages or len(stages) > 1:
-        raise ValueError(f"ranks have {sorted(stages)} stages: give each equally many")
+    if not all(lists):
+        raise ValueError("a rank has no stage: give each at least one")
     return lists
 
 

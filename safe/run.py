@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 import collectives as dist
-from further.diloco import source_of_island
 from further.resume import whole_tensors
 from further.sampling import show_sample
 from safe import launch
@@ -238,8 +237,7 @@ class WatchedTrainer(Trainer):
                 state["step"] = state["step"].to(self.device)
         self.log = self.run.log
         self.first = self.logged = first
-        self.memory = {"after_step": first, "unit": self.unit,
-                       "bytes_a_token": 1.0 if self.unit == "byte" else float(self.bytes_a_token)}
+        self.memory = {"after_step": first, "unit": self.unit}
         self.since = time.perf_counter()
         return first
 
@@ -279,7 +277,7 @@ class WatchedRun(Run):
         if checkpoint:
             trained_with = checkpoint.manifest["run"]["flags"].items()
             words = [dashed(name) if value is True else f"{dashed(name)}={value}"
-                     for name, value in trained_with if value is not False]
+                     for name, value in trained_with if value is not False and hasattr(s, name)]
             arguments = words + arguments
             s = parse(Parser(**ABOUT), self.flags, arguments)
         check_numbers(s)
@@ -322,7 +320,7 @@ class WatchedRun(Run):
                 with writable(s.out, "--out"):
                     self.log = Log(f"{s.out}/log.jsonl", checkpoint.manifest["step"] if checkpoint else 0)
         if checkpoint:
-            source = source_of_island(checkpoint.source, checkpoint.manifest["tensors"], s.islands)
+            source = checkpoint.source
             self.saved = checkpoint.manifest
         weights = checkpoint.path if checkpoint else s.init_from
         self.came = came_with(weights, s.tokenizer)

@@ -73,21 +73,13 @@ MEMORY = """
     0.02  2  --tp 2 --sp --arch llama --recompute mlp --batch-size 4     the cached table of angles is on no list
     0.02  2  --zero 1 --micro-batches 4 --batch-size 8 --dtype bf16 --recompute block     nor are totals in float32
     0.01  2  --pp 2 --micro-batches 2
-    0.01  2  --dp 2 --islands 2 --dtype bf16
     0.01  1  --loss-chunk 24 --micro-batches 2
     0.01  1  --loss-chunk 24 --dtype bf16 --kernels triton --n-layer 1 --seq-len 16 --recompute attention
     0.01  2  --loss-chunk 24 --tp 2 --sp --zero 1
     0.01  2  --loss-chunk 24 --pp 2 --micro-batches 2 --zero 3
     0.01  2  --arch llama --tp 2 --sp                                   norms of PyTorch's operations
     0.01  1  --arch llama --dtype bf16
-    0.01  1  --arch llama --latent 24 --dtype bf16
-    0.01  2  --arch llama --latent 24 --tp 2 --recompute mlp --n-head 4
-    0.01  4  --arch llama --latent 24 --tp 2 --sp --cp 2 --cp-kind ulysses --n-head 4
-    0.01  2  --arch llama --latent 24 --cp 2
     0.03  2  --pp 2 --micro-batches 8 --batch-size 8 --n-layer 6 --n-embd 64 --schedule v-min      stages held unequally
-    0.04  1  --arch llama --delta-every 2
-    0.03  2  --arch llama --delta-every 2 --cp 2 --dtype bf16
-    0.02  2  --arch llama --delta-every 2 --tp 2 --recompute attention
     0.02  1  --experts 4 --n-embd 64 --batch-size 4                     a router's counts are on no list
     0.02  1  --experts 4 --n-embd 64 --batch-size 4 --dtype bf16 --top-k 1
     0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2 --recompute attention   by tokens that come
@@ -99,7 +91,7 @@ MEMORY = """
     0.01  2  --form full --tp 2 --sp                                    what f has gathered
     0.01  2  --form full --tp 2 --sp --loss-chunk 24 --recompute mlp --recompute-blocks 1
     0.01  2  --form lecture --tp 2 --sp --recompute norms
-    0.01  2  --form lecture --tp 2 --sp --recompute attention --arch llama --latent 24 --n-head 4
+    0.01  2  --form lecture --tp 2 --sp --recompute attention --arch llama --n-head 4
     0.01  2  --form full --tp 2 --sp --experts 4 --n-embd 64 --batch-size 4 --shared-experts 2 --recompute norms
     0.01  1  --form full --arch llama --kernels triton --n-layer 1 --seq-len 16           the gate
     0.01  2  --form full --pp 2 --n-layer 5 --micro-batches 2           cut elsewhere

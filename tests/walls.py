@@ -55,7 +55,6 @@ PROGRAMS = """
     4  --tp 2 --sp --pp 2 --schedule zb-v             further
     4  --dp 2 --cp 2 --ep 2 --experts 4 --zero 2 --zero-within 2      further
     2  --dp 2 --dtype fp16 --zero 3                   further
-    2  --dp 2 --islands 2 --local-steps 3             further
     4  --dp 2 --tp 2 --zero 1
     2  --pp 2"""
 

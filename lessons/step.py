@@ -1,0 +1,86 @@
+"""A step is one list: what each rank does, in which order, what is there meanwhile, and what it sends.
+
+    python -m lessons step --dp 2 --zero 3
+    python -m lessons step --dp 1 --pp 2 --micro-batches 3 --schedule zb-h1
+"""
+
+import argparse
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+import collectives as dist
+import train
+from further import together
+
+
+class Watch:
+    """Goes around the actions of a Pipeline. rows: of each [action, pieces that are whole, micro-batches that wait for
+    their backward, pieces whose gradients wait for an A, bytes that the action has sent by collective]."""
+
+    def __init__(self, pipeline):
+        self.pipeline = pipeline
+        self.rows = []
+
+    @contextmanager
+    def __call__(self, action):
+        if action is None:  # a wait within an action
+            yield
+            return
+        before = sent()
+        yield
+        more = {name: nbytes - before.get(name, 0) for name, nbytes in sent().items()}
+        pieces = self.pipeline.pieces.items()
+        whole = [i for i in self.pipeline.units if all(unit.weights.untyped_storage().size() and (unit.users or not unit.zero)
+                                                      for unit in self.pipeline.units[i])]
+        waiting = [i for i, piece in pieces if any(param.grad is not None for param in piece.parameters())]
+        alive = sorted((i, piece) for piece, i in self.pipeline.micro_batches)
+        self.rows.append((action, whole, alive, waiting, {name: nbytes for name, nbytes in more.items() if nbytes}))
+
+
+def sent():
+    return {name: log.bytes for name, log in dist.traffic().items()}
+
+
+def step(flags):
+    """One step of a small GPT on this rank: (its place in the pipeline, rows as Watch has them). Others than the first
+    of each stage of the pipeline do the same as these: None."""
+    s = train.parse(argparse.ArgumentParser(), train.Flags, flags)
+    data = *train.split(np.arange(4000) % 251), train.Bytes()
+    trainer = train.Trainer(s, train.config_of(s), None, data, torch.device("cpu"))
+    net = trainer.net
+    net.pipeline.around = watch = Watch(net.pipeline)
+    dist.reset_traffic()
+    trainer.step(0)
+    rank = dist.get_rank(net.groups.pp)
+    return (rank, watch.rows) if dist.get_rank() == net.mesh.mesh[rank].min() else None
+
+
+def demo_step(dp, tp, pp, zero, micro_batches, schedule, more):
+    """Print the lists of a step, and what each action leaves and sends."""
+    flags = (f"--dp {dp} --tp {tp} --pp {pp} --zero {zero} --micro-batches {micro_batches} --schedule {schedule} "
+             f"--batch-size {dp * micro_batches} --seq-len 16 --n-layer {max(2, 2 * pp - 2)} --n-head 4 --n-embd 32")
+    stages = filter(None, together.run(dp * tp * pp, lambda: step(flags.split() + more), together.World("eager")))
+    several = micro_batches > 1
+    lists = dict(stages)
+    for rank, rows in lists.items():
+        print(f"rank {rank}   " + " ".join(name_of(action, several) for action, *_ in rows))
+    print("\nwhole: pieces whose weights are there. alive: what waits for its backward. waiting: pieces whose gradients "
+          "wait for an A.\n")
+    for rank, rows in lists.items():
+        print(f"rank {rank}  {'':8}{'whole':14}{'alive':22}{'waiting':14}sent")
+        for action, whole, alive, waiting, bytes_sent in rows:
+            alive = " ".join(f"{i}/{piece}" if several else str(piece) for i, piece in alive)
+            what = ", ".join(f"{name} {nbytes:,} B" for name, nbytes in bytes_sent.items())
+            cells = [name_of(action, several), numbers(whole), alive, numbers(waiting), what]
+            print("        {:8}{:14}{:22}{:14}{}".format(*cells).rstrip())
+
+
+def numbers(pieces):
+    return " ".join(map(str, pieces))
+
+
+def name_of(action, several):
+    """F2 is of piece 2. With several micro-batches F1/2 is of micro-batch 1 and piece 2."""
+    return f"{action.kind}{action.micro_batch}/{action.stage}" if several else f"{action.kind}{action.stage}"
