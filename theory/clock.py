@@ -5,9 +5,9 @@ import itertools
 from typing import NamedTuple
 
 import parallel
-from further.lists import in_order, names_of, schedule_of
+from further.lists import schedule_of
 from further.pieces import split_pieces
-from parallel import needs, ranks_of_stages, result_of
+from parallel import in_order, names_of, needs, ranks_of_stages, result_of
 
 
 @functools.cache
