@@ -25,7 +25,7 @@ import safe.data
 import model
 import train
 from further.bpe import END, LETTERS, learn, piece_pattern, Tokenizer
-from further.bpe_json import DIGITS, JsonTokenizer, later_pattern
+from further.bpe_json import DIGITS, JsonTokenizer, later_pattern, tokenizer
 from further.llama import LlamaConfig
 from further.refusals import check_files
 from further.sampling import CachedGPT
@@ -133,7 +133,7 @@ def test_a_tokenizer_json_has_the_tokens_of_the_two_files(tmp_path, merges):
     two, whole = open_tokenizer(tmp_path), tmp_path / "tokenizer.json"
     assert two.decode([two.numbers["end of turn"]]) == "end of turn" and len(two.encode("low")) == 1
     whole.write_text(json_of(tmp_path, merges))
-    one, plain = open_tokenizer(tmp_path), train.vocabulary_of(tmp_path)
+    one, plain = open_tokenizer(tmp_path), tokenizer(tmp_path)
     for text, _ in SPELLED:
         assert one.encode(text) == plain.encode(text) == two.encode(text)
     assert plain.files == one.files
