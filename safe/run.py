@@ -243,9 +243,6 @@ class WatchedTrainer(Trainer):
         self.since = time.perf_counter()
         return first
 
-    def buffers_of_collectives(self):
-        return []
-
 
 # ------------------------------------------------------------------------------------------------- a run that survives
 

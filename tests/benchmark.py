@@ -9,7 +9,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -83,7 +82,6 @@ def test_links_are_measured_pair_by_pair(pool, size, tmp_path):
     machine = asked(f"plan --machine {file}").machine
     assert abs(machine.link / 1e9 - min(best)) < 0.006
     assert dataclasses.replace(machine, link=H200.link, estimated=H200.estimated) == H200
-    assert pool.device_type == "cuda" or sys.platform != "linux" or "memory, us" in said
     counted = said.count(", us ") - said.count("copies, us ")  # no log has copies
     assert [sent for _, sent in told] == size * [(size - 1) * counted * 24 * (256 + (1 << 16))]
 

@@ -21,10 +21,10 @@ from tests.links import served_by
 from tests.pool import close, on_cpus, on_gpus, on_ranks, own, parametrize, uncollected
 from tests.zero import when_it_computes
 from fast.graphs import replay_micro_batches, ShardTotals, Totals
-from fast.gloo import GlooLink
 from fast.linear import WeightGradients
 from fast.nccl import LeavesRoom
 from fast.recorded import count_traffic, traffic_since
+from fast.rings import DoublingLink
 from fast.zero import AheadOptimizer
 from safe.messages import Watched
 from theory.memory import reducers_of
@@ -188,7 +188,7 @@ def test_a_recorded_step_takes_as_much_memory_as_a_launched_one():
     assert peaks[1] < peaks[0] + 8 * unit, [peak / unit for peak in peaks]
 
 
-class Keeping(GlooLink):
+class Keeping(DoublingLink):
     """Its handles keep what an operation uses, as those of NcclLink do while a graph is recorded."""
 
     def run(self, name, async_op, algorithm, *arguments):
