@@ -82,8 +82,7 @@ class Layout:
     local_steps: int = flag(50, "steps of an island from one average to the next")
     outer_lr: float = flag(0.7, "learning rate of DiLoCo's outer step")
     outer_momentum: float = flag(0.9, "Nesterov momentum of DiLoCo's outer step")
-    recompute: str = flag("none", "what backward computes again",
-                          choices=["none", "norms", "mlp", "attention", "block"])
+    recompute: str = flag("none", "what backward computes again", choices=["none", "mlp", "block"])
     recompute_blocks: int = flag(0, "in how many blocks of each stage, the first ones; 0: all")
     loss_chunk: int = flag(0, "tokens whose logits exist at a time, in head and loss; 0: all")
     dtype: torch.dtype = torch.float32  # of the layers

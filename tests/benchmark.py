@@ -100,17 +100,17 @@ TRAFFIC = """
     --dp 2 --zero 3 --micro-batches 2
     --dp 2 --islands 2 --local-steps 1
     --cp 2 --recompute block --dtype bf16
-    --cp 2 --cp-kind ulysses --recompute attention --dtype bf16
+    --cp 2 --cp-kind ulysses --recompute block --dtype bf16
     --tp 2 --sp --recompute block --micro-batches 2
     --pp 2 --micro-batches 4 --schedule zb-h1
     --pp 2 --micro-batches 4 --schedule zb-v
     --pp 2 --micro-batches 4 --schedule interleaved --virtual-stages 2
     --dp 2 --experts 4 --ep 2 --zero 3 --micro-batches 2 --top-k 1
-    --arch llama --tp 2 --sp --recompute attention --dtype bf16
+    --arch llama --tp 2 --sp --recompute block --dtype bf16
     --arch llama --tp 2 --micro-batches 2 --loss-chunk 20
-    --arch llama --cp 2 --recompute attention
+    --arch llama --cp 2 --recompute block
     --arch llama --cp 2 --cp-kind ulysses
-    --arch llama --latent 8 --tp 2 --recompute attention --dtype bf16
+    --arch llama --latent 8 --tp 2 --recompute block --dtype bf16
     --arch llama --latent 8 --tp 2 --sp --recompute block --micro-batches 2
     --arch llama --latent 8 --cp 2 --cp-kind ulysses
     --dp 3 --batch-size 6
@@ -133,10 +133,9 @@ TRAFFIC = """
     --arch llama --delta-every 2 --tp 2 --sp --pp 2
     --cp 2 --tp 2 --sp --zero 1 --recompute mlp
     --tp 2 --sp --recompute block --recompute-blocks 1
-    --cp 2 --recompute attention --recompute-blocks 1
+    --cp 2 --recompute block --recompute-blocks 1
     --dp 4 --experts 4 --ep 2 --zero 1
     --dp 4 --experts 4 --ep 2 --zero 3 --zero-within 2
-    --dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute attention
     --dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute block
     --dp 2 --tp 2 --sp --experts 4 --ep 2 --recompute block --recompute-blocks 1
     --dp 2 --pp 2 --experts 4 --ep 2 --expert-every 2 --micro-batches 2

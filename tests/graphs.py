@@ -209,7 +209,7 @@ def accumulator_of(param):
 
 @on_cpus
 @parametrize("layout", [{"dp": 2}, {"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}, {"tp": 2}, {"tp": 2, "sp": True},
-                        {"tp": 2, "sp": True, "recompute": "norms"}, {"cp": 2}], ids=str)
+                        {"tp": 2, "sp": True, "recompute": "mlp"}, {"cp": 2}], ids=str)
 @on_ranks(2)
 def test_a_step_leaves_no_node_of_its_graph(layout):
     """Not even until garbage is collected. A node has a stream, in a recording another than in steps that are launched,

@@ -515,7 +515,7 @@ chunked  loss_chunk=7
     pp=2 schedule=zb-h1 micro_batches=4 without=chunk_left_out,ParallelGPT.add_up_gradients
 # Each document as if it were alone.
 packed  pack=1 micro_batches=2
-    dp=2 zero=1 recompute=attention optimizer=adamw
+    dp=2 zero=1 recompute=mlp optimizer=adamw
     dp=2 tp=2 sp=1 zero=3 loss_chunk=7 recompute=mlp
     dp=2 pp=2 schedule=zb-h1 zero=2 holes=1 tied=0
     pp=2 schedule=interleaved virtual_stages=2 arch=llama recompute=block
@@ -533,7 +533,7 @@ tensor
     tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward,VocabParallelCrossEntropy.forward,clip_grad_norm_
 zero  tied=0 recompute=block micro_batches=2
     dp=1,2 zero=2
-zero  optimizer=adamw recompute=attention micro_batches=2
+zero  optimizer=adamw recompute=mlp micro_batches=2
     dp=1 zero=1,3
     dp=2 tp=2 zero=1,3
 zero
@@ -577,8 +577,8 @@ pipeline  n_layer=3
     dp=2 tp=2 pp=2 schedule=zb-h1 micro_batches=2 sp=1 zero=3 recompute=block
 pipeline  n_layer=3 micro_batches=4
     dp=2 pp=2 schedule=1f1b zero=3
-    dp=2 pp=2 schedule=zb-h1 zero=2 recompute=attention
-    pp=2 schedule=zb-h1 recompute=mlp,norms
+    dp=2 pp=2 schedule=zb-h1 zero=2 recompute=mlp
+    pp=2 schedule=zb-h1 recompute=mlp
     dp=2 pp=2 schedule=1f1b zero=2 without=scattering
     dp=2 pp=2 schedule=zb-h1 zero=3 without=scattering
     dp=2 pp=2 schedule=interleaved virtual_stages=2 zero=3 optimizer=adamw tied=0
@@ -597,7 +597,7 @@ sequence  optimizer=adamw tied=0 sp=1
 context  tokens=8 cp_kind=ring
     cp=4 zero=3
     dp=2 cp=2 zero=2 zero_within=2 micro_batches=2 recompute=block
-    cp=2 tp=2 sp=1 recompute=attention micro_batches=2 optimizer=adamw tied=0
+    cp=2 tp=2 sp=1 recompute=block micro_batches=2 optimizer=adamw tied=0
     cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=2
 context  tokens=8 cp_kind=ulysses
     cp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=2
@@ -607,7 +607,7 @@ context  tokens=8 cp_kind=ulysses+ring
     cp=4 without=shift,heads_for_tokens,tokens_for_heads,averaging
     cp=4 tp=2 sp=1 zero=3 optimizer=adamw n_layer=1
     cp=4 pp=2 schedule=zb-h1 zero=1 micro_batches=2
-    dp=2 cp=4 ep=2 experts=4 zero=2 recompute=attention n_layer=1
+    dp=2 cp=4 ep=2 experts=4 zero=2 recompute=block n_layer=1
     cp=4 arch=llama n_kv_head=2 zero=3 recompute=block micro_batches=2
 context  tokens=16 seq_len=16 n_layer=1 cp_kind=ulysses+ring
     cp=8 node=2,4
@@ -626,9 +626,9 @@ experts  optimizer=adamw tied=0 experts=4 tokens=8
     dp=4 ep=2 zero=1 micro_batches=2 recompute=block bias=few
     dp=4 ep=4 zero=1 micro_batches=2 bias=all
     dp=4 ep=2 zero=2 zero_within=2 micro_batches=2 expert_every=2
-    dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3 recompute=norms
+    dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3 recompute=mlp
     dp=2 pp=2 ep=2 schedule=interleaved virtual_stages=2 zero=2 micro_batches=2
-    dp=2 tp=2 ep=2 zero=3 sp=1 recompute=attention
+    dp=2 tp=2 ep=2 zero=3 sp=1 recompute=block
 experts  experts=4 tokens=8 n_layer=1
     dp=2 ep=2 without=exchange
     dp=4 ep=2 without=average_over_copies
@@ -677,7 +677,7 @@ llama  arch=llama n_kv_head=4 tokens=8
     tp=4 micro_batches=2 n_kv_head=0
     tp=2 qk_norm=1 qkv_bias=1 head_size=6
     cp=4 tied=0 qk_norm=1
-    cp=2 tp=2 cp_kind=ulysses sp=1 recompute=attention micro_batches=2
+    cp=2 tp=2 cp_kind=ulysses sp=1 recompute=block micro_batches=2
     dp=2 pp=2 schedule=zb-h1 micro_batches=2 zero=3 recompute=block
     dp=2 tp=2 ep=2 experts=4 zero=1 expert_every=2
 llama  arch=llama n_kv_head=2 tokens=8
@@ -689,7 +689,7 @@ latent  arch=llama latent=12 tokens=8
     dp=2 micro_batches=2 zero=2 optimizer=adamw
     tp=4 micro_batches=2 tied=0
     dp=2 tp=2 sp=1 zero=3 recompute=block micro_batches=2
-    dp=2 pp=2 schedule=zb-h1 zero=1 micro_batches=2 recompute=attention
+    dp=2 pp=2 schedule=zb-h1 zero=1 micro_batches=2 recompute=mlp
     tp=2 cp=2 sp=1 cp_kind=ulysses head_size=6 rope_size=2
     cp=2 pp=2 cp_kind=ring micro_batches=2
     dp=2 tp=2 ep=2 experts=4
@@ -703,10 +703,10 @@ delta  arch=llama delta_every=2 n_kv_head=4 tokens=8
     dp=2 zero=1 micro_batches=2 optimizer=adamw tied=0
     dp=2 zero=3 recompute=block micro_batches=2
     tp=4 micro_batches=2 n_kv_head=0
-    dp=2 tp=2 sp=1 zero=2 recompute=attention
+    dp=2 tp=2 sp=1 zero=2 recompute=block
     pp=2 schedule=zb-h1 zero=1 micro_batches=2
     cp=4 zero=3 micro_batches=2
-    cp=2 tp=2 cp_kind=ulysses sp=1 recompute=attention
+    cp=2 tp=2 cp_kind=ulysses sp=1 recompute=block
     cp=4 cp_kind=ulysses+ring n_layer=3
     dp=2 cp=2 ep=2 experts=4
     dp=2 tp=2 optimizer=muon

@@ -90,12 +90,6 @@ def runs_again(config, s, runs):
     return blocks if s.recompute != "none" else []
 
 
-def norms_run_again(s):
-    """Whether backward computes the norms again, in every block. --recompute mlp does, because blocks beyond
-    --recompute-blocks drop what they drop under "norms"."""
-    return s.recompute in ("norms", "mlp")
-
-
 def recomputed(config, s, runs):
     """How many these are: (blocks, blocks with experts)."""
     return contents(config, runs_again(config, s, runs))[:2]
@@ -191,7 +185,7 @@ def messages_of_experts(config, s, stages, rows, node):
     narrow, wide = widths(s)
     choices = config.top_k * tokens_of(config, s)
     routed = contents(config, stages.values())[1]
-    again = recomputed(config, s, stages.values())[1] * (s.recompute in ("mlp", "block"))
+    again = recomputed(config, s, stages.values())[1]
     backwards = s.micro_batches * routed
     forwards = backwards + s.micro_batches * again
     for axis, (counts, equal, beside) in trips_of_rows(config, s, node).items() if s.ep > 1 else ():
@@ -226,12 +220,12 @@ def messages_of_tensors(config, s, stages):
     narrow, wide = widths(s)
     blocks, routed, first, last = contents(config, runs)
     twice, twice_routed = recomputed(config, s, runs)
-    again = twice * {"none": 0, "norms": 0, "block": 2}.get(s.recompute, 1)  # how many sublayers run again
+    again = twice * (2 if s.recompute == "block" else 1)  # how many sublayers run again
     # The last g of what runs again does not, because backward does not need its result.
     scatters = m * (4 * blocks + twice * (s.recompute == "block"))
     # Shared experts have an f and a g of their own.
     shared = routed if config.experts and config.shared_experts else 0
-    shared_again = twice_routed * bool(shared) * (s.recompute in ("mlp", "block"))
+    shared_again = twice_routed * bool(shared)
     scatters += m * (2 * shared + shared_again)
     sublayers = m * (2 * blocks + shared)  # each has an f, whose backward adds up the gradient of its input
     rows = [n * rows for rows in chunks_of(config, s) for n in (1, 2)]
@@ -256,7 +250,7 @@ def messages_of_tensors(config, s, stages):
     beside = (sublayers - m * (routed + latents)) * is_fast(s)
     regathered = beside * (s.dtype != "fp8")
     rules_again = delta_rules(config, runs_again(config, s, runs))
-    attentions = m * (latents + (twice - rules_again) * (s.recompute in ("attention", "block")))
+    attentions = m * (latents + (twice - rules_again) * (s.recompute == "block"))
     yield Message("latents, rotary keys", GATHER, "tp", of_heads, narrow, attentions)
     yield Message("their gradients", SCATTER, "tp", of_heads, narrow, m * latents)
     yield Message("activations gathered", GATHER, "tp", [tokens * c], narrow, gathers)
@@ -280,7 +274,7 @@ def messages_of_context(config, s, stages, node):
     times the tokens, an Uth of the heads."""
     yield Message("loss", "all_reduce", "cp", [1], widths(s)[1])
     runs = stages.values()
-    again = runs_again(config, s, runs) if s.recompute in ("attention", "block") else []
+    again = runs_again(config, s, runs) if s.recompute == "block" else []
     rules = delta_rules(config, runs)
     rules_again = delta_rules(config, again)
     if rules:
