@@ -328,7 +328,7 @@ def test_documents_want_the_end_token_of_a_tokenizer(vocab, tmp_path):
 
 
 def test_tokens_of_a_large_vocabulary_have_four_bytes(tmp_path, monkeypatch):
-    """From processes of their own, in a .bin that says so, which a run takes as its data."""
+    """From processes of their own, in a .bin of numbers and nothing else, which a run takes as its data."""
     monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
     tokens = [*LETTERS.values(), END, *map(str, range(10, 70_000)), *map("".join, BY_HAND)]
     (tmp_path / "text").write_text("low\n" * 1000)
@@ -336,7 +336,7 @@ def test_tokens_of_a_large_vocabulary_have_four_bytes(tmp_path, monkeypatch):
     words = Tokenizer(words)
     first, again = (np.concatenate(load_data(s, words)[:2]) for _ in range(2))
     file, = tmp_path.glob("*.bin")
-    as_data = np.concatenate(load_data(Settings(data=str(file)), None)[:2])
+    as_data = np.concatenate(load_data(Settings(data=str(file), tokens="uint32"), None)[:2])
     assert first.dtype == again.dtype == as_data.dtype == np.uint32 and [*first[:2]] == [words.numbers["low"], 10 + 188]
     assert first.tolist() == again.tolist() == as_data.tolist() and first.max() > 1 << 16
 
@@ -410,22 +410,19 @@ def test_runs_on_words_log_the_same_losses_and_show_text(start, trained, vocab, 
 SAID_OF_TOKENS = [  # flags of a run, and what it says
     ("--vocab-size 300 --out OUT/bytes", "tokens   are bytes, 256 of the vocabulary's 300 numbers"),
     ("--init-from OUT/bytes/step-00000001 --seq-len 8 --data OUT",  # only ours says so
-     "no text: llm_c.bin, wide.bin, x.bin\ntokens   are bytes, 256.*sequences of 8 a step"),
+     "no text: wide.bin, x.bin\ntokens   are bytes, 256.*sequences of 8 a step"),
     ("--tokenizer VOCAB --vocab-size 640", "tokens   of .*: 600 of the model's 640 numbers"),
     ("--tokenizer VOCAB --eval-every 1", r"nats a token, [\d.]+ bits, [\d.]+ bits a byte"),
     ("--data OUT/x.bin --vocab-size 300 --sample 3", r"---\n0( \d+){3}\n---"),
     ("--data OUT/x.bin --init-from OUT/bytes/step-00000001", "tokens   are numbers of uint16; "),
     ("--data OUT/wide.bin --tokens uint32 --vocab-size 90000 --out OUT/wide", r"numbers of uint32; .*loss 11\."),
     ("--data OUT/wide.bin --steps 0 --sample 3 --resume OUT/wide", r"are numbers; .*---\n0( \d+){3}\n---"),
-    ("--data OUT/llm_c.bin --vocab-size 90000", r"4,500 tokens .* are numbers of uint32"),
     ("--data OUT/x.bin --tokenizer VOCAB --sample 3 --prompt low", "---\nlow")]
 
 
 def test_a_run_says_what_its_tokens_are(start, vocab, tmp_path):
     (np.arange(5000) % 300).astype(np.uint16).tofile(tmp_path / "x.bin")
-    wide = (np.arange(5000, dtype=np.uint32) % 300 * 300).tobytes()
-    (tmp_path / "wide.bin").write_bytes(wide)
-    (tmp_path / "llm_c.bin").write_bytes(np.array([20240801, 7, 5000], np.int32).tobytes() + bytes(1012) + wide)
+    (np.arange(5000, dtype=np.uint32) % 300 * 300).tofile(tmp_path / "wide.bin")
     (tmp_path / "a.txt").write_text("a line of text\n" * 200)
     for flags, says in SAID_OF_TOKENS:
         if "uint16" in says:  # whatever lies there, a .bin does not ask
