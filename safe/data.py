@@ -18,7 +18,7 @@ import time
 import numpy as np
 
 from further.bpe import END, FILES, LETTERS, read, Tokenizer
-from further.bpe_json import begin_of, end_of, JsonTokenizer, read_whole, value_at, WHOLE
+from further.bpe_json import JsonTokenizer, read_whole, WHOLE
 from further.fits import parts_of_sequence
 from safe.files import is_ours, writable, write_blocks
 from safe.launch import cores
@@ -63,10 +63,7 @@ def open_tokenizer(folder):
         contents = read(folder)
         check_contents(*contents[1:], END)
         return Tokenizer(folder, contents)
-    try:
-        *_, how = contents = read_whole(folder)
-    except ValueError as why:
-        return LibraryTokenizer(folder, why)
+    *_, how = contents = read_whole(folder)
     check_contents(*contents[1:4], how["end"])
     return JsonTokenizer(folder, contents)
 
@@ -82,39 +79,6 @@ def check_contents(numbers, merges, special, end):
     unmade = len(numbers.keys() - made - {*LETTERS.values(), *special})
     reject(10 * unmade > len(numbers), f"its merges do not make {unmade:,} of the {len(numbers):,} tokens: they may be "
            "cut short")
-
-
-class LibraryTokenizer(Tokenizer):
-    """The Tokenizer of any other tokenizer.json, by the package tokenizers, where it is installed. why: what is not
-    read without it."""
-
-    def __init__(self, folder, why):
-        text = pathlib.Path(folder, WHOLE).read_text("utf-8-sig")
-        whole = json.loads(text)
-        kind = value_at(whole, "pre_tokenizer.type") or value_at(whole, "normalizer.type")
-        reject(kind in (None, "ByteLevel", "NFC") or value_at(whole, "model.dropout"), why)
-        try:
-            import tokenizers
-            self.library = tokenizers.Tokenizer.from_str(text)
-        except ImportError:
-            raise ValueError(f"{why}: pip install tokenizers, which knows more kinds") from None
-        except Exception as error:  # noqa: BLE001  the package's own have no class
-            raise ValueError(f"{why}, and the package tokenizers says: {error}") from None
-        self.folder = folder
-        self.files = {WHOLE: text}
-        self.numbers = self.library.get_vocab()
-        self.begin = begin_of(whole)
-        self.end = end_of(folder, self.numbers)
-
-    def __len__(self):
-        return self.library.get_vocab_size()
-
-    def encode(self, text):
-        text = text.encode("utf-8", "surrogateescape").decode(errors="replace")  # it takes no surrogates
-        return self.library.encode(text, add_special_tokens=False).ids
-
-    def decode(self, numbers):
-        return self.library.decode(numbers, skip_special_tokens=False)
 
 
 def check_vocabulary(s, config, vocabulary):
@@ -151,9 +115,6 @@ def bytes_a_token(tokens, vocabulary):
     without it."""
     if not isinstance(vocabulary, Tokenizer) or not len(tokens):
         return 0
-    if isinstance(vocabulary, LibraryTokenizer):
-        some = tokens[:1 << 16].tolist()
-        return len(vocabulary.decode(some).encode()) / len(some)
     sizes = np.array([len(vocabulary.bytes[number]) for number in range(len(vocabulary))])
     sizes[vocabulary.numbers[vocabulary.end]] = 1
     return sizes[tokens[:1 << 24]].mean()
@@ -322,11 +283,10 @@ def encoded(s, texts, vocabulary):
 
 
 def encode_parts(texts, vocabulary):
-    """The tokens of each part of the texts. Processes of their own encode parts; one part is not worth one. (Where the
-    package tokenizers would cut no piece in two is not known.)"""
+    """The tokens of each part of the texts. Processes of their own encode parts; one part is not worth one."""
     text = vocabulary.joined(texts)
     parts = [*parts_of(text)]
-    if len(parts) < 2 or isinstance(vocabulary, LibraryTokenizer):
+    if len(parts) < 2:
         yield vocabulary.tokens_of(texts)
         return
     workers = cores()

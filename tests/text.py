@@ -182,8 +182,7 @@ def test_later_tokens_are_those_made_by_hand(tmp_path, digits, normalizer, whole
 
 
 def test_tokenizers_makes_the_same_later_tokens(vocab, tmp_path):
-    """The text's end has another name, which tokenizer_config.json says. One of another pattern is read by the package,
-    where it is installed, and else is refused with its name."""
+    """The text's end has another name, which tokenizer_config.json says. One of another pattern is refused."""
     file, draw = tmp_path / "tokenizer.json", random.Random(3)
     some = later_json(vocab).replace(END, "<end>")
     file.write_text(some)
@@ -191,16 +190,14 @@ def test_tokenizers_makes_the_same_later_tokens(vocab, tmp_path):
         open_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
     assert open_tokenizer(tmp_path).end == "<end>"
-    other = some.replace("{1,3}", "{1,2}")
-    file.write_text(other)
-    with patch.dict(sys.modules, {"tokenizers": None}), pytest.raises(ValueError, match="pip install tokenizers"):
+    file.write_text(some.replace("{1,3}", "{1,2}"))
+    with pytest.raises(ValueError, match="which is not known"):
         open_tokenizer(tmp_path)
     tokenizers = pytest.importorskip("tokenizers")
     texts = ["".join(LATER_PIECES).replace("|", ""), *(random_text(draw, 100) for _ in range(100))]
-    for whole in other, some, later_json(vocab, 1, NFC), later_json(vocab, 3, None, ignore_merges=True):
+    for whole in some, later_json(vocab, 1, NFC), later_json(vocab, 3, None, ignore_merges=True):
         file.write_text(whole)
         ours, theirs = open_tokenizer(tmp_path), tokenizers.Tokenizer.from_str(whole)
-        assert isinstance(ours, JsonTokenizer) == (whole is not other)
         for text in texts:
             if not any(unicodedata.category(letter) == "Cn" for letter in text):  # Unicode's versions differ there
                 assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
