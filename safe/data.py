@@ -1,19 +1,14 @@
 """Text, folders of text, files of tokens and tokenizers, refused in one line where they cannot be trained on."""
 
 import codecs
-import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import pathlib
-import pickle
 import re
-import subprocess
-import sys
 import tempfile
-import time
 
 import numpy as np
 
@@ -21,7 +16,6 @@ from further.bpe import END, FILES, LETTERS, read, Tokenizer
 from further.bpe_json import JsonTokenizer, read_whole, WHOLE
 from further.fits import parts_of_sequence
 from safe.files import is_ours, writable, write_blocks
-from safe.launch import cores
 from safe.sizes import BadInput, reject
 from train import Bytes, split, standard_library
 
@@ -241,18 +235,10 @@ def check_tokens(s, tokens, vocab_size):
     reject(largest >= vocab_size, f"--data holds token {largest}: give {instead}")
 
 
-# ------------------------------------------------------------------------------------------- text encoded, on all cores
+# --------------------------------------------------------------------------------------------------- text encoded once
 
-PART = 1 << 22  # letters that a process encodes at a time
+PART = 1 << 22  # letters that are encoded at a time, because that takes 16 bytes of memory for each
 LINE_END = re.compile(r"(?<=[^\W_])\n")  # before it a piece ends, whatever follows. (Llama 3's signs take it along.)
-WORKER = """
-import sys
-sys.path[:] = sys.argv[1:]  # the program's own, because this one would take a json.py in the user's folder for Python's
-import pickle
-from further.bpe import text_of
-kind, contents = pickle.load(sys.stdin.buffer)
-sys.stdout.buffer.write(kind("", contents).array_of(text_of(sys.stdin.buffer.read())).tobytes())
-"""
 _encoded = {}  # key of text and vocabulary: tokens; a rank that was forked from its launcher finds them here
 
 
@@ -273,31 +259,14 @@ def encoded(s, texts, vocabulary):
         if s.out and path.exists():
             return np.memmap(path, vocabulary.array_of("").dtype, "r")
         if key not in _encoded:
-            _encoded[key] = np.concatenate([*encode_parts(texts, vocabulary)])
+            parts = ["", *parts_of(vocabulary.joined(texts))]
+            _encoded[key] = np.concatenate([vocabulary.array_of(part) for part in parts])
         tokens = _encoded[key]
         if s.out and len(tokens):  # the file has its name when it is whole, though other nodes may write it, too
             with writable(s.out, "--out"), tempfile.TemporaryDirectory(dir=s.out, prefix=".tokens-") as own:
                 write_blocks(f"{own}/tokens.bin", [tokens.data])
                 os.replace(f"{own}/tokens.bin", path)
     return tokens
-
-
-def encode_parts(texts, vocabulary):
-    """The tokens of each part of the texts. Processes of their own encode parts; one part is not worth one."""
-    text = vocabulary.joined(texts)
-    parts = [*parts_of(text)]
-    if len(parts) < 2:
-        yield vocabulary.tokens_of(texts)
-        return
-    workers = cores()
-    started = time.perf_counter()
-    done = 0
-    with concurrent.futures.ThreadPoolExecutor(workers) as threads:  # each waits for a process
-        for part, tokens in zip(parts, threads.map(lambda part: encode_part(part, vocabulary), parts)):
-            done += len(part)
-            print(f"text     {done / 1e6:.0f} of {len(text) / 1e6:.0f} million letters encoded, "
-                  f"{done / 1e6 / (time.perf_counter() - started):.1f} a second on {workers} cores", flush=True)
-            yield tokens
 
 
 def parts_of(text, size=PART):
@@ -308,10 +277,3 @@ def parts_of(text, size=PART):
         end = found.start() if found else len(text)
         yield text[start:end]
         start = end
-
-
-def encode_part(part, vocabulary):
-    contents = pickle.dumps((type(vocabulary), vocabulary.contents))
-    tokens = subprocess.check_output([sys.executable, "-c", WORKER, *sys.path],
-                                     input=contents + part.encode("utf-8", "surrogateescape"))
-    return np.frombuffer(tokens, vocabulary.array_of("").dtype)

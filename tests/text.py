@@ -265,7 +265,7 @@ def test_the_most_frequent_pair_is_learned_each_time():
     assert learn([b"ab ab"], 300) == [("a", "b")]  # no other pair comes twice
 
 
-# --------------------------------------------------------------------------------------------------- text on all cores
+# --------------------------------------------------------------------------------------------------- text encoded once
 
 @parametrize("digits", [None, 1, 3])
 def test_parts_of_a_text_have_the_tokens_of_the_whole(vocab, tmp_path, digits):
@@ -281,13 +281,11 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(vocab, tmp_path, digits):
             assert sum(map(made, parts), []) == made(text)
 
 
-def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
-    """In processes of their own; into a .bin if there is --out; again if a text or the vocabulary is another."""
+def test_text_is_encoded_once(vocab, tmp_path, monkeypatch):
+    """In parts; into a .bin if there is --out; again if a text or the vocabulary is another."""
     monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
     words, out = Tokenizer(vocab), tmp_path / "out"
     folder = tmp_path / "texts"
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "json.py").write_text("raise RuntimeError('a file of the user, and no module of these processes')")
     texts = bytes(range(1, 256)) * 20, b"second line\n" * 200  # the first one is no UTF-8
     folder.mkdir()
     for name, text in zip("ab", texts):
@@ -296,11 +294,10 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch, capsys):
     tokens = np.concatenate(load_data(s, words)[:2])
     assert tokens.dtype == np.uint16 and (tokens == words.numbers[END]).sum() == 1
     assert bytes_of(words, tokens) == END.encode().join(texts)
-    assert "0 of 0 million letters encoded" in capsys.readouterr().out
     file, = out.iterdir()
     monkeypatch.setattr(safe.data, "_encoded", {})
     with monkeypatch.context() as no:
-        no.setattr(safe.data, "encode_parts", lambda *_: pytest.fail("encoded again"))
+        no.setattr(safe.data, "parts_of", lambda *_: pytest.fail("encoded again"))
         for again in s, Settings(data=str(file)):
             trained_on, held_out, _ = load_data(again, words)
             assert [*trained_on, *held_out] == tokens.tolist() and len(held_out) == len(tokens) // 10
@@ -325,7 +322,7 @@ def test_documents_want_the_end_token_of_a_tokenizer(vocab, tmp_path):
 
 
 def test_tokens_of_a_large_vocabulary_have_four_bytes(tmp_path, monkeypatch):
-    """From processes of their own, in a .bin of numbers and nothing else, which a run takes as its data."""
+    """In a .bin of numbers and nothing else, which a run takes as its data."""
     monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
     tokens = [*LETTERS.values(), END, *map(str, range(10, 70_000)), *map("".join, BY_HAND)]
     (tmp_path / "text").write_text("low\n" * 1000)
@@ -354,15 +351,6 @@ def test_what_runs_have_written_is_no_text(trained, vocab, tmp_path):
     (data / "plain").mkdir()
     (data / "plain" / "log.jsonl").write_text('{"step": 10, "loss": 2.0}\n')
     assert sorted(map(str, safe.data.files_of(Settings(data=str(data))))) == want
-
-
-def test_a_core_encodes_a_part(vocab, monkeypatch):
-    """All at a time."""
-    together, text = threading.Barrier(3, timeout=60), "some text\n" * 250
-    monkeypatch.setattr(safe.data, "cores", lambda: 3)
-    monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
-    monkeypatch.setattr(safe.data, "encode_part", lambda part, words: (together.wait(), part)[1])
-    assert "".join(safe.data.encode_parts([text.encode()], Tokenizer(vocab))) == text
 
 
 def test_of_a_node_s_processes_one_encodes(vocab, tmp_path, monkeypatch):
