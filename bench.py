@@ -234,7 +234,7 @@ FLAGS = [
            choices=[*dist.LINKS], default="ours"),
     number("strategies", "--micro-batches", "how many a step has; left out, 8 in a pipeline, else 1"),
     option("strategies", "--recompute", "as in train.py; PyTorch's side runs whole blocks again",
-           choices=["none", "norms", "mlp", "attention", "block"], default="none"),
+           choices=["none", "mlp", "block"], default="none"),
     number("strategies", "--recompute-blocks", "as in train.py", default=0),
     number("strategies", "--loss-chunk", "as in train.py", default=0),
     number("strategies", "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),

@@ -76,8 +76,7 @@ class Layout:
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
-    recompute: str = flag("none", "what backward computes again",
-                          choices=["none", "norms", "mlp", "attention", "block"])
+    recompute: str = flag("none", "what backward computes again", choices=["none", "mlp", "block"])
     recompute_blocks: int = flag(0, "in how many blocks of each stage, the first ones; 0: all")
     loss_chunk: int = flag(0, "tokens whose logits exist at a time, in head and loss; 0: all")
     dtype: torch.dtype = torch.float32  # of the layers

@@ -80,12 +80,6 @@ def runs_again(config, s, runs):
     return blocks if s.recompute != "none" else []
 
 
-def norms_run_again(s):
-    """Whether backward computes the norms again, in every block. --recompute mlp does, because blocks beyond
-    --recompute-blocks drop what they drop under "norms"."""
-    return s.recompute in ("norms", "mlp")
-
-
 def recomputed(config, s, runs):
     """How many these are: (blocks, blocks with experts)."""
     return contents(config, runs_again(config, s, runs))[:2]
@@ -159,7 +153,7 @@ def messages_of_experts(config, s, stages, rows):
     narrow, wide = widths(s)
     choices = config.top_k * tokens_of(config, s)
     routed = contents(config, stages.values())[1]
-    again = recomputed(config, s, stages.values())[1] * (s.recompute in ("mlp", "block"))
+    again = recomputed(config, s, stages.values())[1]
     backwards = s.micro_batches * routed
     forwards = backwards + s.micro_batches * again
     if s.ep > 1:
@@ -191,12 +185,12 @@ def messages_of_tensors(config, s, stages):
     narrow, wide = widths(s)
     blocks, routed, first, last = contents(config, runs)
     twice, twice_routed = recomputed(config, s, runs)
-    again = twice * {"none": 0, "norms": 0, "block": 2}.get(s.recompute, 1)  # how many sublayers run again
+    again = twice * (2 if s.recompute == "block" else 1)  # how many sublayers run again
     # The last g of what runs again does not, because backward does not need its result.
     scatters = m * (4 * blocks + twice * (s.recompute == "block"))
     # Shared experts have an f and a g of their own.
     shared = routed if config.experts and config.shared_experts else 0
-    shared_again = twice_routed * bool(shared) * (s.recompute in ("mlp", "block"))
+    shared_again = twice_routed * bool(shared)
     scatters += m * (2 * shared + shared_again)
     sublayers = m * (2 * blocks + shared)  # each has an f, whose backward adds up the gradient of its input
     rows = [n * rows for rows in chunks_of(config, s) for n in (1, 2)]
@@ -238,7 +232,7 @@ def messages_of_context(config, s, stages):
     tokens = tokens_of(config, s)
     heads, keys = (tokens * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
     backwards = s.micro_batches * contents(config, runs)[0]
-    twice = s.micro_batches * recomputed(config, s, runs)[0] * (s.recompute in ("attention", "block"))
+    twice = s.micro_batches * recomputed(config, s, runs)[0] * (s.recompute == "block")
     both = 2 * backwards + twice  # forwards and backwards: keys and values travel in each
     if s.cp_kind == "ring":
         yield Message("keys and values", "isend", "cp", [2 * keys], narrow, (s.cp - 1) * both)
