@@ -1122,6 +1122,8 @@ class Parallel:
         self.piece_to_rank = ranks_of_stages(lists_of_pieces(schedule, mesh["pp"].size(), 2, stages, len(pieces)))
         self.pieces = {i: pieces[i] for i in stages_on(dist.get_rank(self.groups.pp), self.piece_to_rank)}
         self.device = next(param.device for piece in self.pieces.values() for param in piece.parameters())
+        self.shapes = {f"{i}.{name}": whole_shape(param) for i, piece in enumerate(pieces) if piece
+                       for name, param in piece.named_parameters()}
         shape = shape or Shapes(pieces)
         if not groups:
             self.start_alike()
