@@ -1127,6 +1127,9 @@ class Parallel:
         shape = shape or Shapes(pieces)
         if not groups:
             self.start_alike()
+        if mesh["pp"].size() > 1:
+            for param in self.named_parameters():  # other ranks have other pieces
+                set_placement(param, sharded_over=placement_of(param).sharded_over + (self.groups.pp,))
         made = units(self.pieces, self.groups.shard, zero, dtype)
         self.unit_of = {param: unit for _, unit in made for param in unit.params}
         averaged = {i: [unit for piece, unit in made if piece == i] for i in self.pieces}

@@ -249,7 +249,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
         # 2. Cut the layers, because what follows must see this rank's parameters. They have no values yet. Each
         # remembers its `cuts`, so that `cut_like` can cut its values likewise in step 4.
         cut_layers(piece, layout, groups, edition)
-        mark_piece(piece, layout, groups)
+        mark_ends(piece, groups)
         # 3. What is not kept from forward to backward.
         keep_less(piece, layout)
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
@@ -331,17 +331,13 @@ def tensor_plan(config, f, g, columns):
     return plan
 
 
-def mark_piece(piece, layout, groups):
-    """Mark what the pipeline has cut. If two ranks have the ends of a tied embedding, both start alike and step alike,
-    because their gradients are added up."""
-    if layout.pp == 1:
-        return
-    for name, param in piece.named_parameters():
-        before = parallel.placement_of(param)
-        over = before.partial_over
-        if groups.embedding and name in ("wte.weight", "lm_head.weight"):
-            over += (groups.embedding,)
-        parallel.set_placement(param, sharded_over=before.sharded_over + (groups.pp,), partial_over=over)
+def mark_ends(piece, groups):
+    """If two ranks have the ends of a tied embedding, both start alike and step alike, because their gradients are
+    added up."""
+    for layer in (piece.wte, piece.lm_head):
+        if groups.embedding and layer:
+            over = parallel.placement_of(layer.weight).partial_over
+            parallel.set_placement(layer.weight, partial_over=over + (groups.embedding,))
 
 
 class ParallelGPT(parallel.Parallel):
