@@ -311,7 +311,6 @@ REFUSED = {
         blind --quick 1                     | unrecognized arguments: 1
         pages --out EMPTY                   | --out
         pages --out MINE                    | index.html: is there, and not what would be written: name a new file
-        runs OF_NOTES --out WORDS           | words.bin: is there, and not what would be written: name a new file
         puzzles ring --into EMPTY/deep      | Not a directory; name a folder that can be written
         pages --out                         | --out
         pages --into HF                     | --into
@@ -447,7 +446,6 @@ def files(text, tmp_path_factory):
             "mine/older/run.json": b'{"flags": {}, "model": {}}', "mine/empty/run.json": b"",
             "mine/lock/.lock": b"mine",
             "mine/nulls/run.json": b'{"flags": null, "start": null, "model": null, "data": null}',
-            "of_notes/log.jsonl": b'{"step": 1, "loss": 2.0}\n',
             "unlike.txt": b"rank 0  F0/0 F0/2 B0/2 B0/0\nrank 1  F0 B0\n",
             "broken.pt": b"PK",
             "empty": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
