@@ -312,7 +312,7 @@ def test_few_weight_gradients_wait(sp):
         for block in net.module(0).h.values():
             block.attn.c_attn.product = block.mlp.c_fc.product = None  # as with FP8
         net.forward_backward(*([t.to(net.device)] for t in tokens_of(0)))
-    assert len(most) == 16 and max(most) == 3
+    assert len(most) == 16 and max(most) == 2
 
 
 @on_cpus  # in a recording an error would end the capture, too

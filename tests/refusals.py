@@ -164,7 +164,6 @@ REFUSED = {
         together --out WORDS                | words.bin: is there, and not what would be written: name a new file
         blind --out WORDS                   | words.bin: is there, and not what would be written: name a new file
         pages --out MINE                    | index.html: is there, and not what would be written: name a new file
-        runs OF_NOTES --out WORDS           | words.bin: is there, and not what would be written: name a new file
         puzzles ring --into EMPTY/deep      | Not a directory; name a folder that can be written
         explore --port 70000                | leave --port out
         puzzles rings                       | rings
@@ -289,7 +288,6 @@ def files(text, tmp_path_factory):
             "mine/index.html": b"<h1>mine</h1>", "mine/ring.svg": b"<svg/>",
             "mine/trace.json": b'{"traceEvents": [{"name": "fetch"}]}',
             "mine/older/run.json": b'{"flags": {}, "model": {}}', "mine/lock/.lock": b"mine",
-            "of_notes/log.jsonl": b'{"step": 1, "loss": 2.0}\n',
             "broken.pt": b"PK",
             "empty": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
             "odd_bin.bin": b"123", "big_bin.bin": np.full(5000, 60000, np.uint16).tobytes(),
