@@ -251,5 +251,5 @@ class Muon(torch.optim.AdamW):
     def step_matrices(self, parts, lr, decay):
         """parts: of one kind."""
         every, w, g, m = zip(*parts)
-        found = directions(every, kernels.table[updates](g, m))
-        kernels.table[move](w, found, 1 - lr * decay, lr * every[0].scale)
+        found = directions(every, updates(g, m))
+        move(w, found, 1 - lr * decay, lr * every[0].scale)

@@ -12,7 +12,6 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 import collectives as dist
-import fast.gloo
 import model
 import parallel
 import train
@@ -44,8 +43,6 @@ def bytes_alive():
                and not issubclass(type(t), FakeTensor)]  # torch.compile keeps some, which have no memory
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    for t in fast.gloo.mailbox_memory():
-        sizes.pop(t.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
 
 
