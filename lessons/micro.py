@@ -1,0 +1,322 @@
+"""Parallel training of a GPT in one file of plain Python, from messages up. It needs nothing else: python micro.py
+
+It trains in eleven layouts, compares each with one process, and counts the numbers that ranks send.
+A rank (on a cluster: a process with its GPU) is a generator. `yield "send", to, x` sends x to rank `to`.
+`x = yield "recv", source` waits for a message from rank `source`. `y = yield from f(x)` calls a function that does so.
+Ranks share nothing else. What they send is a list of rows of C floats; so are activations, weights and gradients.
+"""
+import math
+import random
+from collections import defaultdict
+
+C, H, T, V, L = 8, 4, 4, 12, 2      # width, heads, tokens of a sequence, vocabulary, blocks
+D = C // H                          # width of a head
+BATCH = 4                           # sequences
+
+# ------------------------------------------------------------------------------------- messages
+def run(ranks):
+    """Let generators take turns until all return: (what each returned, how many numbers each sent)."""
+    waits = dict.fromkeys(range(len(ranks)))        # rank -> the rank whose message it waits for, or None
+    mail = defaultdict(list)                        # (from, to) -> messages, oldest first
+    returned, sent = [None] * len(ranks), [0] * len(ranks)
+    while waits:
+        ready = [r for r, source in waits.items() if source is None or mail[source, r]]
+        if not ready:
+            raise RuntimeError("deadlock: " + ", ".join(f"rank {r} waits for rank {s}" for r, s in waits.items()))
+        for r in ready:
+            message = None if waits[r] is None else mail[waits[r], r].pop(0)
+            try:
+                kind, other, *x = ranks[r].send(message)        # rank r runs to its next yield
+            except StopIteration as end:
+                returned[r] = end.value
+                del waits[r]
+                continue
+            if kind == "send":
+                mail[r, other] += x
+                sent[r] += len(x[0]) * C
+            waits[r] = other if kind == "recv" else None
+    return returned, sent
+
+# ----------------------------------------------------------------------- collectives on a ring
+# Each rank cuts its rows into N chunks. In each step it sends one to its right, and takes one from its left.
+# Reduce-scatter adds: after N-1 steps rank i has the sum of all chunks i. Rank 0 begins with a's, rank 1 with b's,
+# rank 2 with c's. The chunk in [ ] is sent next.
+#     chunk    0    1    2            0     1     2             0      1      2
+#     rank 0   a    a   [a]           a   [c+a]   a           b+c+a
+#     rank 1  [b]   b    b     ->     b     b   [a+b]   ->           c+a+b
+#     rank 2   c   [c]   c          [b+c]   c     c                         a+b+c
+# All-gather sends the sums round. A chunk is 1/N of K numbers, so a rank sends (N-1)/N K in each of the two,
+# and 2 (N-1)/N K in an all-reduce: less than 2K, however many ranks there are.
+def ring(ranks, me):                        # a group as rank `me` sees it: size, own number, right and left neighbour
+    n, i = len(ranks), ranks.index(me)
+    return n, i, ranks[(i + 1) % n], ranks[i - 1]
+
+def reduce_scatter(x, group):               # each rank has an x; rank i returns chunk i of the sum
+    n, i, right, left = group
+    chunks = split(x, n)
+    for s in range(n - 1):
+        yield "send", right, chunks[(i - 1 - s) % n]
+        partial = yield "recv", left
+        chunks[(i - 2 - s) % n] = add(partial, chunks[(i - 2 - s) % n])
+    return chunks[i]
+
+def all_gather(chunk, group):               # rank i has chunk i; each returns all, joined
+    n, i, right, left = group
+    chunks = {i: chunk}
+    for s in range(n - 1):
+        yield "send", right, chunks[(i - s) % n]
+        chunks[(i - 1 - s) % n] = yield "recv", left
+    return [row for c in range(n) for row in chunks[c]]
+
+def all_reduce(x, group):                   # each rank has an x; each returns the sum
+    chunk = yield from reduce_scatter(x, group)
+    return (yield from all_gather(chunk, group))
+
+# ----------------------------------------------------------------------- matrices: lists of rows
+def split(rows, n):
+    return [rows[len(rows) * i // n:len(rows) * (i + 1) // n] for i in range(n)]
+def zeros(rows):
+    return [[0.0] * C for _ in range(rows)]
+def add(a, b, scale=1.0):                                           # a + scale b
+    return [[u + scale * v for u, v in zip(*rows)] for rows in zip(a, b)]
+def transpose(a):
+    return [list(column) for column in zip(*a)]
+def dot(u, v):
+    return sum(a * b for a, b in zip(u, v))
+def matmul(a, b):                                                   # (n, m), (m, k) -> (n, k)
+    columns = transpose(b)
+    return [[dot(row, column) for column in columns] for row in a]
+
+# --------------------------------------------------------------- a GPT, and its backward by hand
+# dy is the gradient of the loss by y. If y = x w, then dx = dy w^T and dw = x^T dy.
+# Each forward returns its output and what its backward needs.
+def norm(x):                                # y = r x, with r = 1 / sqrt(mean of x^2), row by row
+    r = [1 / math.sqrt(dot(row, row) / C + 1e-5) for row in x]      # (T)
+    return [[scale * v for v in row] for scale, row in zip(r, x)], r
+
+def norm_backward(dy, y, r):                # dx = r (dy - y m), with m = mean of dy y
+    m = [dot(*rows) / C for rows in zip(dy, y)]                     # (T)
+    return [[r[t] * (dy[t][c] - y[t][c] * m[t]) for c in range(C)] for t in range(T)]
+
+def softmax(s):                             # p = exp(s) / sum of exp(s), of one row
+    e = [math.exp(v - max(s)) for v in s]
+    return [v / sum(e) for v in e]
+
+def attention(x, w):                        # (T, C), (4C, C): each head has 4D rows of w
+    """q = x wq^T, k = x wk^T, v = x wv^T, p = softmax(q k^T / sqrt(D)), o = p v, y = sum of all heads' o wo"""
+    y, saved = zeros(T), []
+    for head in split(w, len(w) // (4 * D)):
+        wq, wk, wv, wo = split(head, 4)                             # (D, C)
+        q, k, v = [matmul(x, transpose(rows)) for rows in (wq, wk, wv)]       # (T, D)
+        s = [[dot(q[t], k[u]) / math.sqrt(D) for u in range(t + 1)] for t in range(T)]
+        p = [softmax(row) + [0.0] * (T - len(row)) for row in s]    # (T, T), 0 for later tokens
+        o = matmul(p, v)                                            # (T, D)
+        y = add(y, matmul(o, wo))                                   # (T, C)
+        saved.append((q, k, v, p, o))
+    return y, saved
+
+def attention_backward(dy, x, w, saved):
+    """dv = p^T do, dp = do v^T, ds = p (dp - sum of the row's p dp), dq = ds k / sqrt(D), dk = ds^T q / sqrt(D)"""
+    dx, dw = zeros(T), []
+    for head, (q, k, v, p, o) in zip(split(w, len(saved)), saved):
+        wq, wk, wv, wo = split(head, 4)
+        do = matmul(dy, transpose(wo))                              # (T, D)
+        dp = matmul(do, transpose(v))                               # (T, T)
+        ds = [[a * (b - dot(*rows)) / math.sqrt(D) for a, b in zip(*rows)] for rows in zip(p, dp)]
+        dq, dk, dv = matmul(ds, k), matmul(transpose(ds), q), matmul(transpose(p), do)
+        for d, rows in (dq, wq), (dk, wk), (dv, wv):
+            dx = add(dx, matmul(d, rows))
+            dw += matmul(transpose(d), x)
+        dw += matmul(transpose(o), dy)
+    return dx, dw                                                   # (T, C), (4C, C)
+
+def mlp(x, w):                              # (T, C), (8C, C): each hidden unit has 2 rows of w
+    """h = x wup^T, a = max(h, 0), y = a wdown"""
+    up, down = w[0::2], w[1::2]                                     # (4C, C)
+    h = matmul(x, transpose(up))                                    # (T, 4C)
+    a = [[max(v, 0.0) for v in row] for row in h]
+    return matmul(a, down), (h, a)
+
+def mlp_backward(dy, x, w, saved):          # dh = da where h > 0, else 0
+    up, down, (h, a) = w[0::2], w[1::2], saved
+    da = matmul(dy, transpose(down))
+    dh = [[d if v > 0 else 0.0 for d, v in zip(*rows)] for rows in zip(da, h)]
+    dup, ddown = matmul(transpose(dh), x), matmul(transpose(a), dy)
+    return matmul(dh, up), [row for unit in zip(dup, ddown) for row in unit]
+
+# ---------------------------------------------------------------------- tensor parallelism: f, g
+# Attention is a sum over heads, the MLP a sum over hidden units. So each rank takes some of them (rows of w) and
+# computes one term of y:
+#          ┌─ x ─ heads or units of rank 0 ─ y_0 ─┐
+#     x ─ f                                        g ─ y     f: backward all-reduces dx, forward does nothing
+#          └─ x ─ heads or units of rank 1 ─ y_1 ─┘          g: forward all-reduces y, backward does nothing
+g_forward = f_backward = all_reduce
+
+# ------------------------------------ the model's pieces: embedding, attention, MLP, ..., head
+HEAD = 2 * L + 1                            # the last piece's number
+ROWS = [V + T, *[4 * C, 8 * C] * L, V]      # of each piece's weights
+K = C * sum(ROWS)                           # numbers in all weights
+
+def forward(piece, x, w, tokens, tp):       # a layer: x + layer(norm(x)); the head: its part of the mean loss
+    if piece == 0:                          # its w: a row for each word of the vocabulary, then one for each position
+        e = [[float(v in (tokens[t], V + t)) for v in range(V + T)] for t in range(T)]
+        return matmul(e, w), e
+    y, r = norm(x)
+    if piece == HEAD:
+        p = [softmax(row) for row in matmul(y, transpose(w))]       # (T, V)
+        return -sum(math.log(p[t][tokens[t + 1]]) for t in range(T)) / (BATCH * T), (y, r, p)
+    term, kept = attention(y, w) if piece % 2 else mlp(y, w)
+    return add(x, (yield from g_forward(term, tp))), (y, r, kept)
+
+def backward(piece, dx, w, saved, tokens, tp):      # dx: of the piece's output -> dx of its input, dw
+    if piece == 0:
+        return None, matmul(transpose(saved), dx)
+    y, r, kept = saved
+    if piece == HEAD:                       # z = y w^T, dz = (p - 1 at the target) / tokens of a batch
+        dz = [[(kept[t][v] - (v == tokens[t + 1])) / (BATCH * T) for v in range(V)] for t in range(T)]
+        return norm_backward(matmul(dz, w), y, r), matmul(transpose(dz), y)
+    dy, dw = attention_backward(dx, y, w, kept) if piece % 2 else mlp_backward(dx, y, w, kept)
+    return add(dx, norm_backward((yield from f_backward(dy, tp)), y, r)), dw
+
+# ---------------------------------------------------------------------------- a step is one list
+# An action is a letter, for a piece of the model and a micro-batch:
+#     F  forward     G  gather the piece's weights      R  receive x (in backward dx) from another stage
+#     B  backward    D  drop them                       S  send it to another stage
+#                    A  average its gradients. (It sums, because the loss is divided by all of a batch's tokens.)
+# ZeRO is where G, D and A stand:
+ZERO = {  # first F   other F   other B   last B        1/N on each rank:
+    0:    ("F",       "F",      "B",      "BA"),      # nothing. This is data parallelism
+    1:    ("GF",      "F",      "B",      "BA"),      # the optimizer's state
+    2:    ("GF",      "F",      "BA",     "BA"),      # and gradients
+    3:    ("GFD",     "GFD",    "GBDA",   "GBDA"),    # and weights
+}
+# With three pieces (the numbers) and one micro-batch:
+#     ZeRO-0     F0 F1 F2   B2 A2 B1 A1 B0 A0
+#     ZeRO-1     G0 F0 G1 F1 G2 F2   B2 A2 B1 A1 B0 A0
+#     ZeRO-3     G0 F0 D0 G1 F1 D1 G2 F2 D2   G2 B2 D2 A2 G1 B1 D1 A1 G0 B0 D0 A0
+
+def one_f_one_b(stage, stages, micro_batches):
+    """A pipeline's order: as many F ahead as stages follow, then F and B in turn. (Numbers: micro-batches.)
+        stage 0     F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
+        stage 1     .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
+        stage 2     .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
+    """
+    ahead = min(stages - 1 - stage, micro_batches)
+    order = [("F", m) for m in range(ahead)]
+    for m in range(ahead, micro_batches):
+        order += [("F", m), ("B", m - ahead)]
+    return order + [("B", m) for m in range(micro_batches - ahead, micro_batches)]
+
+def step_list(zero, stage, stages, micro_batches):
+    """A rank's step: [(letter, piece, micro-batch)]. R and S have the other stage in place of a piece."""
+    first_f, other_f, other_b, last_b = ZERO[zero]
+    pieces = split(range(HEAD + 1), stages)[stage]
+    actions = []
+    for kind, m in one_f_one_b(stage, stages, micro_batches):
+        if kind == "F":
+            letters = first_f if m == 0 else other_f
+        else:
+            letters = last_b if m == micro_batches - 1 else other_b
+        way = 1 if kind == "F" else -1
+        if stage - way in range(stages):
+            actions.append(("R", stage - way, m))
+        actions += [(letter, piece, m) for piece in pieces[::way] for letter in letters]
+        if stage + way in range(stages):
+            actions.append(("S", stage + way, m))
+    return actions
+
+# -------------------------------------------------------------------------- a rank runs its list
+class Rank:                                 # one of dp replicas of pp stages of tp ranks
+    def __init__(self, me, model, dp, tp, pp, zero):
+        stage, self.replica, t = me // (dp * tp), me // tp % dp, me % tp
+        self.tp = ring([me - t + i for i in range(tp)], me)
+        self.dp = ring([me + (i - self.replica) * tp for i in range(dp)], me)
+        self.stages = range(me % (dp * tp), dp * tp * pp, dp * tp)  # a rank of each stage
+        self.actions = step_list(zero, stage, pp, BATCH // dp)
+        self.average = reduce_scatter if zero else all_reduce
+        self.mine = {}                                              # what this rank's optimizer steps
+        for piece in split(range(HEAD + 1), pp)[stage]:
+            rows = split(model[piece], tp)[t] if 0 < piece < HEAD else model[piece]
+            self.mine[piece] = split(rows, dp)[self.replica] if zero else rows
+        self.whole = {} if zero else self.mine                      # what F and B compute with
+        self.momentum = {piece: zeros(len(rows)) for piece, rows in self.mine.items()}
+
+    def step(self, batch):                  # returns this rank's part of the loss
+        sequences = split(batch, self.dp[0])[self.replica]          # a micro-batch is one sequence
+        x, saved, grads, averages, loss = {}, {}, {}, {}, 0.0
+        for letter, piece, m in self.actions:
+            if letter == "F":
+                x[m], saved[piece, m] = yield from forward(
+                    piece, x.get(m), self.whole[piece], sequences[m], self.tp)
+                loss += x[m] if piece == HEAD else 0.0
+            elif letter == "B":
+                x[m], dw = yield from backward(
+                    piece, x[m], self.whole[piece], saved.pop((piece, m)), sequences[m], self.tp)
+                grads[piece] = add(grads[piece], dw) if piece in grads else dw
+            elif letter == "G":
+                self.whole[piece] = yield from all_gather(self.mine[piece], self.dp)
+            elif letter == "D":
+                del self.whole[piece]
+            elif letter == "A":
+                dw = yield from self.average(grads.pop(piece), self.dp)
+                averages[piece] = add(averages[piece], dw) if piece in averages else dw
+            elif letter == "R":
+                x[m] = yield "recv", self.stages[piece]
+            elif letter == "S":
+                yield "send", self.stages[piece], x[m]
+        for piece, dw in averages.items():
+            self.momentum[piece] = add(dw, self.momentum[piece], 0.9)
+            self.mine[piece] = add(self.mine[piece], self.momentum[piece], -0.1)
+        return loss
+
+# ------------------------------------------------- it equals one process, and sends what it should
+LAYOUTS = [  # dp, tp, pp, ZeRO, and what a rank sends in a step by the lecture's formulas
+    (4, 1, 1, 0, f"{2 * 3/4 * K = :.0f}"),                          # 2 (N-1)/N K: an all-reduce
+    (4, 1, 1, 1, f"{2 * 3/4 * K = :.0f}"),                          # an all-gather and a reduce-scatter
+    (4, 1, 1, 2, f"{2 * 3/4 * K = :.0f}"),
+    (4, 1, 1, 3, f"{3 * 3/4 * K = :.0f}"),                          # 3 (N-1)/N K: one more all-gather
+    (2, 1, 1, 3, f"{2 * 3 * 1/2 * K = :.0f}"),                      # two micro-batches
+    (1, 4, 1, 0, f"{BATCH * 2 * 2*L * 2 * 3/4 * T*C = :.0f}"),      # F and B of each layer: an all-reduce of (T, C)
+    (1, 1, 3, 0, f"{BATCH * T*C = :.0f}"),                          # the first and the last stage's
+    (2, 2, 1, 0, ""), (2, 1, 2, 3, ""), (1, 2, 2, 0, ""), (2, 2, 2, 3, "")]
+
+def trained(*layout):                       # (the ranks after two steps, losses, how many numbers each sent in a step)
+    draw = random.Random(0)
+    model = [[[draw.gauss(0, 0.3) for _ in range(C)] for _ in range(rows)] for rows in ROWS]
+    batches = [[[draw.randrange(V) for _ in range(T + 1)] for _ in range(BATCH)] for _ in range(2)]
+    ranks, losses = [Rank(me, model, *layout) for me in range(math.prod(layout[:3]))], []
+    for batch in batches:
+        parts, sent = run([rank.step(batch) for rank in ranks])
+        losses.append(sum(parts[::layout[1]]))
+    return ranks, losses, sent
+
+def furthest(ranks, losses, one, one_losses, layout):   # the largest difference of a loss or a weight from one process
+    far = [abs(a - b) for a, b in zip(losses, one_losses)]
+    for me, rank in enumerate(ranks):
+        for piece, rows in Rank(me, one.mine, *layout).mine.items():
+            far += [abs(a - b) for both in zip(rows, rank.mine[piece]) for a, b in zip(*both)]
+    return max(far)
+
+def main():
+    """The lecture in one file of plain Python: layouts beside one process, and how many numbers they send."""
+    (one,), one_losses, _ = trained(1, 1, 1, 0)
+    print(f"{K:,} weights. One process has losses {one_losses[0]:.4f}, {one_losses[1]:.4f}. Beside it:")
+    print("dp tp pp ZeRO   off by   a rank of each stage sends")
+    for *layout, formula in LAYOUTS:
+        ranks, losses, sent = trained(*layout)
+        far = furthest(ranks, losses, one, one_losses, layout)
+        print("{:2} {:2} {:2} {:4}".format(*layout), f"  {far:6.0e}  ", *sent[::layout[0] * layout[1]], " ", formula)
+
+if __name__ == "__main__":
+    main()
+
+# Here                     In full                                           What that adds
+# run                      collectives.py Link                               processes, GPUs
+# reduce_scatter           collectives.py ring_reduce_scatter                tensors; maxima, averages
+# all_gather, all_reduce   collectives.py ring_all_gather, ring_all_reduce   tensors
+# attention ... backward   model.py Block, GPT                               GPT-2's biases and GELU; autograd goes backward
+# g_forward, f_backward    parallel.py ReduceFromGroup, CopyToGroup          autograd calls them
+# A of ZeRO-0              parallel.py average_gradients                     any module
+# ZERO, step_list          parallel.py with_weights                          G one F or B ahead; fewer D, where the next needs w
+# one_f_one_b              parallel.py one_f_one_b, lower                    other orders, further/schedules.py, idle less
+# Rank                     parallel.py Unit, Pipeline                        a rank computes while G, A, R and S are under way
