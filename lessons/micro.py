@@ -1,17 +1,16 @@
-"""Parallel training of a GPT in one file of plain Python, from messages up. It needs nothing else: python micro.py
+"""Parallel training of a GPT in one file of plain Python, from messages up: python micro.py
 
-It trains in eleven layouts, compares each with one process, and counts the numbers that ranks send.
+It trains in twelve layouts, compares each with one process, and counts the numbers that ranks send.
 A rank (on a cluster: a process with its GPU) is a generator. `yield "send", to, x` sends x to rank `to`.
-`x = yield "recv", source` waits for a message from rank `source`. `y = yield from f(x)` calls a function that does so.
-Ranks share nothing else. What they send is a list of rows of C floats; so are activations, weights and gradients.
+`x = yield "recv", source` waits for a message from rank `source`. `y = yield from f(x)` calls a function that
+sends or receives. Ranks share nothing else. All they send are lists of rows of C floats: x, weights, gradients.
 """
 import math
 import random
 from collections import defaultdict
 
-C, H, T, V, L = 8, 4, 4, 12, 2      # width, heads, tokens of a sequence, vocabulary, blocks
-D = C // H                          # width of a head
-BATCH = 4                           # sequences
+C, H, T, V, L, BATCH = 8, 4, 4, 12, 2, 4    # width, heads, tokens of a sequence, vocabulary, blocks, sequences
+D = C // H                                  # width of a head
 
 # ------------------------------------------------------------------------------------- messages
 def run(ranks):
@@ -22,7 +21,7 @@ def run(ranks):
     while waits:
         ready = [r for r, source in waits.items() if source is None or mail[source, r]]
         if not ready:
-            raise RuntimeError("deadlock: " + ", ".join(f"rank {r} waits for rank {s}" for r, s in waits.items()))
+            raise RuntimeError("deadlock: " + ", ".join(f"rank {r} waits for {s}" for r, s in waits.items()))
         for r in ready:
             message = None if waits[r] is None else mail[waits[r], r].pop(0)
             try:
@@ -32,24 +31,24 @@ def run(ranks):
                 del waits[r]
                 continue
             if kind == "send":
-                mail[r, other] += x
+                mail[r, other] += x                             # not copied: nobody changes rows in place
                 sent[r] += len(x[0]) * C
             waits[r] = other if kind == "recv" else None
     return returned, sent
 
 # ----------------------------------------------------------------------- collectives on a ring
-# Each rank cuts its rows into N chunks. In each step it sends one to its right, and takes one from its left.
-# Reduce-scatter adds: after N-1 steps rank i has the sum of all chunks i. Rank 0 begins with a's, rank 1 with b's,
-# rank 2 with c's. The chunk in [ ] is sent next.
+# Each rank cuts its rows into N chunks. In each step it sends one to its right and takes one from its left.
+# Reduce-scatter adds what comes: after N-1 steps rank i has the sum of all ranks' chunk i. Rank 0 begins
+# with chunks a, rank 1 with b, rank 2 with c. The chunk in [ ] is sent next.
 #     chunk    0    1    2            0     1     2             0      1      2
 #     rank 0   a    a   [a]           a   [c+a]   a           b+c+a
 #     rank 1  [b]   b    b     ->     b     b   [a+b]   ->           c+a+b
 #     rank 2   c   [c]   c          [b+c]   c     c                         a+b+c
-# All-gather sends the sums round. A chunk is 1/N of K numbers, so a rank sends (N-1)/N K in each of the two,
-# and 2 (N-1)/N K in an all-reduce: less than 2K, however many ranks there are.
-def ring(ranks, me):                        # a group as rank `me` sees it: size, own number, right and left neighbour
+# All-gather then sends the sums round. A chunk is 1/N of K numbers, so a rank sends (N-1)/N K in each of the
+# two, and 2 (N-1)/N K in an all-reduce: less than 2K, however many ranks there are.
+def ring(ranks, me):                        # a group, as rank `me` sees it
     n, i = len(ranks), ranks.index(me)
-    return n, i, ranks[(i + 1) % n], ranks[i - 1]
+    return n, i, ranks[(i + 1) % n], ranks[i - 1]                   # size, own number, right, left
 
 def reduce_scatter(x, group):               # each rank has an x; rank i returns chunk i of the sum
     n, i, right, left = group
@@ -103,7 +102,7 @@ def softmax(s):                             # p = exp(s) / sum of exp(s), of one
     return [v / sum(e) for v in e]
 
 def attention(x, w):                        # (T, C), (4C, C): each head has 4D rows of w
-    """q = x wq^T, k = x wk^T, v = x wv^T, p = softmax(q k^T / sqrt(D)), o = p v, y = sum of all heads' o wo"""
+    """q = x wq^T, k = x wk^T, v = x wv^T, p = softmax(q k^T / sqrt(D)), o = p v, y = sum of heads' o wo"""
     y, saved = zeros(T), []
     for head in split(w, len(w) // (4 * D)):
         wq, wk, wv, wo = split(head, 4)                             # (D, C)
@@ -116,7 +115,7 @@ def attention(x, w):                        # (T, C), (4C, C): each head has 4D 
     return y, saved
 
 def attention_backward(dy, x, w, saved):
-    """dv = p^T do, dp = do v^T, ds = p (dp - sum of the row's p dp), dq = ds k / sqrt(D), dk = ds^T q / sqrt(D)"""
+    """do = dy wo^T, dp = do v^T, ds = p (dp - sum of the row's p dp) / sqrt(D), dq = ds k, dk = ds^T q, dv = p^T do"""
     dx, dw = zeros(T), []
     for head, (q, k, v, p, o) in zip(split(w, len(saved)), saved):
         wq, wk, wv, wo = split(head, 4)
@@ -145,11 +144,11 @@ def mlp_backward(dy, x, w, saved):          # dh = da where h > 0, else 0
     return matmul(dh, up), [row for unit in zip(dup, ddown) for row in unit]
 
 # ---------------------------------------------------------------------- tensor parallelism: f, g
-# Attention is a sum over heads, the MLP a sum over hidden units. So each rank takes some of them (rows of w) and
-# computes one term of y:
-#          ┌─ x ─ heads or units of rank 0 ─ y_0 ─┐
-#     x ─ f                                        g ─ y     f: backward all-reduces dx, forward does nothing
-#          └─ x ─ heads or units of rank 1 ─ y_1 ─┘          g: forward all-reduces y, backward does nothing
+# Attention is a sum over heads, the MLP a sum over hidden units. So each rank takes some of them, with their
+# rows of w, and computes one term of y:
+#          ┌─ x ─ rank 0's heads or units ─ y_0 ─┐
+#     x ─ f                                       g ─ y      f: forward nothing, backward an all-reduce of dx
+#          └─ x ─ rank 1's heads or units ─ y_1 ─┘           g: forward an all-reduce of y, backward nothing
 g_forward = f_backward = all_reduce
 
 # ------------------------------------ the model's pieces: embedding, attention, MLP, ..., head
@@ -158,9 +157,9 @@ ROWS = [V + T, *[4 * C, 8 * C] * L, V]      # of each piece's weights
 K = C * sum(ROWS)                           # numbers in all weights
 
 def forward(piece, x, w, tokens, tp):       # a layer: x + layer(norm(x)); the head: its part of the mean loss
-    if piece == 0:                          # its w: a row for each word of the vocabulary, then one for each position
+    if piece == 0:                          # each row of e has two ones: for its token and for its position
         e = [[float(v in (tokens[t], V + t)) for v in range(V + T)] for t in range(T)]
-        return matmul(e, w), e
+        return matmul(e, w), e                                      # (T, V + T), (V + T, C) -> (T, C)
     y, r = norm(x)
     if piece == HEAD:
         p = [softmax(row) for row in matmul(y, transpose(w))]       # (T, V)
@@ -182,21 +181,20 @@ def backward(piece, dx, w, saved, tokens, tp):      # dx: of the piece's output 
 # An action is a letter, for a piece of the model and a micro-batch:
 #     F  forward     G  gather the piece's weights      R  receive x (in backward dx) from another stage
 #     B  backward    D  drop them                       S  send it to another stage
-#                    A  average its gradients. (It sums, because the loss is divided by all of a batch's tokens.)
-# ZeRO is where G, D and A stand:
-ZERO = {  # first F   other F   other B   last B        1/N on each rank:
-    0:    ("F",       "F",      "B",      "BA"),      # nothing. This is data parallelism
+#                    A  average its gradients over replicas (a sum, as the loss is divided by all tokens)
+# The stages of ZeRO are four lines of letters. In a step, a piece has
+ZERO = {  # first F   other F   other B   last B        and of N replicas each keeps 1/N of
+    0:    ("F",       "F",      "B",      "BA"),      # nothing: this is data parallelism
     1:    ("GF",      "F",      "B",      "BA"),      # the optimizer's state
     2:    ("GF",      "F",      "BA",     "BA"),      # and gradients
     3:    ("GFD",     "GFD",    "GBDA",   "GBDA"),    # and weights
 }
-# With three pieces (the numbers) and one micro-batch:
-#     ZeRO-0     F0 F1 F2   B2 A2 B1 A1 B0 A0
+#     ZeRO-0     F0 F1 F2   B2 A2 B1 A1 B0 A0                    one micro-batch, pieces 0, 1 and 2
 #     ZeRO-1     G0 F0 G1 F1 G2 F2   B2 A2 B1 A1 B0 A0
 #     ZeRO-3     G0 F0 D0 G1 F1 D1 G2 F2 D2   G2 B2 D2 A2 G1 B1 D1 A1 G0 B0 D0 A0
 
 def one_f_one_b(stage, stages, micro_batches):
-    """A pipeline's order: as many F ahead as stages follow, then F and B in turn. (Numbers: micro-batches.)
+    """A pipeline's order: as many F ahead as stages follow, then F and B in turn. Numbers are micro-batches.
         stage 0     F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
         stage 1     .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
         stage 2     .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
@@ -232,7 +230,7 @@ class Rank:                                 # one of dp replicas of pp stages of
         self.tp = ring([me - t + i for i in range(tp)], me)
         self.dp = ring([me + (i - self.replica) * tp for i in range(dp)], me)
         self.stages = range(me % (dp * tp), dp * tp * pp, dp * tp)  # a rank of each stage
-        self.actions = step_list(zero, stage, pp, BATCH // dp)
+        self.actions = step_list(zero, stage, pp, BATCH // dp)      # dp divides BATCH
         self.average = reduce_scatter if zero else all_reduce
         self.mine = {}                                              # what this rank's optimizer steps
         for piece in split(range(HEAD + 1), pp)[stage]:
@@ -264,23 +262,24 @@ class Rank:                                 # one of dp replicas of pp stages of
                 x[m] = yield "recv", self.stages[piece]
             elif letter == "S":
                 yield "send", self.stages[piece], x[m]
-        for piece, dw in averages.items():
+        for piece, dw in averages.items():                          # the optimizer: SGD with momentum
             self.momentum[piece] = add(dw, self.momentum[piece], 0.9)
             self.mine[piece] = add(self.mine[piece], self.momentum[piece], -0.1)
         return loss
 
 # ------------------------------------------------- it equals one process, and sends what it should
-LAYOUTS = [  # dp, tp, pp, ZeRO, and what a rank sends in a step by the lecture's formulas
+LAYOUTS = [  # dp, tp, pp, ZeRO, and the lecture's formula: how many numbers a rank sends in a step
     (4, 1, 1, 0, f"{2 * 3/4 * K = :.0f}"),                          # 2 (N-1)/N K: an all-reduce
     (4, 1, 1, 1, f"{2 * 3/4 * K = :.0f}"),                          # an all-gather and a reduce-scatter
     (4, 1, 1, 2, f"{2 * 3/4 * K = :.0f}"),
     (4, 1, 1, 3, f"{3 * 3/4 * K = :.0f}"),                          # 3 (N-1)/N K: one more all-gather
-    (2, 1, 1, 3, f"{2 * 3 * 1/2 * K = :.0f}"),                      # two micro-batches
-    (1, 4, 1, 0, f"{BATCH * 2 * 2*L * 2 * 3/4 * T*C = :.0f}"),      # F and B of each layer: an all-reduce of (T, C)
-    (1, 1, 3, 0, f"{BATCH * T*C = :.0f}"),                          # the first and the last stage's
+    (2, 1, 1, 2, f"{(1 + 2) * 1/2 * K = :.0f}"),                    # of two micro-batches each has an A
+    (2, 1, 1, 3, f"{2 * 3 * 1/2 * K = :.0f}"),                      # ... and two G
+    (1, 4, 1, 0, f"{BATCH * 2 * 2*L * 2 * 3/4 * T*C = :.0f}"),      # each layer's F and B: an all-reduce
+    (1, 1, 3, 0, f"{BATCH * T*C = :.0f}"),                          # first stage x, last dx, second both
     (2, 2, 1, 0, ""), (2, 1, 2, 3, ""), (1, 2, 2, 0, ""), (2, 2, 2, 3, "")]
 
-def trained(*layout):                       # (the ranks after two steps, losses, how many numbers each sent in a step)
+def trained(*layout):                       # two steps: (ranks, losses, how many numbers each sent in a step)
     draw = random.Random(0)
     model = [[[draw.gauss(0, 0.3) for _ in range(C)] for _ in range(rows)] for rows in ROWS]
     batches = [[[draw.randrange(V) for _ in range(T + 1)] for _ in range(BATCH)] for _ in range(2)]
@@ -290,7 +289,7 @@ def trained(*layout):                       # (the ranks after two steps, losses
         losses.append(sum(parts[::layout[1]]))
     return ranks, losses, sent
 
-def furthest(ranks, losses, one, one_losses, layout):   # the largest difference of a loss or a weight from one process
+def furthest(ranks, losses, one, one_losses, layout):   # the largest difference of a loss or a weight
     far = [abs(a - b) for a, b in zip(losses, one_losses)]
     for me, rank in enumerate(ranks):
         for piece, rows in Rank(me, one.mine, *layout).mine.items():
@@ -300,7 +299,7 @@ def furthest(ranks, losses, one, one_losses, layout):   # the largest difference
 def main():
     """The lecture in one file of plain Python: layouts beside one process, and how many numbers they send."""
     (one,), one_losses, _ = trained(1, 1, 1, 0)
-    print(f"{K:,} weights. One process has losses {one_losses[0]:.4f}, {one_losses[1]:.4f}. Beside it:")
+    print(f"A GPT of K = {K} weights. One process: losses {one_losses[0]:.4f}, {one_losses[1]:.4f}. Others:")
     print("dp tp pp ZeRO   off by   a rank of each stage sends")
     for *layout, formula in LAYOUTS:
         ranks, losses, sent = trained(*layout)
@@ -310,13 +309,12 @@ def main():
 if __name__ == "__main__":
     main()
 
-# Here                     In full                                           What that adds
-# run                      collectives.py Link                               processes, GPUs
-# reduce_scatter           collectives.py ring_reduce_scatter                tensors; maxima, averages
-# all_gather, all_reduce   collectives.py ring_all_gather, ring_all_reduce   tensors
-# attention ... backward   model.py Block, GPT                               GPT-2's biases and GELU; autograd goes backward
-# g_forward, f_backward    parallel.py ReduceFromGroup, CopyToGroup          autograd calls them
-# A of ZeRO-0              parallel.py average_gradients                     any module
-# ZERO, step_list          parallel.py with_weights                          G one F or B ahead; fewer D, where the next needs w
-# one_f_one_b              parallel.py one_f_one_b, lower                    other orders, further/schedules.py, idle less
-# Rank                     parallel.py Unit, Pipeline                        a rank computes while G, A, R and S are under way
+# Here                   In full                                          What that adds
+# run                    collectives.py Link                              processes, GPUs
+# reduce_scatter ...     collectives.py ring_reduce_scatter, ring_all_gather, ring_all_reduce     tensors
+# forward, backward      model.py Block, GPT                              GPT-2's biases, GELU; autograd
+# g_forward, f_backward  parallel.py ReduceFromGroup, CopyToGroup         autograd calls them
+# A of ZeRO-0            parallel.py average_gradients                    any module
+# ZERO, step_list        parallel.py with_weights                         G earlier; no D where B follows F
+# one_f_one_b            parallel.py one_f_one_b                          further/schedules.py: less idle time
+# Rank                   parallel.py Unit, Pipeline                       it computes while messages travel
