@@ -115,7 +115,8 @@ def attention(x, w):                        # (T, C), (4C, C): each head has 4D 
     return y, saved
 
 def attention_backward(dy, x, w, saved):
-    """do = dy wo^T, dp = do v^T, ds = p (dp - sum of the row's p dp) / sqrt(D), dq = ds k, dk = ds^T q, dv = p^T do"""
+    """do = dy wo^T, dp = do v^T, ds = p (dp - sum of the row's p dp) / sqrt(D),
+    dq = ds k, dk = ds^T q, dv = p^T do, and dx, dw as above"""
     dx, dw = zeros(T), []
     for head, (q, k, v, p, o) in zip(split(w, len(saved)), saved):
         wq, wk, wv, wo = split(head, 4)
@@ -144,8 +145,7 @@ def mlp_backward(dy, x, w, saved):          # dh = da where h > 0, else 0
     return matmul(dh, up), [row for unit in zip(dup, ddown) for row in unit]
 
 # ---------------------------------------------------------------------- tensor parallelism: f, g
-# Attention is a sum over heads, the MLP a sum over hidden units. So each rank takes some of them, with their
-# rows of w, and computes one term of y:
+# Attention is a sum over heads, the MLP over hidden units. Each rank has some, with their rows of w: a term of y.
 #          ┌─ x ─ rank 0's heads or units ─ y_0 ─┐
 #     x ─ f                                       g ─ y      f: forward nothing, backward an all-reduce of dx
 #          └─ x ─ rank 1's heads or units ─ y_1 ─┘           g: forward an all-reduce of y, backward nothing
@@ -187,18 +187,16 @@ ZERO = {  # first F   other F   other B   last B        and of N replicas each k
     0:    ("F",       "F",      "B",      "BA"),      # nothing: this is data parallelism
     1:    ("GF",      "F",      "B",      "BA"),      # the optimizer's state
     2:    ("GF",      "F",      "BA",     "BA"),      # and gradients
-    3:    ("GFD",     "GFD",    "GBDA",   "GBDA"),    # and weights
-}
+    3:    ("GFD",     "GFD",    "GBDA",   "GBDA")}    # and weights
 #     ZeRO-0     F0 F1 F2   B2 A2 B1 A1 B0 A0                    one micro-batch, pieces 0, 1 and 2
 #     ZeRO-1     G0 F0 G1 F1 G2 F2   B2 A2 B1 A1 B0 A0
 #     ZeRO-3     G0 F0 D0 G1 F1 D1 G2 F2 D2   G2 B2 D2 A2 G1 B1 D1 A1 G0 B0 D0 A0
 
+# A pipeline's stage runs as many F ahead as stages follow, then F and B in turn. Numbers are micro-batches:
+#     stage 0    F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
+#     stage 1    .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
+#     stage 2    .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 def one_f_one_b(stage, stages, micro_batches):
-    """A pipeline's order: as many F ahead as stages follow, then F and B in turn. Numbers are micro-batches.
-        stage 0     F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
-        stage 1     .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
-        stage 2     .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
-    """
     ahead = min(stages - 1 - stage, micro_batches)
     order = [("F", m) for m in range(ahead)]
     for m in range(ahead, micro_batches):
@@ -229,7 +227,7 @@ class Rank:                                 # one of dp replicas of pp stages of
         stage, self.replica, t = me // (dp * tp), me // tp % dp, me % tp
         self.tp = ring([me - t + i for i in range(tp)], me)
         self.dp = ring([me + (i - self.replica) * tp for i in range(dp)], me)
-        self.stages = range(me % (dp * tp), dp * tp * pp, dp * tp)  # a rank of each stage
+        self.stages = range(me % (dp * tp), dp * tp * pp, dp * tp)  # my peers, one in each stage
         self.actions = step_list(zero, stage, pp, BATCH // dp)      # dp divides BATCH
         self.average = reduce_scatter if zero else all_reduce
         self.mine = {}                                              # what this rank's optimizer steps
@@ -240,8 +238,9 @@ class Rank:                                 # one of dp replicas of pp stages of
         self.momentum = {piece: zeros(len(rows)) for piece, rows in self.mine.items()}
 
     def step(self, batch):                  # returns this rank's part of the loss
-        sequences = split(batch, self.dp[0])[self.replica]          # a micro-batch is one sequence
-        x, saved, grads, averages, loss = {}, {}, {}, {}, 0.0
+        sequences = split(batch, self.dp[0])[self.replica]          # each is a micro-batch
+        x, saved, grads, averages = {}, {}, {}, {}                  # x[m]: in backward its gradient
+        loss = 0.0
         for letter, piece, m in self.actions:
             if letter == "F":
                 x[m], saved[piece, m] = yield from forward(
@@ -269,24 +268,25 @@ class Rank:                                 # one of dp replicas of pp stages of
 
 # ------------------------------------------------- it equals one process, and sends what it should
 LAYOUTS = [  # dp, tp, pp, ZeRO, and the lecture's formula: how many numbers a rank sends in a step
-    (4, 1, 1, 0, f"{2 * 3/4 * K = :.0f}"),                          # 2 (N-1)/N K: an all-reduce
-    (4, 1, 1, 1, f"{2 * 3/4 * K = :.0f}"),                          # an all-gather and a reduce-scatter
-    (4, 1, 1, 2, f"{2 * 3/4 * K = :.0f}"),
-    (4, 1, 1, 3, f"{3 * 3/4 * K = :.0f}"),                          # 3 (N-1)/N K: one more all-gather
-    (2, 1, 1, 2, f"{(1 + 2) * 1/2 * K = :.0f}"),                    # of two micro-batches each has an A
-    (2, 1, 1, 3, f"{2 * 3 * 1/2 * K = :.0f}"),                      # ... and two G
+    (4, 1, 1, 0, f"{2 * 3/4 * K = :.0f}"),                          # all-reduce: 2 (N-1)/N K
+    (4, 1, 1, 1, f"{2 * 3/4 * K = :.0f}"),                          # all-gather, reduce-scatter: the same
+    (4, 1, 1, 2, f"{2 * 3/4 * K = :.0f}"),                          # the same
+    (4, 1, 1, 3, f"{3 * 3/4 * K = :.0f}"),                          # one more all-gather: 3 (N-1)/N K
+    (2, 1, 1, 2, f"{(1 + 2) * 1/2 * K = :.0f}"),                    # two micro-batches: one G, two A
+    (2, 1, 1, 3, f"{(4 + 2) * 1/2 * K = :.0f}"),                    # two micro-batches: four G, two A
     (1, 4, 1, 0, f"{BATCH * 2 * 2*L * 2 * 3/4 * T*C = :.0f}"),      # each layer's F and B: an all-reduce
     (1, 1, 3, 0, f"{BATCH * T*C = :.0f}"),                          # first stage x, last dx, second both
     (2, 2, 1, 0, ""), (2, 1, 2, 3, ""), (1, 2, 2, 0, ""), (2, 2, 2, 3, "")]
 
-def trained(*layout):                       # two steps: (ranks, losses, how many numbers each sent in a step)
+def trained(dp, tp, pp, zero):              # two steps: (ranks, losses, how many numbers each sent in a step)
     draw = random.Random(0)
     model = [[[draw.gauss(0, 0.3) for _ in range(C)] for _ in range(rows)] for rows in ROWS]
     batches = [[[draw.randrange(V) for _ in range(T + 1)] for _ in range(BATCH)] for _ in range(2)]
-    ranks, losses = [Rank(me, model, *layout) for me in range(math.prod(layout[:3]))], []
+    ranks = [Rank(me, model, dp, tp, pp, zero) for me in range(dp * tp * pp)]
+    losses = []
     for batch in batches:
         parts, sent = run([rank.step(batch) for rank in ranks])
-        losses.append(sum(parts[::layout[1]]))
+        losses.append(sum(parts[::tp]))                             # tp ranks return the same part
     return ranks, losses, sent
 
 def furthest(ranks, losses, one, one_losses, layout):   # the largest difference of a loss or a weight
@@ -300,11 +300,11 @@ def main():
     """The lecture in one file of plain Python: layouts beside one process, and how many numbers they send."""
     (one,), one_losses, _ = trained(1, 1, 1, 0)
     print(f"A GPT of K = {K} weights. One process: losses {one_losses[0]:.4f}, {one_losses[1]:.4f}. Others:")
-    print("dp tp pp ZeRO   off by   a rank of each stage sends")
-    for *layout, formula in LAYOUTS:
-        ranks, losses, sent = trained(*layout)
-        far = furthest(ranks, losses, one, one_losses, layout)
-        print("{:2} {:2} {:2} {:4}".format(*layout), f"  {far:6.0e}  ", *sent[::layout[0] * layout[1]], " ", formula)
+    print("dp tp pp ZeRO   off by   sent by a rank of each stage, and the formula")
+    for dp, tp, pp, zero, formula in LAYOUTS:
+        ranks, losses, sent = trained(dp, tp, pp, zero)
+        far = furthest(ranks, losses, one, one_losses, (dp, tp, pp, zero))
+        print(f"{dp:2} {tp:2} {pp:2} {zero:4}   {far:6.0e}  ", *sent[::dp * tp], " ", formula)
 
 if __name__ == "__main__":
     main()
