@@ -106,6 +106,15 @@ def test_each_layout_of_micro_equals_one_process(layout, furthest):
     assert all(len(set(stage)) == 1 for stage in stages) and min(sent) > 0
 
 
+@parametrize("zero", range(4))
+def test_what_a_rank_of_micro_keeps(zero):
+    """1/N of what its optimizer steps from ZeRO-1 on; of ZeRO-3 no whole weights after a step."""
+    for rank in micro.trained(4, 1, 1, zero)[0]:
+        for kept in rank.mine, rank.momentum:
+            assert sum(map(len, kept.values())) * micro.C * (4 if zero else 1) == micro.K
+        assert sum(map(len, rank.whole.values())) * micro.C == (0 if zero == 3 else micro.K)
+
+
 def silent(result):
     """A collective that sends nothing: each rank goes on with its own."""
     def collective(x, group):
