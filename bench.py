@@ -219,7 +219,7 @@ FLAGS = [
     option(MEASURED, "--device", choices=["auto", "cpu", "cuda"], default="auto"),
     option(MEASURED, "--quick", "tiny sizes, few repeats: shows only that it works", action="store_true"),
     option(MEASURED, "--only", "which kernels, lessons, collectives, optimizers, kinds of --cp-kind or strategies; "
-           "left out, all (but experts, pairs, dense twin only with --experts), in scaling ddp and zero3", nargs="+",
+           "left out, all (but experts, dense twin only with --experts), in scaling ddp and zero3", nargs="+",
            metavar="NAME"),
     option(SIZED, "--arch", "architecture; left out, that of the preset", choices=["gpt2", "llama"]),
     option(SIZED, "--model", "preset; left out, gpt2, on the CPU tiny, in plan gpt2-xl; of a llama 1b, on the CPU tiny",
@@ -234,7 +234,7 @@ FLAGS = [
            choices=[*dist.LINKS], default="ours"),
     number("strategies", "--micro-batches", "how many a step has; left out, 8 in a pipeline, else 1"),
     option("strategies", "--recompute", "as in train.py; PyTorch's side runs whole blocks again",
-           choices=["none", "norms", "mlp", "attention", "block"], default="none"),
+           choices=["none", "mlp", "block"], default="none"),
     number("strategies", "--recompute-blocks", "as in train.py", default=0),
     number("strategies", "--loss-chunk", "as in train.py", default=0),
     number("strategies", "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
@@ -301,7 +301,7 @@ def check_names(a):
     able = [name for name, lesson in LESSONS.items() if on_triton(a) or not lesson.on_triton]
     names = {"kernels": list(CASES), "collectives": list(BUS), "lessons": able,
              "scaling": ["ddp", "zero3", "zero1", "zero2"], "optimizers": list(KINDS),
-             "context": over_ranks.KINDS[:3 if a.gpus > 2 else 2]}[a.what]
+             "context": over_ranks.KINDS}[a.what]
     a.only = a.only or names[:2 if a.what == "scaling" else None]
     for name in a.only:
         reject(name not in names, f"--only {name}: there are {', '.join(names)} with --device {a.device}")
@@ -320,8 +320,6 @@ def check_model(a, preset):
     a.model = a.model or (preset if a.arch != "llama" or preset == "tiny" else "1b")
     sizes = {name: getattr(a, name) for name in SIZES}
     a.config = model_config(Settings(arch=a.arch, model=a.model, init_from=a.hf, **sizes), open_folder=read_config)[0]
-    reject(a.config.delta_every, f"--delta-every {a.config.delta_every}: nobody has timed a gated delta rule, so "
-           "nothing is predicted: leave --delta-every out")
     a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)
 
 
@@ -347,7 +345,7 @@ def check_strategies(a):
     asked = a.config.experts
     a.config, routed, twin = configs_of(a.config)
     every = layouts(a.gpus, a.micro_batches or 8, a.virtual_stages, routed.experts)
-    a.configs = dict.fromkeys(every, a.config) | {"experts": routed, "pairs": routed, "dense twin": twin}
+    a.configs = dict.fromkeys(every, a.config) | {"experts": routed, "dense twin": twin}
     a.layouts = {}
     a.reasons = []
     for name in a.only or [name for name in every if asked or a.configs[name] is a.config]:

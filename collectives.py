@@ -466,7 +466,6 @@ class Link:
         self.backend = torch_dist.get_backend(group)
         self.device = DEVICE[self.backend]
         self.nodes = [node_of(rank) for rank in torch_dist.get_process_group_ranks(group)]  # of each rank of the group
-        self.channel = 0  # whose messages these are, of all that go between the same ranks (further/channels.py)
         self.worker = self.stream = None  # which run operations with `async_op`: a thread on CPUs, a stream on GPUs
         self.last = Handle()  # of the latest operation that the worker was given
 
@@ -510,7 +509,7 @@ class Link:
     def tag(self, message):
         """Where ranks call different operations, or with other dtypes or sizes, their messages have different tags: the
         call ends in gloo's timeout, not in wrong numbers. (NCCL knows no tags.)"""
-        what = f"{self.channel} {self.name} {message.dtype} {message.nbytes}"
+        what = f"{self.name} {message.dtype} {message.nbytes}"
         return TAG + (zlib.crc32(what.encode()) & (TAG - 1))
 
     @property
@@ -554,14 +553,6 @@ class Link:
         for t in tensors:
             t.record_stream(self.stream)  # the allocator must not reuse their memory before the stream is done
         return Handle(lambda: torch.cuda.current_stream().wait_event(done), done.query)
-
-    @property
-    def knows_tags(self):
-        return self.backend != "nccl"
-
-    def like_this(self):
-        """A link of this kind, for a channel of the group."""
-        return type(self)(self.group)
 
     def close(self):
         """Called before the group is destroyed."""
@@ -675,7 +666,6 @@ class Process:
         registered   group -> what makes its link in place of LINKS["ours"], where further/nodes.py has said so
         stores       where it has met others: (store, rank, world size)
         worlds       how many it has joined
-        channels     group -> how many of further/channels.py it has had
         makers       LINKS; ranks that are threads have the reference's own
     """
 
@@ -684,7 +674,6 @@ class Process:
         self.traffic = defaultdict(Traffic)
         self.links = defaultdict(dict)
         self.registered = {}
-        self.channels = {}
         self.stores = {}
         self.worlds = 0
 
@@ -724,16 +713,13 @@ def say_what_is_faster(backend):
 
 class NoLink:
     """Of a rank outside the group, which has nothing to do."""
-    knows_tags = False
 
     def run(self, *_):
         return None
 
 
 def link_of(group):
-    """The Link that serves this group, or channel."""
-    if hasattr(group, "link"):  # of further/channels.py
-        return group.link
+    """The Link that serves this group."""
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return NoLink()
     group = group or torch_dist.group.WORLD
@@ -785,7 +771,6 @@ def destroy_process_group(group=None):
         for link in set(process.links.pop(served, {}).values()):
             link.close()
         process.registered.pop(served, None)
-        process.channels.pop(served, None)
     torch_dist.destroy_process_group(group)
     if group is None:
         reset_traffic()

@@ -44,8 +44,6 @@ class GPTConfig:
     # No fields: further/ has configs with others.
     arch = "gpt2"
     experts = 0
-    latent = 0
-    delta_every = 0
     activations = tuple(ACTIVATIONS)
     biased = True              # whether its linear layers have biases
 
@@ -104,8 +102,7 @@ class GPTConfig:
     def norm(self):
         return LayerNorm(self.n_embd, self.norm_eps)
 
-    def attention(self, block):
-        """The attention of block number `block`, counted from 0."""
+    def attention(self):
         return Attention(self)
 
     def activation_function(self):
@@ -113,7 +110,7 @@ class GPTConfig:
         return ACTIVATIONS[self.activation]
 
     def mlp(self, block):
-        """The MLP of block number `block`."""
+        """The MLP of block number `block`, counted from 0."""
         return MLP(self)
 
     def stacked(self, name):
@@ -134,6 +131,8 @@ PRESETS = {
 # ------------------------------------------------------------------------------------------------------------ layers
 
 class Linear(nn.Linear):
+    is_plain = True  # no more than x A + b, so parallel.tensor_parallel cuts it
+
     def reset_parameters(self):
         if not self.weight.is_meta:  # PyTorch would draw nothing there, slowly: two thirds of the time to make a model
             super().reset_parameters()
@@ -188,7 +187,7 @@ class Block(nn.Module):
     def __init__(self, config, number):
         super().__init__()
         self.ln_1 = config.norm()
-        self.attn = config.attention(number)
+        self.attn = config.attention()
         self.ln_2 = config.norm()
         self.mlp = config.mlp(number)
 

@@ -11,8 +11,8 @@
 train.py puts them together, in an order that works: `parallelize`.
 
 further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, and groups on several
-nodes; and buckets.py, flat.py, prefetch.py, what makes data parallelism and ZeRO fast. For a module of your own
-further/ has DDP, ShardedOptimizer, FSDP and tensor_parallel: ddp.py, zero.py, fsdp.py, tensor.py.
+nodes; and buckets.py, flat.py, prefetch.py, what makes data parallelism and ZeRO fast. docs/own-model.md trains a
+module that is no GPT with `average_gradients`, `tensor_parallel` and `clip_grad_norm_`.
 
 `python -m lessons data`, `memory`, `fsdp`, `tensor`, `pipeline`, and for further/ `context`, `experts`: on a laptop.
 
@@ -520,6 +520,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, layer, group, f, fused=(1,)):  # f: CopyToGroup.apply, or sequence parallelism's
         super().__init__()
+        refuse_unlike(layer, nn.Linear)
         self.f = f
         self.cut = Cut(group, 0, fused)  # A's columns are the weight's rows
         self.weight, self.bias = local_parameter(layer.weight, self.cut), local_parameter(layer.bias, self.cut)
@@ -533,6 +534,7 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, layer, group, g):  # g: ReduceFromGroup.apply, or sequence parallelism's
         super().__init__()
+        refuse_unlike(layer, nn.Linear)
         self.g = g
         self.cut = Cut(group, 1)
         self.weight, self.bias = local_parameter(layer.weight, self.cut), layer.bias
@@ -551,6 +553,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding, group, g):
         super().__init__()
+        refuse_unlike(embedding, nn.Embedding)
         self.g = g
         self.cut = Cut(group, 0)
         self.weight = local_parameter(embedding.weight, self.cut)
@@ -567,6 +570,20 @@ class VocabParallelEmbedding(nn.Module):
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)                         # (..., C)
         instead = x.new_zeros(tokens.shape).masked_fill(invalid, math.nan)  # 0 where another rank has the row
         return self.g(torch.where(elsewhere.unsqueeze(-1), instead.unsqueeze(-1), x), self.cut.group)
+
+
+def refuse_unlike(layer, kind):
+    """ValueError for a layer that does more than its kind: what takes its place multiplies and adds a bias, or looks up
+    rows. A subclass of nn.Linear with a forward of its own says by `is_plain` that it does no more."""
+    options = [name for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+               if getattr(layer, name, None) is not None and getattr(layer, name) is not False]
+    parts = {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias"}
+    hooks = [name for name, found in vars(layer).items() if name.endswith("_hooks") and found]
+    more = [*options, *sorted(parts), *hooks, *["forward"] * ("forward" in vars(layer))]
+    is_plain = type(layer) is kind or isinstance(layer, kind) and getattr(layer, "is_plain", False)
+    if more or not is_plain:
+        raise ValueError(f"a plain {kind.__name__} can be cut over ranks, not {type(layer).__name__}"
+                         f"{' with ' * bool(more)}{', '.join(more)}: leave it out of the table")
 
 
 EMBEDDINGS = nn.Embedding, VocabParallelEmbedding  # their backward needs row indices, no weights
@@ -664,8 +681,8 @@ def planned_layers(module, plan):
 
 def tensor_parallel(module, group, plan=None):
     """Put this rank's slices in place of the layers that the plan names; left out, it is a GPT's `gpt2_plan`. N must
-    divide the heads. Parameters stay the objects that they are, so ties stay ties. (Of a module of your own
-    further/tensor.py's also refuses what cannot be cut.)"""
+    divide the heads. Parameters stay the objects that they are, so ties stay ties. ValueError for a layer that does
+    more than nn.Linear or nn.Embedding, because the slice in its place would not."""
     plan = plan or gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply)
     cut = {layer: how(layer, group) for layer, how in planned_layers(module, plan).items()}
     for name, layer in [*module.named_modules(remove_duplicate=False)]:
@@ -904,14 +921,11 @@ class Pipeline:
         because messages may still be under way.
         """
         self.begin(actions, x, y, dloss, sync, beside or [{}] * len(x))
-        self.do_all(actions)
-        self.wait_for_sent(0)
-        return self.losses
-
-    def do_all(self, actions):
         for action in actions:
             with self.around(action):
                 self.do(action)
+        self.wait_for_sent(0)
+        return self.losses
 
     def begin(self, actions, x, y, dloss, sync, beside):
         """Nothing of the step before is left."""

@@ -26,13 +26,10 @@ from tests.windows import *  # noqa: E402, F403
 from tests.messages import *  # noqa: E402, F403
 from tests.models import *  # noqa: E402, F403
 from tests.llama import *  # noqa: E402, F403
-from tests.delta import *  # noqa: E402, F403
-from tests.deepseek import *  # noqa: E402, F403
 from tests.layouts import *  # noqa: E402, F403
 from tests.chunked_loss import *  # noqa: E402, F403
 from tests.packed import *  # noqa: E402, F403
 from tests.muon import *  # noqa: E402, F403
-from tests.diloco import *  # noqa: E402, F403
 from tests.graphs import *  # noqa: E402, F403
 from tests.further import *  # noqa: E402, F403
 from tests.data import *  # noqa: E402, F403
@@ -40,7 +37,6 @@ from tests.forms import *  # noqa: E402, F403
 from tests.zero import *  # noqa: E402, F403
 from tests.memory import *  # noqa: E402, F403
 from tests.schedules import *  # noqa: E402, F403
-from tests.pairs import *  # noqa: E402, F403
 from tests.demos import *  # noqa: E402, F403
 from tests.puzzles import *  # noqa: E402, F403
 from tests.pages import *  # noqa: E402, F403
@@ -57,6 +53,7 @@ from tests.kernels import *  # noqa: E402, F403
 from tests.fp8 import *  # noqa: E402, F403
 from tests.attention import *  # noqa: E402, F403
 from tests.walls import *  # noqa: E402, F403
+from tests.budgets import *  # noqa: E402, F403
 from tests.together import *  # noqa: E402, F403
 from tests.text import *  # noqa: E402, F403
 from tests.same import *  # noqa: E402, F403

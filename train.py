@@ -66,24 +66,15 @@ class Layout:
     tp: int = flag(1, "ranks each layer is cut over")
     sp: bool = flag(False, "sequence parallelism: tp cuts the tokens too, between the layers that it cuts")
     cp: int = flag(1, "context parallelism: ranks each sequence is cut over")
-    cp_kind: str = flag("ring", "ring: keys and values go round; ulysses: tokens are traded for heads; ulysses+ring: "
-                                "heads inside a node, rings between", choices=["ring", "ulysses", "ulysses+ring"])
+    cp_kind: str = flag("ring", "ring: keys and values go round; ulysses: tokens are traded for heads",
+                        choices=["ring", "ulysses"])
     ep: int = flag(1, "ranks of dp that share out the experts")
-    dispatch: str = flag("expert", "tokens travel as a row for each expert, or once to each node",
-                         choices=["expert", "node"])
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
     schedule: str = flag("1f1b", "of the pipeline", choices=list(SCHEDULES))  # or the text of --schedule-file
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
-    pairs: bool = flag(False, "run each F of the schedule with a B beside it, so that one's tokens travel to experts "
-                              "while the other computes")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
-    islands: int = flag(1, "DiLoCo: parts of dp that train apart, and average their weights each --local-steps")
-    local_steps: int = flag(50, "steps of an island from one average to the next")
-    outer_lr: float = flag(0.7, "learning rate of DiLoCo's outer step")
-    outer_momentum: float = flag(0.9, "Nesterov momentum of DiLoCo's outer step")
-    recompute: str = flag("none", "what backward computes again",
-                          choices=["none", "norms", "mlp", "attention", "block"])
+    recompute: str = flag("none", "what backward computes again", choices=["none", "mlp", "block"])
     recompute_blocks: int = flag(0, "in how many blocks of each stage, the first ones; 0: all")
     loss_chunk: int = flag(0, "tokens whose logits exist at a time, in head and loss; 0: all")
     dtype: torch.dtype = torch.float32  # of the layers
@@ -91,7 +82,7 @@ class Layout:
     @property
     def replicas(self):
         """How many ranks average gradients."""
-        return self.dp * self.cp // self.islands
+        return self.dp * self.cp
 
 
 @dataclass
@@ -110,15 +101,10 @@ class Flags(Layout):
     seq_len: int = flag(None, "tokens a sequence, instead of the preset's")
     vocab_size: int = flag(None, "vocabulary, instead of the preset's")
     activation: str = flag(None, "of the MLP, instead of the preset's", choices=list(ACTIVATIONS))
-    latent: int = flag(None, "numbers of a Llama's latent attention from which a token's keys and values are made")
-    delta_every: int = flag(None, "n, where every n-th block of a Llama has attention, and the others a gated delta "
-                                  "rule, linear attention; 0: all have attention (default: 0)")
     experts: int = flag(None, "MLPs that a block's router has to choose from, instead of the preset's one")
     top_k: int = flag(None, "experts that a token goes through (default: 2)")
     expert_every: int = flag(None, "n, where every n-th block has experts (default: 1)")
     shared_experts: int = flag(None, "further experts of such a block, which every token goes through (default: 0)")
-    expert_groups: int = flag(None, "groups of neighbouring experts (default: 1)")
-    top_groups: int = flag(None, "groups in which one token's experts lie (default: 1)")
     balance_rate: float = flag(1e-3, "what a step adds to an expert's bias, or takes from it, to even out the load")
     steps: int = flag(450, "optimizer steps")
     batch_size: int = flag(16, "sequences a step, over all ranks")
@@ -179,9 +165,9 @@ def config_of(s):
     if s.model not in presets:
         raise ValueError(f"--model {s.model} is no preset of --arch {s.arch or 'gpt2'}: give --model tiny")
     preset = presets[s.model]
-    if FURTHER:
-        from further.kinds import of_kind
-        preset = of_kind(preset, s, dashed)
+    if s.experts:
+        from further.kinds import resized
+        preset = resized(preset, experts=s.experts)
     given = {field.name: size for field in dataclasses.fields(preset)
              if (size := getattr(s, field.name, None)) is not None}
     return dataclasses.replace(preset, **given)
@@ -274,11 +260,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
     """
     device = torch.device(device)
     stage_to_rank = stage_to_rank_of(config, layout)
-    if layout.islands > 1:
-        from further.diloco import mesh_of_islands
-        mesh = mesh_of_islands(device.type, layout)
-    else:
-        mesh = parallel.make_mesh(device.type, layout.dp, layout.tp, layout.pp, layout.cp)
+    mesh = parallel.make_mesh(device.type, layout.dp, layout.tp, layout.pp, layout.cp)
     groups = make_groups(mesh, layout, stage_to_rank, config)
     source = source or partial(initial_weight, config, seed=0)
     stages = {}
@@ -332,7 +314,7 @@ def stage_to_rank_of(config, layout):
     return stage_to_rank
 
 
-OF_FURTHER = "replicate", "ulysses", "ring", "ep", "same_experts", "ep_inside", "ep_between", "island", "between"
+OF_FURTHER = "replicate", "ep", "same_experts"
 
 
 def make_groups(mesh, layout, stage_to_rank, config):
@@ -342,7 +324,7 @@ def make_groups(mesh, layout, stage_to_rank, config):
     shard      the ranks that share out ZeRO's states: as dp_cp
     embedding  the two ranks that keep a tied embedding, of the first and the last stage, else None
 
-    further/groups.py sets those OF_FURTHER, which are None here, for --cp, --ep, --islands, --zero-within and nodes.
+    further/groups.py sets those OF_FURTHER, which are None here, for --cp, --ep, --zero-within and nodes.
     """
     groups = SimpleNamespace(**dict.fromkeys(OF_FURTHER))
     for axis in mesh.mesh_dim_names:
@@ -355,7 +337,7 @@ def make_groups(mesh, layout, stage_to_rank, config):
         groups.embedding, _ = torch.distributed.new_subgroups_by_enumeration(first_and_last.T.tolist())
     if FURTHER:
         from further.groups import add_groups
-        add_groups(groups, mesh, layout, config)
+        add_groups(groups, mesh, layout)
     return groups
 
 
@@ -363,16 +345,10 @@ def cut_layers(model, layout, groups, edition):
     """Cut a model's layers over cp, ep and tp, in place."""
     if layout.cp > 1:
         from further.context import context_parallel
-        context_parallel(model, groups, **edition.context)
-        if model.config.delta_every:
-            from further.delta_state import delta_over_ranks
-            delta_over_ranks(model, groups)
+        context_parallel(model, groups.cp, layout.cp_kind, **edition.context)
     if layout.ep > 1:
         from further.expert_parallel import expert_parallel
-        expert_parallel(model, groups.ep, groups.same_experts, within=groups.ep_inside, **edition.experts)
-    if groups.ep_between:
-        from further.by_node import dispatch_by_node
-        dispatch_by_node(model, groups.ep_between)
+        expert_parallel(model, groups.ep, groups.same_experts, **edition.experts)
     if layout.tp > 1 and layout.sp:
         from further.sequence import gathered, scattered, sequence_parallel
         f, g = edition.sequence or (gathered, scattered)
@@ -421,10 +397,6 @@ def who_runs(layout, edition):
         from further.schedules import HalvedPipeline
         pipeline = edition.halved or HalvedPipeline
         lists = checked
-    if layout.pairs:
-        from further.pairs import checked_pairs, paired
-        pipeline = paired(pipeline)
-        lists = checked_pairs
     return pipeline, lists
 
 
@@ -457,9 +429,6 @@ class ParallelGPT:
         self.pipeline = pipeline(stages, stage_to_rank, mesh, self.loss, layout.dtype, config.n_embd, self.device,
                                  layout.tp if layout.sp else 1)
         self.optimizer = None
-        if optimizer and groups.between:
-            from further.diloco import of_islands
-            optimizer = of_islands(optimizer, groups.between, layout)
         if optimizer:
             self.optimizer = edition.optimizer(layout.zero, self.param_groups(), optimizer, groups.shard,
                                                [*stages.values()], layout.dtype)
@@ -557,7 +526,7 @@ class ParallelGPT:
         """Run a list of actions. sync: the optimizer; None for forwards alone. Returns forward_backward's loss."""
         if self.layout.cp > 1:
             from further.context import cut_tokens
-            x, y = (cut_tokens(tokens, self.groups) for tokens in (x, y))
+            x, y = (cut_tokens(tokens, self.groups.cp, self.layout.cp_kind) for tokens in (x, y))
         weight = self.weight_of_a_target(y)
         beside = [{"starts": rows} for rows in starts] if starts else [{} for _ in y]
         if self.layout.loss_chunk:
@@ -586,18 +555,18 @@ class ParallelGPT:
         return replicas / count.clamp(min=1).to(parallel.master_dtype(self.layout.dtype))
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
-        """parallel.clip_grad_norm_, over the whole model. (Each of several islands has a norm of its own.)"""
-        return self.edition.clip_grad_norm_(self.optimizer, max_norm, [self.groups.island], scale)
+        """parallel.clip_grad_norm_, over the whole model."""
+        return self.edition.clip_grad_norm_(self.optimizer, max_norm, [None], scale)
 
     def module(self, stage):
         """A stage without its FSDP."""
         return getattr(self.stages[stage], "module", self.stages[stage])
 
-    def whole_parameter(self, name, key=None, island=0):
+    def whole_parameter(self, name, key=None):
         """A parameter as one process would hold it; with `key`, what the optimizer keeps of it (zeros before its first
-        step); or a buffer. Of islands, what this one has. Call it on all ranks."""
+        step); or a buffer. Call it on all ranks."""
         from further.resume import whole_parameter
-        return whole_parameter(self, name, key, island)
+        return whole_parameter(self, name, key)
 
 
 # ------------------------------------------------------------------------------------------------------------- training

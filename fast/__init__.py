@@ -1,4 +1,4 @@
-"""The same numbers sooner: kernels and links for this process, and DDP, ShardedOptimizer, FSDP for modules of your own.
+"""The same numbers sooner: kernels and links for this process.
 
     import fast; fast.on()      before any process group, model or optimizer is made, in every process
 
@@ -24,7 +24,6 @@ import collectives
 import kernels
 import safe
 from fast import attention, fp8, links, norm
-from fast.zero import DDP, FSDP, ShardedOptimizer  # noqa: F401
 
 KERNELS = {  # of the reference: what computes the same sooner
     F.linear: fp8.linear,

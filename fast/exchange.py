@@ -169,8 +169,8 @@ class AllToAll:
     """All-to-alls of N ranks, one kernel a call. rank: this rank's number.
 
     windows: the addresses of N windows, one on each rank, of `all_to_all_bytes` bytes, zero at first and used by no
-    other object. All ranks must make the same calls in the same order, each rank on one stream. If a peer dies, the
-    kernel waits for it forever: there is no timeout.
+    other object. All ranks must make the same calls in the same order, each rank on one stream. The kernel waits for a
+    peer that does not come without a timeout: safe/watch.py's Watch ends the run and names the rank.
     """
 
     def __init__(self, windows, rank, device):

@@ -83,7 +83,7 @@ def bias_gradient(dy):
 # fast/graphs.py puts another `add` in the place of the one below.)
 
 LINEARS = torch.nn.Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
-MOST_WAITING = 3  # layers. A sublayer has two that --tp cuts, one with latent attention three
+MOST_WAITING = 2  # layers. A sublayer has two that --tp cuts
 
 
 class WeightGradients:

@@ -71,7 +71,10 @@ class NcclLink(LeavesRoom, DoublingLink):
             return None
         memory = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
         how = [value for value in arguments if not isinstance(value, (torch.Tensor, list))]  # op, src, ...
-        return name, aside, *how, *memory
+        # A graph goes the way of its recording, by messages or by a kernel. Addresses differ from rank to rank, so one
+        # rank may replay a graph where another runs the operation. If `kernels.use` was called in between, each would
+        # wait for ever for what the other sends another way.
+        return name, aside, kernels._choice, *how, *memory
 
     def perform(self, algorithm, *arguments):
         key = self.key_of(self.name, self.aside, arguments)

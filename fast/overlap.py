@@ -1,6 +1,6 @@
 """Gradients moved by few kernels; steps that are dropped.
 
-Subclasses of further/buckets.py's Bucket and of the Reducers. Copied, not added to zeros, a gradient costs 8 bytes
+Subclasses of the Reducers of further/buckets.py and flat.py. Copied, not added to zeros, a gradient costs 8 bytes
 less a parameter (counted; the time was not measured). Buckets that leave under backward, as the reference's do, save
 5.3 % of a step of GPT-2 XL on two H200s.
 """
@@ -10,20 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
-from further.buckets import Bucket, Reducer
-from further.flat import EveryBackward, FlatBucket, FlatReducer
-
-
-class TotalBucket(Bucket):
-    """DDP's Bucket with a total, as FlatBuckets have, into which few kernels move gradients, or a CUDA graph does."""
-    begin_message = FlatBucket.begin_message
-    zeros = FlatBucket.zeros
-
-    def __init__(self, params, group):
-        super().__init__(params, group)
-        self.dtype = self.total_dtype = params[0].dtype
-        self.total = None
-        self.device = params[0].device
+from further.buckets import Reducer
+from further.flat import EveryBackward, FlatReducer
 
 
 @torch.no_grad()
@@ -137,4 +125,4 @@ class FastEveryBackward(FastReducer, EveryBackward):
     def keeps_promise(self, bucket):
         if bucket in self.promised and self.promised[bucket] is not bucket.shard.grad:
             raise RuntimeError("gradients were zeroed before finish_grad_sync(): to drop a step, zero_grad() must be "
-                               "called on the FSDP module or the ShardedOptimizer")
+                               "called on the FlatFSDP or the FlatOptimizer")

@@ -1,9 +1,8 @@
 """ZeRO whose weights travel under the optimizer, with CUDA graphs also under the next forward, and whose steps can be
 dropped.
 
-Subclasses of FlatOptimizer and FlatFSDP, and of what further/ makes of them for any model. With AdamW's kernel it
-saves the cast of all weights, 6 bytes a parameter, and the network works while the optimizer and the next forward do.
-The time was not measured by itself.
+Subclasses of FlatOptimizer and FlatFSDP. With AdamW's kernel it saves the cast of all weights, 6 bytes a parameter, and
+the network works while the optimizer and the next forward do. The time was not measured by itself.
 """
 
 import weakref
@@ -11,23 +10,14 @@ import weakref
 import torch
 
 from fast.adamw import AdamW
-from fast.overlap import FastEveryBackward, FastFlatReducer, FastReducer, TotalBucket
-from further import ddp
-from further import fsdp
-from further import zero
-from further.flat import cast_masters, FlatBucket, FlatOptimizer
+from fast.overlap import FastEveryBackward, FastFlatReducer
+from further.flat import cast_masters, FlatOptimizer
 from further.prefetch import FlatFSDP
 from further.units import units_of
 
 
-class DDP(ddp.DDP):
-    """further/ddp.py's, with gradients moved a bucket at a time."""
-    bucket_class = TotalBucket
-    reducer_class = FastReducer
-
-
-class Ahead:
-    """A FlatOptimizer or ShardedOptimizer that saves a pass over the weights.
+class AheadOptimizer(FlatOptimizer):
+    """A FlatOptimizer that saves a pass over the weights.
 
     fast.adamw.AdamW writes the 16-bit weights while it updates their masters, so they need no cast afterwards, and a
     bucket's all-gather runs beside the update of the buckets after it.
@@ -100,44 +90,11 @@ class Ahead:
                 self.gathering.pop(bucket).wait()
 
 
-class AheadOptimizer(Ahead, FlatOptimizer):
-    pass
-
-
-class ShardedOptimizer(Ahead, zero.ShardedOptimizer):
-    def split(self, bucket):
-        super().split(bucket)
-        if isinstance(self.inner, AdamW) and bucket.shard in self.inner.copies:
-            copy = self.inner.copies.pop(bucket.shard)
-            wheres = {p: FlatBucket.kept(bucket, p)[1] for p in bucket.params}
-            self.inner.copies |= {bucket.parts[p]: copy[here] for p, here in wheres.items()}
-
-
-class Guarded:
-    """A FlatFSDP or FSDP whose module is not read or moved by mistake."""
+class FastFSDP(FlatFSDP):
+    """A FlatFSDP whose gradients are moved a bucket at a time."""
     reducer_class = FastFlatReducer
     every_backward = FastEveryBackward
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.reducers[1].holds = True  # 1-D gradients have few elements: send them in finish_grad_sync
-        for part in self.module.modules():
-            part.register_state_dict_pre_hook(self._refuse)
-            part.register_load_state_dict_pre_hook(self._refuse)
-            part._apply = self._refuse
-
-    def _refuse(self, *_, **__):
-        raise RuntimeError("an FSDP keeps parts of its parameters: read them with full_state_dict(), set them with "
-                           "load_state_dict(), and copy, move or cast a module before you wrap it")
-
-    _apply = __deepcopy__ = _refuse
-
-
-class GuardedFlatFSDP(Guarded, FlatFSDP):
-    pass
-
-
-class FSDP(Guarded, fsdp.FSDP):
-    def expect(self, flat):
-        super().expect(flat)
-        self.reducers[0].collect_rest([flat] if flat in self.reducers[0].missing else [])

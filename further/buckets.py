@@ -32,7 +32,6 @@ class Bucket:
         self.params = params
         self.placement = placement_of(params[0])
         self.group = self.placement.average_over or group  # few ranks keep the same expert (further/experts.py)
-        self.channel = self.group  # what the bucket travels in; or a Channel of further/channels.py
         self.first, self.numel = {}, 0
         for p in params:
             self.first[p] = self.numel  # where in the message it begins
@@ -63,7 +62,7 @@ def all_reduce_bucket(bucket):
     message = bucket.take_message()
     if dist.get_world_size(bucket.group) == 1:
         return dist.Handle(), message, message
-    handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.channel, async_op=True)
+    handle = dist.all_reduce(message, dist.ReduceOp.AVG, bucket.group, async_op=True)
     return handle, message, message
 
 
@@ -136,7 +135,7 @@ class Reducer:
         """A bucket waits for one gradient less. Send all buckets that are now complete and next in order."""
         if param not in self.missing[bucket]:
             raise RuntimeError("a second backward before finish_grad_sync(): run all but the last one under no_sync(); "
-                               "to drop a step, call zero_grad() of the model, or of the ShardedOptimizer")
+                               "to drop a step, call zero_grad() of the BucketDDP, FlatFSDP or FlatOptimizer")
         self.missing[bucket].discard(param)
         while self.next < len(self.buckets) and self.complete(self.buckets[self.next]):
             self.start(self.buckets[self.next])
@@ -217,33 +216,21 @@ class BucketDDP(Averager, nn.Module):
 
     A parameter that a rank did not use counts as zero there, so one that nobody used has a gradient of zero, not None.
     Parameters may be frozen and unfrozen between steps, on all ranks alike. Buffers, such as BatchNorm's statistics,
-    are each rank's own: further/ddp.py sends them, and refuses ranks whose models differ.
+    are each rank's own.
     Li et al., "PyTorch Distributed" (2020). CS336 lecture 8, data parallelism.
     """
-
-    bucket_class = Bucket
-    reducer_class = Reducer
 
     def __init__(self, module, group=None, bucket_mb=None):
         super().__init__()
         self.module, self.group = module, group_or_world(group)
-        buckets = [self.bucket_class(params, self.group) for params in make_buckets([*module.parameters()], bucket_mb)]
+        buckets = [Bucket(params, self.group) for params in make_buckets([*module.parameters()], bucket_mb)]
         for bucket in buckets:
             for param in bucket.params:
                 dist.broadcast(param.detach(), group=bucket.group, group_src=0)
-        self.reducers = [self.reducer_class(buckets, all_reduce_bucket, split_into_grads)]
+        self.reducers = [Reducer(buckets, all_reduce_bucket, split_into_grads)]
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
-
-
-def refuse_others(param, method):
-    """RuntimeError if more than one object averages a parameter's gradient: the mean would be taken twice."""
-    if len(param._post_accumulate_grad_hooks) > 1:
-        methods = [hook.method() for hook in param._post_accumulate_grad_hooks.values() if hasattr(hook, "method")]
-        if any(other not in (None, method) for other in methods):
-            raise RuntimeError("two objects average the gradient of one parameter, such as a DDP of the model and a "
-                               "ShardedOptimizer of its parameters: make one of them only")
 
 
 def call_when_computed(params, method):
@@ -252,13 +239,10 @@ def call_when_computed(params, method):
 
     def call(param):
         if alive := method():
-            refuse_others(param, alive)
             alive(param)
 
-    call.method = method
     for param in params:
         is_trained = param.requires_grad
-        if param.is_floating_point() or param.is_complex():
-            param.requires_grad_(True)  # else it takes no hook, and it may be trained later
-            param.register_post_accumulate_grad_hook(call)
-            param.requires_grad_(is_trained)
+        param.requires_grad_(True)  # else it takes no hook, and it may be trained later
+        param.register_post_accumulate_grad_hook(call)
+        param.requires_grad_(is_trained)

@@ -43,30 +43,22 @@ from further.ulysses import ulysses_attention
 #     keys of a lower rank      all queries see the first chunk of keys, none sees the second
 #     keys of a higher rank     the second chunk of queries sees all keys, the first sees none
 #
-# Liu et al., "Ring Attention" (2023), without the zigzag, which came later. further/ulysses.py has the other way, and
-# both at once: R ranks are around a ring, and U neighbours share what one of them would hold; N = R U.
+# Liu et al., "Ring Attention" (2023), without the zigzag, which came later. further/ulysses.py has the other way.
 
-def own_tokens(tokens, rank, n, inside, device="cpu"):
-    """Which of a sequence's `tokens` a rank of n holds: int64 (T/N). inside: U, a ring's 1, Ulysses' n. n must divide
-    tokens, and so must a ring's 2R."""
+def own_tokens(tokens, rank, n, kind, device="cpu"):
+    """Which of a sequence's `tokens` a rank of n holds: int64 (T/N). kind: "ring", where 2n must divide tokens, or
+    "ulysses", where n must."""
     numbers = torch.arange(tokens, device=device)
-    ring = n // inside
-    place = rank // inside
-    if ring > 1:
-        chunks = numbers.view(2 * ring, -1)
-        numbers = torch.cat([chunks[place], chunks[2 * ring - 1 - place]])
-    return numbers.view(inside, -1)[rank % inside]
+    if kind == "ulysses":
+        return numbers.view(n, -1)[rank]
+    chunks = numbers.view(2 * n, -1)
+    return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])
 
 
-def inside_of(groups):
-    """U, of a ParallelGPT's groups."""
-    return dist.get_world_size(groups.ulysses) if groups.ulysses else 1
-
-
-def cut_tokens(micro_batches, groups):
+def cut_tokens(micro_batches, group, kind):
     """This rank's tokens of each micro-batch (B, T): tensors (B, T/N)."""
-    rank, n, inside = dist.get_rank(groups.cp), dist.get_world_size(groups.cp), inside_of(groups)
-    return [tokens[:, own_tokens(tokens.shape[1], rank, n, inside, tokens.device)] for tokens in micro_batches]
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    return [tokens[:, own_tokens(tokens.shape[1], rank, n, kind, tokens.device)] for tokens in micro_batches]
 
 
 def shift(tensor, group):
@@ -105,7 +97,8 @@ def first_keys(starts, group, other, rows, keys):
     if starts is None:
         return None
     n = dist.get_world_size(group)
-    own, others = (own_tokens(starts.shape[1], rank, n, 1, starts.device) for rank in (dist.get_rank(group), other))
+    own, others = (own_tokens(starts.shape[1], rank, n, "ring", starts.device)
+                   for rank in (dist.get_rank(group), other))
     return torch.searchsorted(others[keys], starts[:, own[rows]].contiguous())
 
 
@@ -165,16 +158,12 @@ def in_a_ring(qkv, group, ring, starts=None):
     return ring(qkv, group, going_round, starts)
 
 
-def context_parallel(module, groups, ring=RingAttention.apply):
-    """Let a GPT compute with this rank's tokens alone, in place: `own_tokens` says which. groups: `cp`, and within it
-    `ulysses` and `ring`; None: there is none."""
-    rank, n, inside = dist.get_rank(groups.cp), dist.get_world_size(groups.cp), inside_of(groups)
-    attention = kernels.attention
-    if groups.ring:
-        attention = partial(in_a_ring, group=groups.ring, ring=ring)
-    if groups.ulysses:
-        attention = partial(ulysses_attention, group=groups.ulysses, attention=attention)
-    module.positions = lambda own: own_tokens(n * len(own), rank, n, inside, own.device)
+def context_parallel(module, group, kind, ring=RingAttention.apply):
+    """Let a GPT compute with this rank's tokens alone, in place: `own_tokens` says which."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    attention = partial(in_a_ring, ring=ring) if kind == "ring" else ulysses_attention
+    attention = partial(attention, group=group)
+    module.positions = lambda own: own_tokens(n * len(own), rank, n, kind, own.device)
     for block in module.h.values():
         block.attn.positions = module.positions
         block.attn.attention = attention

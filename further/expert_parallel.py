@@ -108,13 +108,13 @@ def exchange_counts(counts, group):
     return both[1], *both.sum(2).tolist()
 
 
-def visit(mlps, group, rows, counts, travel=exchange):
+def visit(mlps, group, rows, counts):
     """`Experts.mlps` of experts that lie on the ranks of a group: rows (R, C), sorted by expert, counts (E) -> (R, C).
 
-    mlps: the same of this rank's E/N experts. travel: how rows do, `exchange`.
+    mlps: the same of this rank's E/N experts.
     """
     arriving, sends, receives = exchange_counts(counts, group)
-    there, back = (partial(travel, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
+    there, back = (partial(exchange, sends=a, receives=b) for a, b in ((sends, receives), (receives, sends)))
     y = kernels.table[through_experts](mlps, Conjugate.apply(rows, group, there, back), arriving)
     return Conjugate.apply(y, group, back, there)
 
@@ -132,11 +132,11 @@ def through_experts(mlps, rows, counts):
     return y.index_select(0, order.argsort())
 
 
-def expert_parallel(module, group, same_experts, travel=visit, within=None):
+def expert_parallel(module, group, same_experts, travel=visit):
     """Let each rank of the group keep E/N of a GPT's experts, in place. same_experts: their group. travel: how rows go
-    there and back. within: among whom; None: all of the group."""
+    there and back."""
     for experts in [part for part in module.modules() if isinstance(part, mixture.Experts)]:
         for layer in (experts.c_fc, experts.c_proj):
             for param in cut_in_place(layer, Cut(group, 0)).parameters():
                 set_placement(param, average_over=same_experts, divide_by=dist.get_world_size(group))
-        experts.mlps = partial(travel, experts.mlps, within or group)
+        experts.mlps = partial(travel, experts.mlps, group)

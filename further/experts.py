@@ -52,22 +52,14 @@ class Router(nn.Module):
     def choose(self, x):
         """(the numbers of k experts (B, T, k), the weights of their outputs (B, T, k), how often each is chosen (E))"""
         x, weight = kernels.at_least_float32(x), kernels.at_least_float32(self.weight)
-        scores = self.scores(x @ weight.T)                                                    # (B, T, E)
-        allowed = self.allowed(scores.detach() + self.bias)
-        ranked = allowed.sort(descending=True, stable=True).indices                           # equals: the first leads
+        scores = (x @ weight.T).sigmoid()  # each its own: a softmax would tie them together  # (B, T, E)
+        biased = scores.detach() + self.bias
+        ranked = biased.sort(descending=True, stable=True).indices                            # equals: the first leads
         chosen = ranked[..., :self.top_k]                                                     # (B, T, k)
-        return chosen, self.shares(scores.gather(-1, chosen)), count_of_each(chosen, len(weight))
-
-    def scores(self, logits):
-        return logits.sigmoid()  # each expert's own: a softmax would tie it to the others'
-
-    def allowed(self, scores):
-        """Biased scores (B, T, E), -inf where no expert may be chosen."""
-        return scores
-
-    def shares(self, gates):
-        """With one expert its share is always 1, which would give the router no gradient."""
-        return gates / gates.sum(-1, keepdim=True) if self.top_k > 1 else gates
+        gates = scores.gather(-1, chosen)                                                     # (B, T, k)
+        if self.top_k > 1:  # the share of one alone is always 1, which would give the router no gradient
+            gates = gates / gates.sum(-1, keepdim=True)
+        return chosen, gates, count_of_each(chosen, len(weight))
 
     def count_in_backward(self, gates, counts):
         """Once, though a backward in halves comes here twice."""
@@ -111,8 +103,6 @@ class ExpertsConfig(GPTConfig):
     top_k: int = 2             # k: experts that a token goes through
     expert_every: int = 1      # every n-th block has experts
     shared_experts: int = 0    # that every token goes through besides
-    expert_groups: int = 1     # of neighbouring experts
-    top_groups: int = 1        # in how many of them a token's experts lie
 
     def has_experts(self, block):
         """Whether the block of this number, from 0, has experts."""
@@ -120,12 +110,6 @@ class ExpertsConfig(GPTConfig):
 
     def mlp(self, block):
         return self.mixture() if self.has_experts(block) else super().mlp(block)
-
-    def router(self):
-        if self.expert_groups > 1:
-            from further.by_node import GroupRouter
-            return GroupRouter(self)
-        return Router(self)
 
     def mixture(self):
         if self.shared_experts:
@@ -200,7 +184,7 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.router, self.experts = config.router(), kernels.table[Experts](config)
+        self.router, self.experts = Router(config), kernels.table[Experts](config)
 
     def forward(self, x):                                                                     # (B, T, C)
         return self.experts(x, *self.router(x))

@@ -30,52 +30,25 @@ def what_sizes_divide(c, called):
             f"{n_kv_head} {c.kv_heads} does not divide {n_head} {c.n_head}: give {n_kv_head} "
             f"{math.gcd(c.kv_heads, c.n_head)}")
         name, width, heads = (called("head_size"), size, 1) if size else (n_embd, c.n_embd, c.n_head)
-        yield not c.latent and c.head_dim % 2, (
+        yield c.head_dim % 2, (
             f"{name} {width} makes heads of {c.head_dim} numbers, and rotary positions turn pairs: give {name} "
-            f"{multiple(width, 2 * heads)}")
-    if c.latent:
-        name, width, heads = (called("rope_size"), c.rope_size, 1) if c.rope_size else (name, width, 2 * heads)
-        yield c.rope_dim % 2, (
-            f"{name} {width} makes rotary keys of {c.rope_dim} numbers, and rotary positions turn pairs: give {name} "
             f"{multiple(width, 2 * heads)}")
     if c.experts:
         experts, top_k, expert_every = map(called, ("experts", "top_k", "expert_every"))
         yield c.experts < c.top_k, (
             f"{experts} {c.experts} is less than the {c.top_k} that a token goes through: give {top_k} {c.experts} or "
             f"{experts} {max(4, c.top_k)}")
-        groups, top_groups = map(called, ("expert_groups", "top_groups"))
-        yield c.experts % c.expert_groups, (
-            f"{groups} {c.expert_groups} does not divide {experts} {c.experts}: give {groups} "
-            f"{math.gcd(c.expert_groups, c.experts)}")
-        yield c.top_groups > c.expert_groups, (
-            f"{top_groups} {c.top_groups} is more than {groups} {c.expert_groups}: give {top_groups} {c.expert_groups}")
-        in_groups = c.top_groups * (c.experts // c.expert_groups)
-        yield c.top_k > in_groups, (
-            f"{top_k} {c.top_k} is more than the {in_groups} experts of {top_groups} {c.top_groups}: give {top_groups} "
-            f"{-(-c.top_k * c.expert_groups // c.experts)}")
         yield c.expert_every > c.n_layer, (
             f"{expert_every} {c.expert_every} must be at most the number of blocks, {c.n_layer}: give {expert_every} "
             f"{c.n_layer}")
 
 
-def ulysses_ranks(s, c, node):
-    """How many neighbours along --cp trade tokens for heads: none but itself in a ring, all in Ulysses. In both at once
-    the most that divide cp and a rank's heads of keys, that share a node of so many ranks, and that leave a ring."""
-    if s.cp_kind != "ulysses+ring":
-        return s.cp if s.cp_kind == "ulysses" else 1
-    able = [n for n in range(1, s.cp) if s.cp % n == 0 and c.kv_heads // s.tp % n == 0 and node % (n * s.tp) == 0]
-    return max(able, default=1)
+def what_ranks_divide(s, c, world=1):
+    """Of a layout, pipelines apart. world: how many processes there are; 1: as many as it needs will be started."""
+    return itertools.chain(what_tp_and_cp_divide(s, c, world), what_ep_divides(s, c, world), what_dp_divides(s))
 
 
-def what_ranks_divide(s, c, world=1, node=None):
-    """Of a layout, pipelines apart. world: how many processes there are; 1: as many as it needs will be started. node:
-    how many of them are on a node; None: all."""
-    node = node or s.dp * s.tp * s.pp * s.cp
-    return itertools.chain(what_tp_and_cp_divide(s, c, world, node), what_ep_divides(s, c, world),
-                           what_islands_divide(s, c, world), what_dp_divides(s), what_pairs_need(s))
-
-
-def what_tp_and_cp_divide(s, c, world, node):
+def what_tp_and_cp_divide(s, c, world):
     kind = "heads" if c.kv_heads == c.n_head else "heads of keys and values"
     yield c.kv_heads % s.tp, (
         f"--tp {s.tp} does not divide the model's {c.kv_heads} {kind}: give --tp {math.gcd(s.tp, c.kv_heads)}")
@@ -83,8 +56,6 @@ def what_tp_and_cp_divide(s, c, world, node):
     yield s.tp > least, (
         f"--tp {s.tp} is more than the vocabulary's {c.vocab_size} tokens, or the hidden layer's {c.hidden} numbers: "
         f"give --tp {max(n for n in range(1, min(least, s.tp) + 1) if s.tp % n == 0)}")
-    yield s.pack and c.delta_every, (
-        "--pack: a gated delta rule's state goes on from one document to the next: leave --pack out")
     able = [n for n in range(2, c.kv_heads + 1)
             if c.kv_heads % n == 0 and (world == 1 or world % (n * s.tp * s.pp * s.cp) == 0)]
     instead = f"give --tp {able[0]}, say, or " if able else ""
@@ -98,9 +69,6 @@ def what_tp_and_cp_divide(s, c, world, node):
     yield s.cp_kind == "ulysses" and heads % s.cp, (
         f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} {kind} of a rank: give --cp "
         f"{math.gcd(s.cp, heads)} or --cp-kind ring")
-    yield s.cp > 1 and s.cp_kind == "ulysses+ring" and ulysses_ranks(s, c, node) == 1, (
-        f"--cp-kind ulysses+ring: no part of --cp {s.cp} of 2 ranks or more divides the {heads} {kind} of a rank, has "
-        f"room on a node and leaves a ring: give --cp-kind ring")
 
 
 def what_dp_divides(s):
@@ -111,26 +79,15 @@ def what_dp_divides(s):
     replicas = s.replicas
     within = s.zero_within or replicas
     yield replicas % within, (
-        f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}"
-        f"{f' / --islands {s.islands}' * (s.islands > 1)}: give --zero-within {math.gcd(within, replicas)}")
+        f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: give "
+        f"--zero-within {math.gcd(within, replicas)}")
     yield s.zero_within and not s.zero, (
         f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
 
 
-def what_islands_divide(s, c, world):
-    more_ranks = f"--dp {multiple(s.dp, s.islands)} or " * (world == 1)
-    yield s.dp % s.islands, (
-        f"--islands {s.islands} does not divide --dp {s.dp}: give {more_ranks}--islands {math.gcd(s.islands, s.dp)}")
-    yield s.islands > 1 and c.experts, (
-        "--islands: routers balance their experts over a whole batch, and islands see parts: leave --experts out")
-    yield s.islands > 1 and s.steps % s.local_steps, (
-        f"--steps {s.steps} is not a multiple of --local-steps {s.local_steps}, and the end would come before an "
-        f"average: give --steps {multiple(s.steps, s.local_steps)}")
-
-
 def parts_of_sequence(s):
     """In how many parts of one length --cp and --sp cut each sequence."""
-    chunks = 2 * s.cp if s.cp > 1 and s.cp_kind != "ulysses" else s.cp
+    chunks = 2 * s.cp if s.cp > 1 and s.cp_kind == "ring" else s.cp
     return math.lcm(chunks, s.cp * s.tp if s.sp else 1)
 
 
@@ -139,20 +96,10 @@ def what_ep_divides(s, c, world):
         of_a_folder = getattr(s, "init_from", "") or s.resume  # whose model has what it has
         instead = "" if of_a_folder else f"give --experts {2 * s.ep}, say, or "
         yield s.ep > 1, f"--ep {s.ep} shares out experts, and the model has none: {instead}leave --ep out"
-    yield s.dispatch == "node" and s.ep == 1, (
-        "--dispatch node is for experts that ranks share out: give --dp 2 --ep 2, say, or leave it out")
     shared = math.gcd(s.ep, s.dp, c.experts)
     more_ranks = f" or --dp {multiple(s.dp, s.ep)}" if world == 1 and c.experts % s.ep == 0 else ""
     yield s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}{more_ranks}"
     yield c.experts % s.ep, f"--ep {s.ep} does not divide the {c.experts} experts: give --ep {shared}"
-
-
-def what_pairs_need(s):
-    yield s.pairs and s.ep == 1, (
-        "--pairs hides how tokens travel to experts of other ranks: give --ep 2, or leave it out")
-    yield s.pairs and s.zero == 3, (
-        "--pairs: with --zero 3 one pass would free the weights of a layer that the other is in: give --zero 2")
-    yield s.pairs and s.together, "--pairs takes two threads a rank, and --together has one: leave --together out"
 
 
 def what_stages_divide(s, c):

@@ -43,8 +43,7 @@ class FlatBucket(Bucket):
             for p in params:
                 self.view(values, p).copy_(p.detach())
             dist.broadcast(values, group=self.group, group_src=0)
-        if compute_dtype and self.dtype.is_floating_point:  # frozen parameters may be whole numbers
-            self.dtype = compute_dtype
+        self.dtype = compute_dtype or self.dtype
         self.weights = values.to(self.dtype)
         for p in params:
             point_into(p, self.view(self.weights, p))
@@ -88,11 +87,11 @@ class FlatBucket(Bucket):
 
     def reduce_scatter(self, message, average):
         """Start to average a message: this rank's shard goes into `average`."""
-        return dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, self.channel, async_op=True)
+        return dist.reduce_scatter_tensor(average, message, dist.ReduceOp.AVG, self.group, async_op=True)
 
     def all_gather(self):
         """Start to gather `weights`: this rank gives its shard."""
-        return dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.channel, async_op=True)
+        return dist.all_gather_into_tensor(self.weights, self.weights[self.own], self.group, async_op=True)
 
 
 def point_into(param, view):
@@ -165,14 +164,6 @@ class EveryBackward(FlatReducer):
     a bucket need not wait for those before it in the list.
     """
 
-    def __init__(self, *options):
-        self.started = []  # names of this step's collectives, by which further/ddp.py compares ranks
-        super().__init__(*options)
-
-    def begin_step(self):
-        super().begin_step()
-        self.started.clear()
-
     def no_sync(self):
         return nullcontext()
 
@@ -186,7 +177,6 @@ class EveryBackward(FlatReducer):
         # be in memory: Python runs ahead, and freed memory is used again only when its stream is done with it.)
         while len(self.under_way) > 1:
             self.finish_oldest()
-        self.started.append(f"bucket {self.buckets.index(bucket)}")
         super().start(bucket)
         self.missing[bucket] = set(bucket.params)  # for the next backward
 
@@ -228,10 +218,8 @@ class FlatOptimizer(ShardAverager):
     the same parameters in each backward then. stage=0 shards nothing. compute_dtype: that of layers.
 
     `inner`, of that class, steps the shards: PyTorch's schedulers take it, and its state_dict is this rank's. It must
-    be made after parameters were frozen, and overwrites what is written into 16-bit weights later: ShardedOptimizer of
-    further/zero.py lets you freeze and write between steps.
+    be made after parameters were frozen, and overwrites what is written into 16-bit weights later.
     """
-    bucket_class = FlatBucket
     reducer_class = FlatReducer
     every_backward = EveryBackward
 
@@ -240,7 +228,7 @@ class FlatOptimizer(ShardAverager):
         param_groups = throwaway.param_groups
         param_group_of = {p: i for i, g in enumerate(param_groups) for p in g["params"]}  # by number
         self.group, self.stage = group_or_world(group), stage
-        new_bucket = getattr(throwaway, "new_bucket", self.bucket_class)
+        new_bucket = getattr(throwaway, "new_bucket", FlatBucket)
         buckets = [new_bucket(bucket_params, self.group, stage > 0, compute_dtype)
                    for bucket_params in make_buckets([*param_group_of], bucket_mb, param_group_of.get)]
         self.shards = [bucket.shard for bucket in buckets]

@@ -1,12 +1,9 @@
-"""Groups of what train.make_groups leaves out: context and expert parallelism, islands, ZeRO within a node, nodes.
+"""Groups of what train.make_groups leaves out: context and expert parallelism, ZeRO within a node, nodes.
 
-    dp_cp             the ranks that average gradients: dp x cp; of `islands`, those of this one
+    dp_cp             the ranks that average gradients: dp x cp
     shard, replicate  ZeRO's: `zero_within` neighbours in dp_cp share out the states (None: all of it does); `replicate`
                       are the ranks with the same shard, or None. (HSDP's groups of these names)
-    ulysses, ring     of cp: who trade tokens for heads, and around whom keys and values go; None: nobody
     ep, same_experts  of `split_experts`: who share out the experts, and who have the same ones
-    ep_inside, ep_between    of --dispatch node: who share out a node's experts, who send tokens between nodes
-    island, between   all ranks of this one's island (None: all ranks), and the ranks at its place in each island
 """
 
 import torch
@@ -28,25 +25,16 @@ def over_nodes(group, groups):
         two_levels(group, groups)
 
 
-def add_groups(groups, mesh, layout, config):
+def add_groups(groups, mesh, layout):
     """Give train.make_groups' groups those that this layout has besides. Call it on all ranks."""
     over_nodes(None, [range(mesh.size())])
     dp_cp = ranks_of_dp_cp(mesh).reshape(-1, layout.replicas)
-    if layout.cp > 1 or layout.islands > 1:
+    if layout.cp > 1:
         groups.dp_cp, _ = torch.distributed.new_subgroups_by_enumeration(dp_cp.tolist())
     over_nodes(groups.dp_cp, dp_cp.tolist())  # they send most
     groups.shard = groups.dp_cp
     if layout.zero and layout.zero_within not in (None, layout.replicas):
         groups.shard, groups.replicate = parallel.groups_of(dp_cp.unflatten(1, (-1, layout.zero_within)))
-    if layout.cp > 1:
-        from further.ulysses import split_context
-        groups.ulysses, groups.ring = split_context(mesh, layout, config)
     if layout.ep > 1:
         from further.expert_parallel import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)
-        if layout.dispatch == "node":
-            from further.by_node import split_nodes
-            groups.ep_inside, groups.ep_between = split_nodes(mesh, layout.ep)
-    if layout.islands > 1:
-        islands = torch.arange(dist.get_world_size()).view(1, layout.islands, -1)
-        groups.island, groups.between = parallel.groups_of(islands)

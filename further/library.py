@@ -28,8 +28,6 @@ class Library(dist.Link):
     outputs = {"all_gather_into_tensor": "output_tensor", "reduce_scatter_tensor": "output",
                "all_to_all_single": "output"}
 
-    knows_tags = False  # the library's collectives have them, but one queue for all of a group's
-
     @torch.no_grad()
     def run(self, name, async_op, algorithm, *arguments):
         with dist.inference_where(arguments):

@@ -120,7 +120,6 @@ class LlamaConfig(GPTConfig):
     rope_theta: float = 10000.0  # of rotary positions: the slowest pair turns once in about 2 pi theta tokens
     qk_norm: bool = False        # a norm of each head's query and key, Qwen 3's
     qkv_bias: bool = False       # Qwen 2's
-    delta_every: int = 0         # every n-th block has attention, the others have further/delta.py's; 0: all
     max_positions: int = 0       # that its weights were trained for, where seq_len is shorter; 0: seq_len
     arch = "llama"
     activations = ("silu",)
@@ -153,21 +152,7 @@ class LlamaConfig(GPTConfig):
     def norm(self):
         return RMSNorm(self.n_embd, self.norm_eps)
 
-    def has_delta_rule(self, block):
-        return self.delta_every > 0 and block % self.delta_every < self.delta_every - 1
-
-    def flops_per_token(self):
-        """A gated delta rule takes 18 H D^2, three products of a token with S, where attention takes 12 C T."""
-        rules = sum(map(self.has_delta_rule, range(self.n_layer)))
-        return super().flops_per_token() + rules * self.heads_width * (18 * self.head_dim - 12 * self.seq_len)
-
-    def attention(self, block):
-        if self.has_delta_rule(block):
-            from further.delta import GatedDelta  # which imports this file
-            return GatedDelta(self)
-        return self.full_attention()
-
-    def full_attention(self):
+    def attention(self):
         return GroupedAttention(self)
 
     def activation_function(self):

@@ -191,8 +191,8 @@ class Muon(torch.optim.AdamW):
     def step_matrices(self, parts, lr, decay):
         """parts: of one kind."""
         every, w, g, m = zip(*parts)
-        found = directions(every, kernels.table[updates](g, m))
-        kernels.table[move](w, found, 1 - lr * decay, lr * every[0].scale)
+        found = directions(every, updates(g, m))
+        move(w, found, 1 - lr * decay, lr * every[0].scale)
 
     def new_bucket(self, params, group, *options):
         """What a FlatOptimizer lays these parameters into."""

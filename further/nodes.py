@@ -15,7 +15,6 @@ from torch.distributed import ReduceOp
 
 import collectives as dist
 from collectives import average, Link, link_of, node_of
-from further.channels import Channel
 from parallel import placement_of
 
 
@@ -56,10 +55,6 @@ class TwoLevels(Link):
         """levels: two groups of this rank, its node and the ranks of its number in all nodes."""
         super().__init__(group)
         self.inside, self.between = map(link_of, levels)
-        self.kept = levels  # because a channel that nobody has is closed
-
-    def like_this(self):
-        return type(self)(self.group, [Channel(link.group) for link in (self.inside, self.between)])
 
     def levels(self):
         """Both links, as the operation under way sees them."""

@@ -49,7 +49,7 @@ class OwnedBucket(FlatBucket):
         self.own = slice(first, first + self.sizes[rank])
 
     def reduce_scatter(self, message, average):
-        return dist.reduce_scatter(average, [*message.split(self.sizes)], dist.ReduceOp.AVG, self.channel, True)
+        return dist.reduce_scatter(average, [*message.split(self.sizes)], dist.ReduceOp.AVG, self.group, True)
 
     def all_gather(self):
-        return dist.all_gather([*self.weights.split(self.sizes)], self.weights[self.own], self.channel, True)
+        return dist.all_gather([*self.weights.split(self.sizes)], self.weights[self.own], self.group, True)

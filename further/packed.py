@@ -40,7 +40,7 @@ def pairs_of_ranks(starts, n):
     """How many pairs of query and key each rank of a ring of n attends to in each step, int64 (n, n). Sums over a row:
     a rank's work. In a step all wait for the slowest."""
     tokens = starts.shape[1]
-    own = [own_tokens(tokens, rank, n, 1) for rank in range(n)]
+    own = [own_tokens(tokens, rank, n, "ring") for rank in range(n)]
     keys = torch.arange(tokens)
     seen = (starts[:, :, None] <= keys) & (keys <= keys[:, None])                             # (B, T, T)
     return torch.tensor([[int(seen[:, own[rank]][:, :, own[(rank - step) % n]].sum()) for step in range(n)]

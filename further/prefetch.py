@@ -207,15 +207,12 @@ class FlatFSDP(Averager, nn.Module):
     Vectors (biases, norms; a thousandth of GPT-2's K) stay whole, and are all-reduced once a step. All ranks must use
     the same parameters in each backward. (PyTorch's shards vectors, too, and under no_sync keeps whole gradients.)
 
-    A parameter may be used in its unit's forward alone, and written never: elsewhere it is NaN. FSDP of further/fsdp.py
-    has no such rules, and its parameters keep their names.
+    A parameter may be used in its unit's forward alone, and written never: elsewhere it is NaN.
 
     compute_dtype: that of layers and inputs, e.g. torch.bfloat16; shards and their gradients have its `master_dtype`.
     Shards are vectors: for weight decay ask `is_matrix`, not their shape. A module on the meta device is never whole
     anywhere: name its device, and give its values to `load`. Zhao et al., "PyTorch FSDP" (2023). CS336 lecture 7.
     """
-    flat_class = FlatParameter
-    prefetcher_class = Prefetcher
     reducer_class = FlatReducer
     every_backward = EveryBackward
     kept = ShardAverager.kept
@@ -227,7 +224,7 @@ class FlatFSDP(Averager, nn.Module):
         first_unit_of = {p: unit for unit, params in reversed(units) for p in params}  # a tied one lies with its first
         matrices = [p for p in module.parameters() if is_matrix(p)]
         vectors = [p for p in module.parameters() if not is_matrix(p)]
-        self.flats = [self.flat_class(unit_params, self.group, True, compute_dtype, device)
+        self.flats = [FlatParameter(unit_params, self.group, True, compute_dtype, device)
                       for unit_params in make_buckets(matrices, math.inf, first_unit_of.get)]  # a whole unit each
         self.vectors = [FlatBucket(bucket_params, self.group, False, compute_dtype, device)
                         for bucket_params in make_buckets(vectors, math.inf)]
@@ -235,7 +232,7 @@ class FlatFSDP(Averager, nn.Module):
                          self.reducer_class(self.vectors, all_reduce_bucket, add_to_shard)]
         flats_of = {unit: list(dict.fromkeys(self.bucket_of[p] for p in params if is_matrix(p)))
                     for unit, params in units}
-        self.prefetcher = self.prefetcher_class(flats_of)
+        self.prefetcher = Prefetcher(flats_of)
 
     def forward(self, *args, **kwargs):
         cast_masters(self.vectors)

@@ -61,8 +61,8 @@ def check_start():
 
 # ---------------------------------------------------------------------------------------------------------------- flags
 
-AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within islands local_steps micro_batches batch_size n_layer n_head
-    n_embd inner seq_len vocab_size latent top_k expert_every expert_groups top_groups""".split()}
+AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within micro_batches batch_size n_layer n_head n_embd inner seq_len
+    vocab_size top_k expert_every""".split()}
 
 
 def check_flags(s, called):

@@ -16,7 +16,6 @@ import torch
 
 import collectives as dist
 import parallel
-from further.diloco import island_of, kept_of_islands, source_of_island
 from further.kinds import shapes_of_all
 from further.whole import part_here, put_together, take_part
 from model import buffers, shapes
@@ -32,20 +31,14 @@ def kept_by(net, param):
     return sharded[0].kept(param) if sharded else (param, slice(None), slice(None))
 
 
-def kept(s):
-    """{label: (island, key)}: what a checkpoint has of each parameter besides its value, and of which island."""
-    moments = {key: (0, key) for key in KEEPS["adamw"]}
-    return moments | kept_of_islands(s.islands, KEEPS["adamw"]) if s.islands > 1 else moments
-
-
 def whole_tensors(trainer):
     """(label, tensor) of each parameter, "wte.weight", and of its moments, "exp_avg.wte.weight": whole, one at a time,
     on all ranks, because each gives its part."""
     for name in shapes_of_all(trainer.config):
         yield name, trainer.net.whole_parameter(name)
-    for label, (island, key) in kept(trainer.s).items():
+    for key in MOMENTS:
         for name in shapes(trainer.config):
-            yield f"{label}.{name}", trainer.net.whole_parameter(name, key, island)
+            yield f"{key}.{name}", trainer.net.whole_parameter(name, key)
 
 
 def save(trainer, done):
@@ -59,9 +52,9 @@ def save(trainer, done):
 
 
 @torch.no_grad()
-def whole_parameter(net, name, key=None, island=0):
+def whole_parameter(net, name, key=None):
     """A parameter of a ParallelGPT as one process would hold it, in the master dtype; with `key`, what the optimizer
-    keeps of it (zeros before its first step); or a buffer. Of islands, what this one has. Call it on all ranks."""
+    keeps of it (zeros before its first step); or a buffer. Call it on all ranks."""
     shape = shapes_of_all(net.config)[name]
     dtype = torch.float32 if name in buffers(net.config) else parallel.master_dtype(net.layout.dtype)
     part = slice(0), torch.empty(0, device=net.device)  # of a rank that has nothing of it
@@ -76,16 +69,27 @@ def whole_parameter(net, name, key=None, island=0):
                 held = net.optimizer.state.get(stepped, {}).get(key, torch.zeros_like(stepped))
             part = part_here((held, *where), own[name])
             groups = [group for group in parallel.placement_of(stepped).sharded_over if group != net.groups.pp]
-    here, values = part if island == island_of(net) else (slice(0), part[1][:0])
-    groups = [*groups, net.groups.pp]  # a rank of another stage knows pp alone
-    if net.groups.between:
-        groups.append(net.groups.between)
-    return put_together(shape, here, values.to(dtype), groups)
+    here, values = part
+    return put_together(shape, here, values.to(dtype), [*groups, net.groups.pp])  # another stage's ranks know pp alone
 
 
 # ------------------------------------------------------------------------------------------------------------ and back
 
-KEEPS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("exp_avg",)}  # what each --optimizer keeps of a matrix of a block
+MOMENTS = "exp_avg", "exp_avg_sq"  # what a checkpoint has of each parameter besides its value
+KEEPS = {"adamw": MOMENTS, "muon": ("exp_avg",)}  # what each --optimizer keeps of a matrix of a block
+
+
+# Flags of other versions that decide a model or its losses, and the values with which a run is as without them.
+UNKNOWN = {"islands": (1,), "latent": (None, 0), "delta_every": (None, 0), "expert_groups": (None, 1)}
+
+
+def unknown(trained_with):
+    """What a run was trained with that this program has not, in words; "" if there is nothing. trained_with: its
+    flags."""
+    for name, same in UNKNOWN.items():
+        if (value := trained_with.get(name, same[0])) not in same:
+            return f"it was trained with --{name.replace('_', '-')} {value}, which this train.py does not have"
+    return ""
 
 
 def lacking(trained_with, s):
@@ -96,10 +100,6 @@ def lacking(trained_with, s):
     if lost:
         return (f"--optimizer {here} goes on from {lost}, which the --optimizer {there} in --resume has not kept: "
                 f"give --optimizer {there}")
-    islands = trained_with.get("islands", 1)
-    if s.islands not in (1, islands):
-        return (f"--islands {s.islands} goes on from moments of as many, and the run in --resume has {islands}: give "
-                f"--islands {islands}")
     return ""
 
 
@@ -114,21 +114,22 @@ def newest(path):
 
 
 def read_checkpoint(s, config, config_of):
-    """(the newest checkpoint at --resume, source(name) of its weights, on each rank those of its own island).
-    ValueError if its model has other sizes than `config`. config_of(flags): the config that a run with these flags
-    has."""
+    """(the newest checkpoint at --resume, source(name) of its weights). ValueError if its model has other sizes than
+    `config`. config_of(flags): the config that a run with these flags has."""
     file = newest(s.out if s.resume == "newest" else s.resume)
     try:
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         flags = argparse.Namespace(**saved["flags"])
     except Exception:  # noqa: BLE001  a damaged file can make the unpickler raise anything
         raise ValueError(f"--resume {file}: no whole checkpoint; name another") from None
+    if why := unknown(saved["flags"]):
+        raise ValueError(f"--resume {file}: {why}: name another")
     there = {"experts": 0, **dataclasses.asdict(config_of(flags))}
     for name, size in there.items():
         if size != getattr(config, name, None):
             raise ValueError(f"the model in --resume has other sizes: give --{name.replace('_', '-')} {size}")
     weights = {"lm_head.weight": saved["tensors"]["wte.weight"]} | saved["tensors"]  # a tied head is not there
-    return saved, source_of_island(weights.__getitem__, saved["tensors"], s.islands)
+    return saved, weights.__getitem__
 
 
 def load(trainer, saved, learning_rate):
@@ -150,15 +151,11 @@ def load(trainer, saved, learning_rate):
 
 def load_moments(trainer, tensors, updates):
     """Each rank takes its part of a checkpoint's moments, after so many updates."""
-    island = island_of(trainer.net)
-    labels = {key: label for label, (of, key) in kept(trainer.s).items() if key and of in (0, island)}
-    for key, label in labels.items():  # the first island's, where none has its own
-        load_state(trainer.net, key, lambda name: tensors[f"{label}.{name}"])
+    for key in MOMENTS:
+        load_state(trainer.net, key, lambda name: tensors[f"{key}.{name}"])
     for group in trainer.optimizer.param_groups:
         for param in group["params"]:
             trainer.optimizer.state[param]["step"] = torch.tensor(float(updates), device="cpu")
-    if trainer.s.islands > 1:
-        trainer.optimizer.inner.done = updates
 
 
 @torch.no_grad()

@@ -18,9 +18,7 @@ from parallel import master_dtype
 
 
 class Cache:
-    """A block's keys and values of the tokens so far. (further/latent.py keeps less, further/delta.py
-    a state that does not grow.)"""
-    seam = "attention"  # of the layer, which `look` stands in for
+    """A block's keys and values of the tokens so far."""
 
     def __init__(self, length):
         self.length = length
@@ -53,7 +51,7 @@ class CachedGPT(GPT):
     def newest_logits(self, tokens):
         """As in GPT, of the tokens of the call before and one more; or of others, which all run."""
         if self.cached is None or not tokens[:, :-1].equal(self.cached):
-            self.caches = [getattr(block.attn, "cache", Cache)(self.config.seq_len) for block in self.h.values()]
+            self.caches = [Cache(self.config.seq_len) for _ in self.h]
         logits = self.logits_after(tokens[:, self.caches[0].seen:])
         self.cached = tokens
         return logits
@@ -73,14 +71,14 @@ class CachedGPT(GPT):
         layers = [block.attn for block in self.h.values()]
         self.first = first
         for layer, cache in zip(layers, self.caches):
-            setattr(layer, cache.seam, cache.look)
+            layer.attention = cache.look
             layer.positions = self.positions
         try:
             yield
         finally:
             self.first = 0
-            for layer, cache in zip(layers, self.caches):
-                delattr(layer, cache.seam)
+            for layer in layers:
+                del layer.attention
                 del layer.positions
 
 

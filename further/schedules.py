@@ -170,8 +170,8 @@ def dualpipe_v(p, m, v=2):
     which is DualPipe cut in half, as Sea AI Lab proposed, so that no rank holds a layer that another has.
 
     DeepSeek runs the neighbours as one, F&B, so that the exchange of one's experts hides behind the other's products.
-    Here they run one after the other, unless --pairs is given (further/pairs.py). DeepSeek's bubble, (p-1) (F&B + B -
-    3W) of a stage's times, is p-1 if nothing hides.
+    Here they run one after the other. DeepSeek's bubble, (p-1) (F&B + B - 3W) of a stage's times, is p-1 if nothing
+    hides.
 
     The phases are DeepSeek's. The digit of a word says which of the rank's two stages runs its next micro-batch.
     Fewer than 2p micro-batches run as the first m of 2p. For p = 2, m = 4, a rank's second stage in brackets:

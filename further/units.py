@@ -17,8 +17,7 @@ def units_of(module):
     units, containers = [], (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
     def add_units(m, unit):  # unit: the parameters of the unit that m lies in, or None
-        lists = (nn.ParameterList, nn.ParameterDict)  # they have no forward of their own
-        if unit is None and (m._parameters or any(isinstance(child, lists) for child in m.children())):
+        if unit is None and m._parameters:
             unit = []
             units.append((m, unit))
         if unit is not None:

@@ -18,19 +18,16 @@ from further import expert_parallel, llama
 from further.context import own_tokens, seen
 from further.expert_parallel import split_experts
 from further.experts import count_of_each, ExpertsConfig
-from further.kinds import resized
 from further.buckets import BucketDDP
-from further.fits import ulysses_ranks
 from further.lists import check, lower
 from further.packed import pairs_of_ranks
 from further.schedules import SCHEDULES
-from lessons import kernels, links, micro, pages, puzzles, runs, same, turns
+from lessons import kernels, links, micro, pages, puzzles, same, turns
 from lessons.allocator import demo_allocator
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.compiled import demo_compile
-from lessons.diloco import demo_diloco
 from lessons.explore import explore
 from lessons.extension import demo_extension
 from lessons.forms import demo_forms
@@ -133,9 +130,8 @@ def demo_sizes():
     print(f"GPT-2 XL beside its blocks: embedding V C = {xl.vocab_size * xl.n_embd:,}, which is the head, too; "
           f"positions T C = {xl.seq_len * xl.n_embd:,}.\nOf a parameter's 6 FLOPs a token 2 are forward, 4 backward.")
     print("\nwhat a sampler's cache keeps of a token in a layer, numbers")
-    for name, c in {"16 heads of 128": wide, "half as many k and v": llama.PRESETS["1b"],
-                    "a latent and a rotary key": resized(wide, latent=512)}.items():
-        print(f"{name:32}{c.shared_width if c.latent else 2 * c.kv_heads * c.head_dim:12,}")
+    for name, c in {"16 heads of 128": wide, "half as many k and v": llama.PRESETS["1b"]}.items():
+        print(f"{name:32}{2 * c.kv_heads * c.head_dim:12,}")
 
 
 def demo_memory(model, dp):
@@ -168,7 +164,7 @@ def demo_memory(model, dp):
     for name, lecture, flags in (
             ("one GPU", 34 + scores, {}), ("--tp 8", 10 + (24 + scores) / t, {"tp": t}),
             ("--tp 8 --sp", (34 + scores) / t, {"tp": t, "sp": True}),
-            ("--tp 8 --sp --recompute attention", 34 / t, {"tp": t, "sp": True, "recompute": "attention"}),
+            ("--tp 8 --sp, no scores", 34 / t, {"tp": t, "sp": True}),
             ("--recompute block", 2, {"recompute": "block"})):
         kept = activation_bytes(gpt3, Settings(dp=1, batch_size=1, dtype="bf16", **flags), [range(1, 2)])
         print(f"  {name:36}{lecture:6.2f} | {kept / gpt3.seq_len / gpt3.n_embd:.2f}")
@@ -325,8 +321,7 @@ def context_work(rank, other, n, kind):
 
     A sequence has 2n chunks. A block is the scores of one chunk with another, half a block those of one with itself.
     """
-    inside = 1 if kind == "ring" else n
-    mine, theirs = (own_tokens(2 * n, r, n, inside) for r in (rank, other))  # a sequence of 2n tokens: one is a chunk
+    mine, theirs = (own_tokens(2 * n, r, n, kind) for r in (rank, other))  # a sequence of 2n tokens: one is a chunk
     if kind == "ring":
         rows, keys, _ = seen(rank, other, 1)
         mine, theirs = mine[rows], theirs[keys]
@@ -370,25 +365,19 @@ def demo_context(ranks):
     even = work.sum() / n
     print(f"\nAll {work.sum():.2f} blocks, shared out evenly, are {even:.2f} a rank. Here ranks wait, and a sequence "
           f"takes {busiest.sum() / even:.1f} times\nas long.")
-    ways = {"ring": ("ring", 0), "Ulysses": ("ulysses", 0), "Ulysses + ring": ("ulysses+ring", 0),
-            "gated delta rule": ("ring", 2)}
-    if all(n % inside for inside in range(2, n)):
-        del ways["Ulysses + ring"]
     print(f"\nMiB that a rank sends for one sequence in a block of {4 * n} heads of 128, bf16, forward and backward:")
-    show("tokens", [*ways][:-1], [*ways][-1])
+    show("tokens", ["ring"], "Ulysses")
     for tokens in 2**13, 2**16, 2**19:
-        *cells, last = [f"{sent_for_context(n, tokens, *way) / 2**20:,.1f}" for way in ways.values()]
-        show(f"{tokens:,}", cells, last)
+        ring, ulysses = (f"{sent_for_context(n, tokens, kind) / 2**20:,.1f}" for kind in KINDS)
+        show(f"{tokens:,}", [ring], ulysses)
 
 
-def sent_for_context(n, tokens, kind, delta_every):
+def sent_for_context(n, tokens, kind):
     """Bytes that a rank of n sends in a block, for a sequence of so many tokens."""
-    config = llama.LlamaConfig(seq_len=tokens, n_layer=1, n_head=4 * n, n_embd=512 * n, delta_every=delta_every)
+    config = llama.LlamaConfig(seq_len=tokens, n_layer=1, n_head=4 * n, n_embd=512 * n)
     s = Settings(dp=1, cp=n, cp_kind=kind, batch_size=1, dtype="bf16")
-    inside = ulysses_ranks(s, config, 0)
-    ranks = {"cp": n, "ulysses": inside, "ring": n // inside}
-    return sum(item.times * sent(item.op, elements, item.width, ranks[item.axis])
-               for item in messages_of_context(config, s, {0: range(3)}, 0) for elements in item.elements)
+    return sum(item.times * sent(item.op, elements, item.width, n)
+               for item in messages_of_context(config, s, {0: range(3)}) for elements in item.elements)
 
 
 def demo_experts():
@@ -444,7 +433,6 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
-    "diloco": (demo_diloco, {"ranks": 2}),
     "graph": (demo_graph, {"model": "tiny"}),
     "allocator": (demo_allocator, {}),
     "fp16": (demo_fp16, {"ranks": 1}),
@@ -479,7 +467,7 @@ HELP = {  # of the flags
     "steps": "of training before", "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
 ON_RANKS = (demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
-            demo_forms, demo_diloco, links.demo_links)
+            demo_forms, links.demo_links)
 
 
 def main():
@@ -498,7 +486,7 @@ def main():
             choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"],
                        "zero": range(4), "cp_kind": KINDS, "schedule": [*SCHEDULES]}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
-    for many in (puzzles, runs, turns):
+    for many in (puzzles, turns):
         many.add_to(lessons)
     same.add_to(lessons.add_parser("same", help=same.main.__doc__)).set_defaults(demo=same.main)
     try:

@@ -11,19 +11,16 @@ from torch.distributed import get_process_group_ranks, ProcessGroup
 import collectives as dist
 import train
 from further.experts import balance
-from further.fits import ulysses_ranks
 from further.letters import Letters, Wrong
 from parallel import placement_of
 from safe.sizes import reject
 
 
-def grid_of(config, layout):
+def grid_of(layout):
     """{axis: (its ranks, step)}, as for `Letters`, so fine that each group of the layout lies along some of them."""
     replicas = layout.dp * layout.cp
     within = layout.zero_within or replicas
-    ulysses = ulysses_ranks(layout, config, 0)
-    ends = dict(tp=1, cp=layout.cp, ulysses=ulysses, ep=layout.cp * layout.ep, dp=replicas, zero=within,
-                pp=replicas * layout.pp)
+    ends = dict(tp=1, cp=layout.cp, ep=layout.cp * layout.ep, dp=replicas, zero=within, pp=replicas * layout.pp)
     grid, step = {}, 1
     for axis, end in sorted(ends.items(), key=lambda item: item[1]):
         end *= layout.tp
@@ -38,7 +35,7 @@ class Step(Letters):
     """A step of a GPT in a layout, on one rank of a group that sends nothing. Raises the first Wrong."""
 
     def __init__(self, config, layout, rank, x, y, optimizer):
-        super().__init__(grid_of(config, layout))
+        super().__init__(grid_of(layout))
         self.means = {*self.grid} - {"tp", "pp"}  # the loss is the mean over these
         self.between = {}  # axis -> letters of what ranks send each other along it
         self.places, self.node = {}, ""  # number of a node of autograd -> where forward made it; where backward is

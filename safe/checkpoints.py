@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from further.resume import kept, lacking
+from further.resume import lacking, MOMENTS, unknown
 from model import GPTConfig, shapes
 from parallel import master_dtype
 from safe.files import (
@@ -34,7 +34,7 @@ from train import Bytes, config_of
 #     step-00000200/
 #         config.json, model.safetensors   a Hugging Face GPT-2 folder; float32 masters where layers compute in 16 bits
 #         tokenizer.json, ...              what came with the weights, or with --tokenizer
-#         optimizer.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter, whole; of islands more
+#         optimizer.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter, whole
 #         manifest.json                    step, settings, loss scale; size and CRC-32 of each file, and of itself
 #
 # It takes 12 bytes a parameter. Any layout can load it, because its tensors are whole. Nothing in it is pickled, so
@@ -44,8 +44,7 @@ from train import Bytes, config_of
 # ----------------------------------------------------------------------------------------------------- a run's identity
 
 NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "seed", "dtype",
-           "on_nan", "balance_rate", "optimizer", "pack", "islands", "local_steps", "outer_lr",
-           "outer_momentum")  # flags that decide the losses
+           "on_nan", "balance_rate", "optimizer", "pack")  # flags that decide the losses
 
 
 def run_of(s, config):
@@ -106,7 +105,7 @@ def write_checkpoint(trainer, done, tensors):
     final = pathlib.Path(trainer.s.out, f"step-{done:08}")
     part = final.with_name(f".{final.name}.part")
     dtype = master_dtype(trainer.net.layout.dtype)
-    moments = {f"{label}.{name}": shape for label in kept(trainer.s) for name, shape in shapes(trainer.config).items()}
+    moments = {f"{label}.{name}": shape for label in MOMENTS for name, shape in shapes(trainer.config).items()}
     manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
@@ -194,6 +193,8 @@ def open_checkpoint(path, read_all):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"--resume {path}: {name}: {why(error)}; move that folder away to go on from the checkpoint "
                        "before, or give a whole one") from None
+    how = unknown(manifest["run"]["flags"] | manifest["run"]["model"])
+    reject(how, f"--resume {path}: {how}: name another")
     return Checkpoint(path, manifest, config, source)
 
 
@@ -202,13 +203,15 @@ def open_plain(path):
     the data it is known only whether it is bytes."""
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        s = Settings(**saved["flags"])
+        s = Settings(**{name: value for name, value in saved["flags"].items() if hasattr(Settings, name)})
         tensors = saved["tensors"]
         config = config_of(s)
         run = run_of(s, config) | {"data": {"bytes": not s.tokenizer}}
         run["flags"]["tokenizer"] = s.tokenizer
     except Exception as error:  # noqa: BLE001  a damaged or hostile file can make the unpickler raise anything
         raise BadInput(f"--resume {path}: {why(error)}; give a whole file that --plain has written") from None
+    how = unknown(saved["flags"])
+    reject(how, f"--resume {path}: {how}: name another")
     weights = {"lm_head.weight": tensors["wte.weight"]} | tensors  # a tied head is not there
     return Checkpoint(path, saved | {"run": run}, config, weights.get)
 
@@ -248,6 +251,8 @@ def start_of(s, config, asked, read_all):
     reject(not there and logged, f"--out {out} already holds files of a run, and no run.json "
            f"that says which: {another}")
     here = run_of(s, config)
+    why = there and unknown(there["flags"] | there["model"])
+    reject(why, f"--out {out} holds another run: {why}: {another}")
     if there and (how := differences(there, here)):
         same = (newest and not differences(there, here, ("model",))
                 and not lacking(there["flags"], s))

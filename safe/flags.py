@@ -16,7 +16,6 @@ import parallel
 from further.fits import multiple, what_muon_needs, what_ranks_divide, what_stages_divide
 from further.lists import check, lower, read_schedule, schedule_of
 from further.refusals import AT_LEAST_1
-from safe import deepseeks
 from safe.files import tell
 from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, checked_use, reject, reject_misfit
@@ -28,10 +27,9 @@ from train import config_of, dashed, device_for, edition_of, flag, Flags, proces
 @dataclass
 class Settings(Flags):
     """Every flag of the command line: those of train.py, and those that only the whole program has."""
-    data: str = flag("", "a text file, a folder of text, or a .bin of tokens, nanoGPT's or llm.c's; left out, the "
-                         "source of Python's standard library. The last 10 %% are held out")
-    tokens: str = flag(None, "width of the numbers of a .bin that has no header of llm.c's (uint16)",
-                       choices=["uint16", "uint32"])
+    data: str = flag("", "a text file, a folder of text, or a .bin of tokens; left out, the source of Python's "
+                         "standard library. The last 10 %% are held out")
+    tokens: str = flag(None, "width of the numbers of a .bin (uint16)", choices=["uint16", "uint32"])
     tokenizer: str = flag("", "folder with tokenizer.json, or a GPT-2's vocab.json and merges.txt; left out, those "
                               "beside the weights of --init-from or --resume, or else tokens are bytes")
     out: str = flag("", "folder for log.jsonl, index.html with its curves, and checkpoints; the same command again "
@@ -81,11 +79,11 @@ def check_numbers(s):
     reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
 
 
-SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "inner", "seq_len", "vocab_size", "latent", "delta_every",
-         "experts", "top_k", "expert_every", "shared_experts", "expert_groups", "top_groups")
+SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "inner", "seq_len", "vocab_size", "experts", "top_k",
+         "expert_every", "shared_experts")
 LONGEST = 2048  # tokens of a sequence, if only a folder says how many: 16 of a Qwen's 32,768 have 320 GB of logits
 # Sizes that mean nothing in a model without experts.
-NEED_EXPERTS = "top_k", "expert_every", "shared_experts", "expert_groups", "top_groups"
+NEED_EXPERTS = "top_k", "expert_every", "shared_experts"
 
 
 def model_config(s, checkpoint=None, open_folder=open_hf):
@@ -95,16 +93,10 @@ def model_config(s, checkpoint=None, open_folder=open_hf):
             config = config_of(s)
         except ValueError as error:
             raise BadInput(str(error)) from None
-        nameless = ["delta_every"] + ["experts"] * (not config.latent)
-        for name in nameless:
-            reject(config.arch == "llama" and getattr(config, name) and s.out, f"--out: a Llama with {dashed(name)} "
-                   f"has no name in transformers: leave {dashed(name)} out, or give --plain")
+        reject(config.arch == "llama" and config.experts and s.out, "--out: a Llama with --experts has no name in "
+               "transformers: leave --experts out, or give --plain")
         reject(s.n_kv_head is not None and config.arch == "gpt2", f"--n-kv-head {s.n_kv_head} is for a Llama: give "
                "--arch llama, too")
-        reject(s.n_kv_head is not None and config.latent, f"--n-kv-head {s.n_kv_head}: with --latent each head makes "
-               "keys of its own: leave one of them out")
-        if config.latent and s.out:
-            deepseeks.hf_config(config)  # refuses what has no name in transformers
         for name in NEED_EXPERTS:
             reject(getattr(s, name) is not None and not config.experts, f"{dashed(name)} is for a model with experts: "
                    "give --experts 4, say, too")
@@ -156,7 +148,7 @@ def check_parts(s, c, world, local_world, processes):
            "many blocks, not what of them runs again: give --recompute mlp, too")
     reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
            f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}")
-    reject_misfit(what_ranks_divide(s, c, world, local_world if world > 1 else None))
+    reject_misfit(what_ranks_divide(s, c, world))
 
 
 def check_schedule(s, config):
@@ -187,7 +179,7 @@ def check_device(s, config, world, local_world, processes):
     able = s.device == "cuda" and s.form == "fast" and replayable(s, config)
     on_triton = kernels.HAVE_TRITON and s.dtype != "fp64" and (kernels.INTERPRETED or s.device == "cuda")
     reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --form fast, --zero 0 or 1 (2 or "
-           "3 with --pp 1 --schedule 1f1b) and no --experts or --delta-every: leave it out")
+           "3 with --pp 1 --schedule 1f1b) and no --experts: leave it out")
     reject(s.kernels == "triton" and not on_triton, "--kernels triton is for CUDA, or TRITON_INTERPRET=1, in fp32, "
            "bf16 or fp16, and needs the package triton: give --kernels auto")
     reject(s.kernels == "triton" and config.head_dim not in kernels.HEAD_DIMS, f"--kernels triton: --n-embd "
@@ -203,7 +195,7 @@ def check_device(s, config, world, local_world, processes):
 
 def replayable(s, config):
     """Whether CUDA graphs can replay a micro-batch. Not with experts: the CPU must read their counts in each block."""
-    return not config.experts and not config.delta_every and (s.zero < 2 or s.pp == 1 and s.schedule == "1f1b")
+    return not config.experts and (s.zero < 2 or s.pp == 1 and s.schedule == "1f1b")
 
 
 def check_fp8(s, c):
@@ -213,8 +205,8 @@ def check_fp8(s, c):
     able = s.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9) and kernels.HAVE_TRITON
     reject(not able or s.kernels == "torch" or s.form != "fast", "--dtype fp8 is for the kernels of --form fast, on "
            "GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16")
-    reject(s.cp > 1 or c.experts or c.delta_every or c.latent, "--dtype fp8 is for whole sequences, attention, dense "
-           "MLPs: leave --cp, --experts, --delta-every and --latent out, or give --dtype bf16")
+    reject(s.cp > 1 or c.experts, "--dtype fp8 is for whole sequences and dense MLPs: leave --cp and --experts out, or "
+           "give --dtype bf16")
     tokens = s.batch_size // (s.dp * s.micro_batches) * c.seq_len
     for what, width in (("--n-embd", c.n_embd), ("tokens of a micro-batch on a rank:", tokens),
                         ("q, k, v / --tp:", c.qkv_width // s.tp), ("attention's width / --tp:", c.heads_width // s.tp),

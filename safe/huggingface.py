@@ -1,5 +1,4 @@
-"""GPT-2 as a Hugging Face folder: `load(folder)`, `save(model, folder)`. safe/llamas.py and
-safe/deepseeks.py say how others differ."""
+"""GPT-2 as a Hugging Face folder: `load(folder)`, `save(model, folder)`. safe/llamas.py says how others differ."""
 
 import contextlib
 import json
@@ -13,7 +12,7 @@ import torch
 
 from further.kinds import resized, shapes_of_all
 from model import GPT, GPTConfig, materialize
-from safe import deepseeks, llamas
+from safe import llamas
 from safe.files import read_safetensors, write_blocks, write_file, write_safetensors
 from safe.sizes import BadInput, check_fixed, check_sizes, reject
 
@@ -22,9 +21,8 @@ KEYS = {  # field of GPTConfig: (key in config.json, value if the key is missing
     "n_head": ("n_head", 12), "n_embd": ("n_embd", 768), "inner": ("n_inner", None),
     "activation": ("activation_function", "gelu_new"), "tied": ("tie_word_embeddings", True),
     "norm_eps": ("layer_norm_epsilon", 1e-5), "experts": ("num_experts", 0), "top_k": ("num_experts_per_tok", 2),
-    "expert_every": ("decoder_sparse_step", 1), "shared_experts": ("n_shared_experts", 0),
-    "expert_groups": ("n_group", 1), "top_groups": ("topk_group", 1)}
-OF_EXPERTS = "experts", "top_k", "expert_every", "shared_experts", "expert_groups", "top_groups"
+    "expert_every": ("decoder_sparse_step", 1), "shared_experts": ("n_shared_experts", 0)}
+OF_EXPERTS = "experts", "top_k", "expert_every", "shared_experts"
 ALSO_CALLED = {"n_positions": "max_position_embeddings", "n_embd": "hidden_size", "n_layer": "num_hidden_layers",
                "n_head": "num_attention_heads"}  # names that transformers takes, too, and first
 HF_FIXED = {  # our model has these values; a config.json with others is refused
@@ -43,8 +41,8 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D
 
 
 def load(folder):
-    """Load a Hugging Face folder of a GPT-2, a Llama, a Qwen 2 or 3, a DeepSeek-V2-Lite, config.json with
-    model.safetensors, in float32 on the CPU.
+    """Load a Hugging Face folder of a GPT-2, a Llama, a Qwen 2 or 3, config.json with model.safetensors, in
+    float32 on the CPU.
 
     Raises BadInput, a ValueError that names the file, if it is another model, if a name or shape is wrong, if it is cut
     short.
@@ -77,7 +75,7 @@ def parts_of(config, name):
 def joined(config, name, parts):
     """Our parameter of a folder's parts."""
     if config.arch == "llama":
-        return family(config).joined(config, name, parts)
+        return torch.cat(parts)
     whole = torch.stack(parts) if config.stacked(name) else parts[0]
     return whole.mT if name.endswith(TRANSPOSED) else whole
 
@@ -85,7 +83,7 @@ def joined(config, name, parts):
 def taken_apart(config, name, whole):
     """A folder's parts of our parameter."""
     if config.arch == "llama":
-        return family(config).taken_apart(config, name, whole)
+        return whole.split([shape[0] for shape in parts_of(config, name).values()])
     whole = whole.mT if name.endswith(TRANSPOSED) else whole
     return whole if config.stacked(name) else [whole]
 
@@ -93,11 +91,6 @@ def taken_apart(config, name, whole):
 def shapes_there(config):
     """{name: shape} of a folder's tensors: parameters, then buffers."""
     return {part: shape for name in shapes_of_all(config) for part, shape in parts_of(config, name).items()}
-
-
-def family(config):
-    """The module that knows the folders of such a Llama."""
-    return deepseeks if config.latent else llamas
 
 
 # --------------------------------------------------------------------------------------------------------------- read
@@ -225,7 +218,7 @@ def key_of(hf, field):
 def keys_of(config, hf):
     """{field: what a config.json calls it} of the fields that such a config has. hf {}: by the names that we write."""
     if config.arch == "llama":
-        return family(config).keys_of(config)
+        return llamas.KEYS
     return {field: key_of(hf, field) for field in KEYS if config.experts or field not in OF_EXPERTS}
 
 
@@ -241,13 +234,11 @@ def expected(config):
 
 def config_from(hf):
     """The GPTConfig that a config.json describes. BadInput names the key."""
-    known = "gpt2", WITH_EXPERTS, *llamas.ARCHITECTURES, *deepseeks.ARCHITECTURES
+    known = "gpt2", WITH_EXPERTS, *llamas.ARCHITECTURES
     reject(not isinstance(hf, dict) or hf.get("model_type", "gpt2") not in known,
            "not the config of a GPT-2 (model_type is not 'gpt2'), nor of one of " + ", ".join(known[2:]))
     if hf.get("model_type") in llamas.ARCHITECTURES:
         return llamas.config_from(hf)
-    if hf.get("model_type") in deepseeks.ARCHITECTURES:
-        return deepseeks.config_from(hf)
     kind = hf.get("model_type")
     experts = hf.get("num_experts")
     sizes = {field: hf.get(key_of(hf, field), default) for field, (_, default) in KEYS.items()}
@@ -255,7 +246,7 @@ def config_from(hf):
     inner = sizes["inner"]
     reject((kind == WITH_EXPERTS) != bool(experts), f"model_type {kind!r} with num_experts {experts!r}: only "
            f"{WITH_EXPERTS!r} has num_experts, and at least 1")
-    check_fixed(hf, HF_FIXED)
+    check_fixed(hf, HF_FIXED | {"n_group": 1})
     reject(name not in list(HF_ACTIVATIONS), f"activation_function is {name!r}, not one of {', '.join(HF_ACTIVATIONS)}")
     # In a GPTConfig 0 stands for 4C, here null does.
     reject(inner == 0, f"n_inner {inner!r} must be null or at least 1")
@@ -275,13 +266,13 @@ def write_hf(folder, config, tensors, dtype=torch.float32, came=NOTHING, ids=Non
     end a text, if what came does not say; at eos_token_id transformers' generate() stops. Returns
     {file: {"bytes", "crc32"}}.
     """
+    ids = {key: value for key, value in (ids or NO_IDS).items() if value is not None or not came.config}
+    said = {**ids, **came.config, **changes(config, dtype, came.config)}
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     there = {long_name(config, part): shape for part, shape in shapes_there(config).items()}
     parts = ((long_name(config, part), tensor) for name, whole in tensors
              for part, tensor in zip(parts_of(config, name), taken_apart(config, name, whole)))
-    ids = {key: value for key, value in (ids or NO_IDS).items() if value is not None or not came.config}
-    said = {**ids, **came.config, **changes(config, dtype, came.config)}
     return {"model.safetensors": write_safetensors(folder / "model.safetensors", dtype, there, parts),
             "config.json": write_file(folder / "config.json", json.dumps(said, indent=2)),
             **{name: write_blocks(folder / name, [raw]) for name, raw in came.files.items()}}
@@ -310,7 +301,7 @@ def hf_config(config, dtype):
     """The contents of a config.json, of a model that came from none."""
     every = {"dtype": str(dtype).removeprefix("torch.")}
     if config.arch == "llama":
-        return every | family(config).hf_config(config)
+        return every | llamas.hf_config(config)
     kind, name = (WITH_EXPERTS, "RingGPTMixtureOfExperts") if config.experts else ("gpt2", "GPT2LMHeadModel")
     return {"model_type": kind, "architectures": [name], **every, **HF_FIXED, **ALSO_WRITTEN,
             **{key: getattr(config, field) for field, key in keys_of(config, {}).items()},

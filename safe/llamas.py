@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import torch
-
 from further.kinds import shapes_of_all
 from further.llama import LlamaConfig
 from safe.sizes import check_fixed, check_sizes, reject
@@ -30,12 +28,7 @@ PARTS = {  # our layer: theirs, whose rows lie one below the other
     "wte": ["embed_tokens"], "ln_f": ["norm"], "ln_1": ["input_layernorm"], "ln_2": ["post_attention_layernorm"],
     "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "attn.c_proj": ["self_attn.o_proj"],
     "attn.q_norm": ["self_attn.q_norm"], "attn.k_norm": ["self_attn.k_norm"],
-    "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"], "mlp.c_proj": ["mlp.down_proj"],
-    # DeepSeek's
-    "attn.c_q": ["self_attn.q_proj"], "attn.c_down": ["self_attn.kv_a_proj_with_mqa"],
-    "attn.latent_norm": ["self_attn.kv_a_layernorm"], "attn.c_up": ["self_attn.kv_b_proj"], "mlp.router": ["mlp.gate"],
-    "mlp.shared.c_fc": ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
-    "mlp.shared.c_proj": ["mlp.shared_experts.down_proj"]}
+    "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"], "mlp.c_proj": ["mlp.down_proj"]}
 
 
 def config_from(hf):
@@ -68,6 +61,7 @@ def theta_of(hf):
 
 def hf_config(config):
     """What config.json says beside what every model's says."""
+    reject(config.experts, "a Llama with experts has no name in transformers")
     reject(config.qk_norm and config.qkv_bias, "a model with biases and norms of heads has no name in transformers")
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     sizes = {key: getattr(config, field) for field, key in KEYS.items()}
@@ -79,20 +73,11 @@ def hf_config(config):
 
 
 def parts_of(config, name):
-    """{what a folder calls a part of our parameter, or of each expert's: its shape}."""
+    """{what a folder calls a part of our parameter: its shape}."""
     layer, _, leaf = name.rpartition(".")
     shape = shapes_of_all(config)[name]
     if layer == "lm_head":
         return {name: shape}
-    if each := config.stacked(name):
-        one = parts_of_layer(config, layer.replace(".experts.", "."), leaf, shape[1:])
-        return {part.replace(".mlp.", f".mlp.experts.{e}."): n for e in range(len(each)) for part, n in one.items()}
-    if leaf == "bias" and "router" in layer:  # a softmax's has no bias
-        return {} if config.softmax else {f"model.layers.{layer.split('.')[1]}.mlp.gate.e_score_correction_bias": shape}
-    return parts_of_layer(config, layer, leaf, shape)
-
-
-def parts_of_layer(config, layer, leaf, shape):
     heads = config.heads_width
     keys = config.kv_heads * config.head_dim
     rows = {"c_attn": [heads, keys, keys], "c_fc": 2 * [shape[0] // 2]}.get(layer.rpartition(".")[2], shape[:1])
@@ -101,21 +86,3 @@ def parts_of_layer(config, layer, leaf, shape):
         _, number, layer = layer.split(".", 2)
         prefix = f"model.layers.{number}."
     return {f"{prefix}{part}.{leaf}": (n, *shape[1:]) for part, n in zip(PARTS[layer], rows)}
-
-
-def joined(config, name, parts):
-    """Our parameter of a folder's parts."""
-    shape = shapes_of_all(config)[name]
-    return torch.cat(parts).view(shape) if parts else torch.zeros(shape)
-
-
-def taken_apart(config, name, whole):
-    """A folder's parts of our parameter."""
-    rows = whole.flatten(0, 1) if config.stacked(name) else whole
-    found = parts_of(config, name)
-    return rows.split([shape[0] for shape in found.values()]) if found else []
-
-
-def keys_of(config):
-    """{field of the config: key in config.json}."""
-    return KEYS

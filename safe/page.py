@@ -1,13 +1,11 @@
 """A run's page: its curves over steps, its memory, and what it said of itself, in one HTML file that loads nothing.
 
     python train.py --out runs/1     writes runs/1/index.html while it trains
-    python -m lessons runs runs/*    draws several runs in one picture
 
 The curves are SVG that Python writes from log.jsonl, so they need no script. assets/run.html is the look. As long as
 the run goes on, one line of script says so if nothing has come for long, because who is killed writes no end.
 """
 
-import bisect
 import contextlib
 import html
 import json
@@ -47,17 +45,6 @@ def points_of(entries, key):
     return points[:-1:len(points) // MOST + 1] + points[-1:]
 
 
-def unit_of(runs, in_bits):
-    """(the unit of these runs' losses, {run: what to multiply its nats by}). Bits a byte, if asked for, need runs that
-    have logged how many bytes a token is."""
-    started = {run: [entry for entry in entries if "unit" in entry][-1:] for run, entries in runs.items()}
-    bytes_a_token = {run: entry[0].get("bytes_a_token") for run, entry in started.items() if entry}
-    if in_bits and len(bytes_a_token) == len(runs) and all(bytes_a_token.values()):
-        return "bits a byte", {run: 1 / math.log(2) / size for run, size in bytes_a_token.items()}
-    units = {entry["unit"] for [entry] in filter(None, started.values())}
-    return f"nats a {units.pop() if len(units) == 1 else 'token'}", dict.fromkeys(runs, 1)
-
-
 def ticks(low, high):
     """Three to six round numbers from low to high."""
     rough = (high - low) / 4 or 1
@@ -66,27 +53,22 @@ def ticks(low, high):
     return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def hover(lines, x_of):
-    """Html of what appears under the mouse: a line, the step, each curve's last number up to there. It is there from
-    the beginning and hidden, so the page needs no script."""
-    steps = sorted({step for points in lines.values() for step, _ in points})
-    steps = steps[:-1:len(steps) // PLACES + 1] + steps[-1:]
-    out, half = "", 270 / len(steps) + 1
-    for step in steps:
-        numbers = ""
-        for i, points in enumerate(lines.values()):
-            if before := bisect.bisect_right(points, (step, math.inf)):
-                numbers += f' <tspan class="c{i % 6}">{points[before - 1][1]:.5g}</tspan>'
+def hover(points, x_of):
+    """Html of what appears under the mouse: a line, the step, the curve's number there. It is there from the beginning
+    and hidden, so the page needs no script."""
+    shown = points[:-1:len(points) // PLACES + 1] + points[-1:]
+    out, half = "", 270 / len(shown) + 1
+    for step, value in shown:
         x = x_of(step)
         out += (f'<g class="at"><rect x="{x - half:.1f}" y="0" width="{2 * half:.1f}" height="176"/>'
-                f'<path d="M{x:.1f} 15V175"/><text x="615" y="10" text-anchor="end">step {step}:{numbers}</text></g>')
+                f'<path d="M{x:.1f} 15V175"/><text x="615" y="10" text-anchor="end">step {step}: '
+                f'<tspan class="curve">{value:.5g}</tspan></text></g>')
     return out
 
 
-def chart(title, lines, resumed=()):
-    """Html of a curve for each run, {its name: points}, on one scale. A run without points keeps its colour. resumed:
-    steps after which a run was started again."""
-    steps, values = zip(*(point for points in lines.values() for point in points))
+def chart(title, points, resumed=()):
+    """Html of a run's curve. resumed: steps after which the run was started again."""
+    steps, values = zip(*points)
     left = min(steps)
     low = min(values)
     width = max(steps) - left or 1
@@ -97,7 +79,7 @@ def chart(title, lines, resumed=()):
     def y_of(value):
         return 170 - 150 * (value - low) / height
 
-    curves = names = axes = ""
+    axes = ""
     for value in ticks(low, max(values)) or [low]:
         axes += (f'<path d="M66 {y_of(value):.1f}H615"/><text x="62" y="{y_of(value) + 4:.1f}" text-anchor="end">'
                  f'{value:.4g}</text>')
@@ -109,15 +91,11 @@ def chart(title, lines, resumed=()):
         if left <= step <= max(steps):
             axes += (f'<path class="resumed" d="M{x_of(step):.1f} 15V175"><title>resumed after step {step}</title>'
                      '</path>')
-    for i, (name, points) in enumerate(lines.items()):
-        if not points:
-            continue
-        path = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in points)
-        curves += f'<polyline class="c{i % 6}" points="{path}"/>'
-        names += f'<span class="c{i % 6}">{html.escape(name)} {points[-1][1]:.5g}</span> '
-    return (f'<figure><figcaption>{title}<br>{names}</figcaption><svg viewBox="0 0 640 196" role="img" '
-            f'aria-label="{title}"><path d="M70 15V175H615"/>{axes}<text x="62" y="191" text-anchor="end">step</text>'
-            f'{curves}{hover(lines, x_of)}</svg></figure>\n')
+    path = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in points)
+    return (f'<figure><figcaption>{title}<br><span class="curve">{values[-1]:.5g}</span></figcaption>'
+            f'<svg viewBox="0 0 640 196" role="img" aria-label="{title}"><path d="M70 15V175H615"/>{axes}'
+            f'<text x="62" y="191" text-anchor="end">step</text><polyline class="curve" points="{path}"/>'
+            f'{hover(points, x_of)}</svg></figure>\n')
 
 
 def sign_of_life(pause):
@@ -131,18 +109,14 @@ def sign_of_life(pause):
             'the run was killed, hangs, or does something that takes very long.";</script>\n')
 
 
-def page_of(title, runs, more="", sign="", in_bits=False):
-    """Html of several runs, {name: entries}, in one picture a curve. sign: of life, of a run that goes on. in_bits:
-    losses are in bits a byte, by which runs of two vocabularies can be compared, if all runs know it."""
-    unit, factors = unit_of(runs, in_bits)
-    resumed = sorted({entry["after_step"] for entries in runs.values() for entry in entries if entry.get("after_step")})
+def page_of(title, entries, more="", sign=""):
+    """Html of a run's entries, a picture a curve. sign: of life, of a run that goes on."""
+    unit = [entry["unit"] for entry in entries if "unit" in entry][-1:] or ["token"]
+    resumed = sorted({entry["after_step"] for entry in entries if entry.get("after_step")})
     charts = ""
     for key, name in CURVES.items():
-        lines = {run: points_of(entries, key) for run, entries in runs.items()}
-        if key in LOSSES:
-            name += f", {unit}"
-            lines = {run: [(step, value * factors[run]) for step, value in points] for run, points in lines.items()}
-        charts += chart(name, lines, resumed) if any(lines.values()) else ""
+        if points := points_of(entries, key):
+            charts += chart(name + f", nats a {unit[0]}" * (key in LOSSES), points, resumed)
     return string.Template(LOOK.read_text()).substitute(
         title=html.escape(title), charts=charts, more=more, sign=sign,
         refresh='<meta http-equiv="refresh" content="10">' * bool(sign))
@@ -199,6 +173,6 @@ class Page:
                 f"<details{' open' * (i == len(launches))}><summary>launch {i}</summary><pre>{said}</pre></details>\n"
                 for i, said in enumerate(launches, 1))
             sign = "" if over else sign_of_life(self.pause)
-            write_page(path, page_of(str(self.folder), {"": entries}, more, sign))
+            write_page(path, page_of(str(self.folder), entries, more, sign))
         now = time.perf_counter()
         self.next = now + 100 * (now - start)

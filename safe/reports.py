@@ -127,8 +127,7 @@ def measured(trainer):
                     if isinstance(bucket, FlatParameter) and bucket.weights is not None]
         # What is on its way. On a GPU the host does not wait until that has arrived.
         sent = [tensor for _, tensor in (*pipeline.sending, *pipeline.results.values())]
-        others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *gathered, *sent,
-                           *trainer.buffers_of_collectives()])
+        others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *gathered, *sent])
         trainer.activations = max(trainer.activations, births.alive(others))
 
     with births, watching(pipeline, note):
@@ -142,13 +141,6 @@ def measured(trainer):
         trainer.share = (own.sum() / loads.sum() * ranks).item()
 
 
-def kind_of_cp(s, groups):
-    """--cp-kind; where it is two, with their sizes."""
-    if not (groups.ulysses and groups.ring):
-        return s.cp_kind
-    return f"ulysses {dist.get_world_size(groups.ulysses)} + ring {dist.get_world_size(groups.ring)}"
-
-
 def describe(trainer, trains):
     """Print what the run is. trains: whether steps are left; else it only samples."""
     s = trainer.s
@@ -159,7 +151,7 @@ def describe(trainer, trains):
     here = dist.processes_of_a_node(mesh.size())
     gpus = gpus_here()
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
-    axes += f" x cp {s.cp} ({kind_of_cp(s, trainer.net.groups)})" * (s.cp > 1)
+    axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1)
     axes += f" x pp {s.pp} ({s.schedule_file or s.schedule})" * (s.pp > 1)
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trainer.say(
@@ -167,19 +159,13 @@ def describe(trainer, trains):
         f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}\n"
         f"layout   {axes} = {mesh.size()} processes, {device} "
         f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}"
-        f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}{about_islands(s)}\n"
+        f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}\n"
         f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
         f"{parameters_in_words(c)}, {s.dtype}" + about_vocabulary(trainer) * (not trains))
     if trains:
         describe_training(trainer)
     elif s.out and s.steps:
         trainer.say(f"steps    all {s.steps} are done: --resume --steps {2 * s.steps} trains on")
-
-
-def about_islands(s):
-    """A line of DiLoCo, where there are islands."""
-    return (f"\nislands  {s.islands} train apart; after each {s.local_steps} steps an outer one: lr {s.outer_lr:g}, "
-            f"momentum {s.outer_momentum:g}") * (s.islands > 1)
 
 
 def describe_training(trainer):

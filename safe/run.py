@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 import collectives as dist
-from further.diloco import source_of_island
 from further.resume import whole_tensors
 from further.sampling import show_sample
 from safe import launch
@@ -20,7 +19,7 @@ from safe.checkpoints import (
     check_optimizer, check_same_data, checkpoints, differences, find_checkpoint, fingerprint, lock, run_of, start_of,
     write_checkpoint)
 from safe.data import (
-    bytes_a_token, check_data, check_pipe, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
+    bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
 from safe.files import check_folder, Log, sync, tell, writable
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
 from safe.huggingface import came_with
@@ -238,13 +237,9 @@ class WatchedTrainer(Trainer):
                 state["step"] = state["step"].to(self.device)
         self.log = self.run.log
         self.first = self.logged = first
-        self.memory = {"after_step": first, "unit": self.unit,
-                       "bytes_a_token": 1.0 if self.unit == "byte" else float(self.bytes_a_token)}
+        self.memory = {"after_step": first, "unit": self.unit}
         self.since = time.perf_counter()
         return first
-
-    def buffers_of_collectives(self):
-        return []
 
 
 # ------------------------------------------------------------------------------------------------- a run that survives
@@ -279,7 +274,7 @@ class WatchedRun(Run):
         if checkpoint:
             trained_with = checkpoint.manifest["run"]["flags"].items()
             words = [dashed(name) if value is True else f"{dashed(name)}={value}"
-                     for name, value in trained_with if value is not False]
+                     for name, value in trained_with if value is not False and hasattr(s, name)]
             arguments = words + arguments
             s = parse(Parser(**ABOUT), self.flags, arguments)
         check_numbers(s)
@@ -293,7 +288,6 @@ class WatchedRun(Run):
             s.vocab_size = s.vocab_size or len(vocabulary)
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
-        check_pipe(s, self.processes)
         check_vocabulary(s, config, vocabulary)
         self.identity = checkpoint and checkpoint.manifest["run"]
         self.left_out = []
@@ -322,7 +316,7 @@ class WatchedRun(Run):
                 with writable(s.out, "--out"):
                     self.log = Log(f"{s.out}/log.jsonl", checkpoint.manifest["step"] if checkpoint else 0)
         if checkpoint:
-            source = source_of_island(checkpoint.source, checkpoint.manifest["tensors"], s.islands)
+            source = checkpoint.source
             self.saved = checkpoint.manifest
         weights = checkpoint.path if checkpoint else s.init_from
         self.came = came_with(weights, s.tokenizer)

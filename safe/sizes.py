@@ -19,8 +19,7 @@ def reject(wrong, text):
         raise BadInput(text)
 
 
-MAY_BE_0 = ("inner", "experts", "n_kv_head", "head_size", "delta_every", "max_positions", "rope_size",
-            "shared_experts", "first_dense", "dense_inner")
+MAY_BE_0 = "inner", "experts", "n_kv_head", "head_size", "max_positions", "shared_experts"
 
 
 def check_sizes(c, called):

@@ -85,21 +85,6 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.wait(f"location.href !== 'about:blank' && document.readyState === 'complete' && ({ready})")
 
-    def key(self, key, shift=False):
-        for kind in "keyDown", "keyUp":
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, modifiers=8 * shift)
-
-    def drag(self, one, other):
-        """Drag an element, with the mouse, from its middle behind the middle of another. Both are CSS selectors."""
-        def place(name, share):
-            return self.run(f"(() => {{ const {{x, y, width, height}} = document.querySelector({name!r})"
-                            f".getBoundingClientRect(); return [x + width * {share}, y + height / 2]; }})()")
-
-        (start, y), (end, _) = place(one, 0.5), place(other, 0.75)
-        for kind, x in ("mousePressed", start), ("mouseMoved", (start + end) / 2), ("mouseMoved", end), (
-                "mouseReleased", end):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
-
     def close(self):
         with contextlib.suppress(OSError):
             os.close(self.to)

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -24,7 +25,7 @@ import parallel
 from tests.pool import close, GPUS, HERE, on_cpus, on_linux, parametrize, table
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, start, TRAIN, trained)
-from safe.checkpoints import checkpoints, NUMBERS, open_checkpoint, start_of
+from safe.checkpoints import checkpoints, crc_of, NUMBERS, open_checkpoint, start_of
 from safe.files import Log, read_safetensors
 from safe.page import Page
 from safe.flags import model_config, Settings
@@ -34,10 +35,10 @@ from safe.sizes import BadInput
 
 
 # The flags that are not in NUMBERS: a run's identity has these as its model, its data and its start.
-KNOWN_OTHERWISE = {*"""arch model n_layer n_head n_kv_head n_embd seq_len vocab_size activation latent delta_every
-    experts top_k expert_every shared_experts expert_groups top_groups inner tokens tokenizer init_from""".split()}
+KNOWN_OTHERWISE = {*"""arch model n_layer n_head n_kv_head n_embd seq_len vocab_size activation
+    experts top_k expert_every shared_experts inner tokens tokenizer init_from""".split()}
 # And these decide no losses, but for rounding.
-NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep dispatch pp schedule schedule_file virtual_stages pairs zero
+NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep pp schedule schedule_file virtual_stages zero
     zero_within recompute recompute_blocks loss_chunk device kernels form comm plain together eval_every
     log_every sample prompt temperature top_k_sample out save_every resume trace profile cuda_graphs
     deterministic keep timeout""".split()}
@@ -54,11 +55,8 @@ SAME = """
     2  --zero 1 --dtype bf16
     4  --tp 2 --zero 2 --dtype fp16
     2  --zero 3 --dtype bf16
-    4  --islands 2 --local-steps 4 --zero 1 --dtype bf16
-    4  --pp 2 --islands 2 --local-steps 2 --micro-batches 2
-    4  --pp 2 --tp 2 --micro-batches 2 --schedule zb-h1
     2  --tp 2 --vocab-size 259
-    2  --tp 2 --arch llama --latent 16 --experts 4 --shared-experts 1 --n-layer 2 --dtype fp64
+    2  --tp 2 --arch llama --n-layer 2 --dtype fp64
     2  --ep 2 --experts 4 --n-layer 2 --dtype fp64  --eval-every 1 --recompute block"""
 
 
@@ -138,6 +136,32 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(start, tmp_p
     os.truncate(file, os.path.getsize(file) // 2)
     said = run(f"--resume {file}", 2)
     assert f"--resume {file}: " in said and "give a whole file that --plain has written" in said and "Trace" not in said
+
+
+def test_a_run_with_flags_that_are_not_here_goes_on_if_they_changed_nothing(start, tmp_path):
+    """As other versions of train.py leave them."""
+    whole, file = tmp_path / "whole", tmp_path / "plain" / "step-00000002.pt"
+    start(f"--steps 2 --out {whole}").said()
+    start(f"--plain --steps 2 --out {file.parent}").said()
+    manifest, run, saved = whole / "step-00000002" / "manifest.json", whole / "run.json", torch.load(file)
+
+    def with_flags(**more):
+        there = json.loads(manifest.read_text())
+        there["run"]["flags"] |= more
+        there["crc32"] = crc_of({key: value for key, value in there.items() if key != "crc32"})
+        manifest.write_text(json.dumps(there))
+        run.write_text(json.dumps(there["run"]))
+        torch.save(saved | {"flags": saved["flags"] | more}, file)
+
+    ways = f"--resume {manifest.parent}", f"--resume {file}", f"--plain --resume {file}"
+    with_flags(islands=1, outer_lr=0.7, delta_every=0)
+    for way in ways:
+        assert "step 3" in start(f"--steps 3 {way}").said()
+    with_flags(islands=2)
+    for way in ways:
+        assert "trained with --islands 2, which this train.py does not have: name" in start(way).said([2])
+    shutil.rmtree(manifest.parent)
+    assert "/whole holds another run: it was trained with --islands 2" in start(f"--steps 2 --out {whole}").said([2])
 
 
 def test_the_newest_of_plain_s_checkpoints_has_the_largest_number(tmp_path):

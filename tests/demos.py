@@ -104,8 +104,7 @@ SHOWN = [
         GPT-2 XL beside its blocks: embedding V C = 80,411,200, which is the head, too; positions T C = 1,638,400.
         ...
         16 heads of 128                        4,096
-        half as many k and v                   2,048
-        a latent and a rotary key                576"""),
+        half as many k and v                   2,048"""),
     # 8 micro-batches, of which rank 0 holds 2 at a time in 1F1B and 8 in GPipe; an all-gather of 64 and of 32 hidden
     # numbers, and an all-reduce of 32, for 4 x 32 tokens
     ("forms", 2, """
@@ -226,7 +225,7 @@ SHOWN = [
           one GPU                             114.00 | 32.03
           --tp 8                               23.00 | 11.01
           --tp 8 --sp                          14.25 | 4.00
-          --tp 8 --sp --recompute attention     4.25 | 3.00
+          --tp 8 --sp, no scores                4.25 | 4.00
           --recompute block                     2.00 | 2.00"""),
     # Step s of reduce-scatter adds to chunk r-2-s of rank r, step s of all-gather completes chunk r-s-1.
     ("collectives", 4, """
@@ -328,9 +327,9 @@ SHOWN = [
           rank 3  3,4 x 3,4: 2      3,4 x 2: 2        3,4 x 1: 2        3,4 x 0: 2        8
           busiest 2                 2                 2                 2                 8
         ...
-          tokens  ring              Ulysses           Ulysses + ring    gated delta rule
-          8,192   192.0             48.0              96.0              24.4
-          65,536  1,536.0           384.0             768.0             24.4""")]
+          tokens  ring              Ulysses
+          8,192   192.0             48.0
+          65,536  1,536.0           384.0""")]
 
 
 @parametrize("name, ranks, shown", SHOWN)

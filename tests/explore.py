@@ -6,25 +6,22 @@ import os
 import re
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
-import tracemalloc
 import xml.etree.ElementTree
 from urllib.parse import urlencode
 
 import pytest
 
-import lessons.demos
 from further.schedules import interleaved, zero_bubble_h1
 from lessons import explore, moving, pages, turns
 from parallel import Action, one_f_one_b
-from safe.page import MOST, Page, points_of, ticks
+from safe.page import Page, ticks
 from tests.browser import Browser
 from tests.pages import site_folder
 from tests.pool import close, parametrize, table
-from tests.runs import output_of, slow
+from tests.runs import output_of
 from theory.clock import critical_path, simulate
 
 # --------------------------------------------------------------------------------------------------------- a run's page
@@ -47,32 +44,16 @@ def curves_of(page):
     return found
 
 
-def test_several_runs_are_one_picture(tmp_path):
-    one = logged(tmp_path / "one", {"step": 1, "loss": 4.0, "lr": 1e-3}, {"step": 3, "loss": 2.0, "val_loss": "nan"})
-    two = logged(tmp_path / "<two>", {"step": 1, "loss": 3.0, "val_loss": 9.0}, {"step": 2, "not_finite": "loss"})
-    output_of(lessons.demos.main, "runs", one, two, tmp_path / "none", "--out", tmp_path / "all" / "runs.html")
-    page = (tmp_path / "all" / "runs.html").read_text()
-    assert page.count("step 3: ") == 1 and '<tspan class="c1">3</tspan>' in page  # what the mouse finds
-    assert curves_of(page) == {"loss, nats a token": [["70.0,20.0", "610.0,170.0"], ["70.0,95.0"]],
-                               "validation loss, nats a token": [["70.0,170.0"]], "learning rate": [["70.0,170.0"]]}
-    assert {*re.findall(r'<span class="(c\d)">\S*(one|two)', page)} == {("c0", "one"), ("c1", "two")}
-    assert "&lt;two&gt;" in page and "<two>" not in page and "<script" not in page and "http-equiv" not in page
-    with pytest.raises(SystemExit, match="2"):
-        output_of(lessons.demos.main, "runs", tmp_path / "none")
-
-
-def test_runs_of_two_vocabularies_are_in_bits_a_byte_and_resumes_are_marked(tmp_path):
-    launch = {"after_step": 0, "unit": "byte", "bytes_a_token": 1.0}
-    logged(tmp_path / "bytes", {"step": 1, "loss": 2.0} | launch, {"step": 9, "loss": 1.0, "after_step": 5})
-    words = logged(tmp_path / "words", {"step": 1, "loss": 6.0} | launch | {"unit": "token", "bytes_a_token": 4.0})
-    output_of(lessons.demos.main, "runs", tmp_path / "bytes", words, "--out", tmp_path / "all.html")
-    page = (tmp_path / "all.html").read_text()
-    assert curves_of(page) == {"loss, bits a byte": [["70.0,20.0", "610.0,170.0"], ["70.0,95.0"]]}
-    assert 'd="M340.0 15V175"><title>resumed after step 5</title>' in page
-    assert {"2.8854", "2.164"} <= {*re.findall(r">([\d.]+)</tspan>", page)}  # nats / ln 2, and of words / 4 bytes
-    old = logged(tmp_path / "old", {"step": 1, "loss": 4.0})  # by a version that logged no unit
-    output_of(lessons.demos.main, "runs", tmp_path / "bytes", old, "--out", tmp_path / "all.html")
-    assert "nats a byte" in (tmp_path / "all.html").read_text()
+def test_a_page_shows_what_was_logged(tmp_path):
+    run = logged(tmp_path / "<run>", {"step": 1, "loss": 4.0, "lr": 1e-3, "after_step": 0, "unit": "byte"},
+                 {"step": 3, "loss": 2.0, "val_loss": "nan"}, {"step": 9, "loss": 3.0, "after_step": 5})
+    Page(run).write(over=True)
+    page = (run / "index.html").read_text()
+    assert page.count("step 3: ") == 1 and '<tspan class="curve">2</tspan>' in page  # what the mouse finds
+    assert curves_of(page) == {"loss, nats a byte": [["70.0,20.0", "205.0,170.0", "610.0,95.0"]],
+                               "learning rate": [["70.0,170.0"]]}
+    assert page.count('d="M340.0 15V175"><title>resumed after step 5</title>') == 1
+    assert "&lt;run&gt;" in page and "<run>" not in page and "<script" not in page and "http-equiv" not in page
 
 
 def test_ticks_are_round_and_inside():
@@ -80,11 +61,6 @@ def test_ticks_are_round_and_inside():
         found = ticks(low, high)
         assert low == high or 2 <= len(found) <= 6 and low <= found[0] and found[-1] <= high + 1e-9, (low, high, found)
     assert ticks(1.93, 5.21) == [2, 3, 4, 5]
-
-
-def test_a_long_run_s_curve_has_few_points_and_the_last():
-    points = points_of([{"step": i, "loss": float(i)} for i in range(100_001)], "loss")
-    assert MOST / 2 < len(points) <= MOST + 1 and points[0] == (0, 0) and points[-1] == (100_000, 100_000)
 
 
 def test_a_run_s_page_is_whole_at_every_moment_and_seldom_written(tmp_path, monkeypatch):
@@ -109,7 +85,7 @@ def test_a_run_s_page_is_whole_at_every_moment_and_seldom_written(tmp_path, monk
     assert len(seen) == 1
     page.write(over=True)
     text = index.read_text()
-    assert seen == [False, True] and "http-equiv" not in text and "sign" not in text and text.endswith("</html>\n")
+    assert seen == [False, True] and "http-equiv" not in text and "sign" not in text
     assert "<tr><th>gradients<td>1.0<td>1.5" in text and "layout   dp 2\n&lt;b&gt;" in text
     monkeypatch.setattr(os, "replace", lambda *files: 1 / 0 if index.exists() else None)
     (tmp_path / "run" / "log.jsonl").unlink()
@@ -156,29 +132,12 @@ def test_a_list_that_cannot_run_shows_where_in_check_s_words():
         assert (found["why"], found["at"], found["text"]) == (why, at, text)
 
 
-def test_a_row_may_leave_its_rank_s_number_out():
-    assert moving.parse("F0 F1 B0 B1\n rank 1 F0 B0 F1 B1") == one_f_one_b(2, 2)
-
-
 def test_rows_that_are_no_lists_say_what_is_wrong():
     for text, why in (("rank 0", "ranks have [0] stages"), ("rank 0  F0 B0\nrank 1", "ranks have [0, 1] stages"),
                       ("rank 0  F0 F0/1 B0/1 B0/0\nrank 1  F0/2 B0/2", "ranks have [1, 2] stages"), ("", "no schedule"),
                       ("rank 1  F0", "'rank 1  F0' is not the row of rank 0"), ("rank 0  G3", "'G3' is no action")):
         with pytest.raises(ValueError, match=re.escape(why)):
             moving.pipeline({"text": text})
-
-
-def test_a_large_number_in_a_short_list_takes_no_memory():
-    tracemalloc.start()
-    assert "stage 0, micro-batch 1" in moving.pipeline({"text": "rank 0  F0 B0 F999999 B999999"})["why"]
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    tracemalloc.stop()
-
-
-def test_a_zero_bubble_schedule_idles_by_its_formula():
-    found = moving.pipeline({"text": moving.text_of(zero_bubble_h1(3, 4))})
-    assert found["idle"] == found["formulas"]["zb-h1"] == 2 and found["formulas"]["1f1b"] == 6
-    assert max(number for _, number in found["held"][0]) == found["peak"] == 3
 
 
 # ---------------------------------------------------------------------------------------------------------- the server
@@ -212,9 +171,6 @@ def test_the_server_gives_what_its_tables_have(server):
     status, text = asked(server, "/TOKEN/layout.json?model=gpt2&gpus=4")
     rows = [dict(zip(moving.COLUMNS, row)) for row in json.loads(text)["rows"]]
     assert status == 200 and len(rows) > 20 and rows[0]["ms"] == min(row["ms"] for row in rows)
-    assert json.loads(text)["asked"].startswith("gpt2, 124,439,808 parameters, bf16, on 4 H200s: 16 sequences of 1,024")
-    status, text = asked(server, "/TOKEN/layout.html")
-    assert status == 200 and "const FIXED = null" in text
 
 
 # What is asked for, and the answer. MANY are parameters, LONG is longer than a line may be.
@@ -222,22 +178,16 @@ REFUSED = """
     /wrong/pipeline.html                 403
     /                                    403
     /../train.py                         403
-    /TOKEN                               404
     /TOKEN/                              404
-    /TOKEN/../model.py                   404
     /TOKEN/%2e%2e/train.py               404
     /TOKEN//etc/passwd                   404
-    /TOKEN/train.py                      404
     /TOKEN/run                           404
-    /TOKEN/pipeline.json?p=0             400
     /TOKEN/pipeline.json?p=17            400
     /TOKEN/pipeline.json?m=x             400
-    /TOKEN/pipeline.json?m=1e9           400
     /TOKEN/pipeline.json?f=nan           400
     /TOKEN/pipeline.json?schedule=none   400
     /TOKEN/pipeline.json?text=rank       400
     /TOKEN/layout.json?gpus=-1           400
-    /TOKEN/layout.json?machine=tpu       400
     /TOKEN/pipeline.json?MANY            400
     /TOKEN/LONG                          414"""
 
@@ -254,27 +204,10 @@ def test_the_server_refuses_all_else_in_a_line(server):
         assert asked(server, "/TOKEN/pipeline.json", Host=host)[0] == 403
     assert asked(server, "http://[bad/pipeline.html", Host="here")[0] == 403
     assert asked(server, "/TOKEN/run", "text=" + 10**7 * "F")[0] == 413
-    assert asked(server, "/TOKEN/run", "text=rank+0++F0")[0] == 400
     assert asked(server, "/wrong/run", "")[0] == 403
-    assert asked(server, "/TOKEN/pipeline.html", "")[0] == 404
-    for text, says in (("rank 0 -", "ranks have [0] stages"), (wide(9, 1), "9 ranks: give at most 8"),
-                       (wide(8, 65), "1040 actions: give at most 1024")):
+    for text, says in (wide(9, 1), "9 ranks: give at most 8"), (wide(8, 65), "1040 actions: give at most 1024"):
         status, said = asked(server, "/TOKEN/run", urlencode({"text": text}))
         assert status == 400 and says in said
-
-
-def test_the_longest_list_is_posted(server):
-    halves = re.sub(r"B(\S+)", r"I\1 W\1", moving.text_of(interleaved(16, 64, 4)))
-    status, text = asked(server, "/TOKEN/pipeline.json", urlencode({"text": halves}))
-    assert status == 200 and json.loads(text)["text"] == halves
-
-
-def test_a_part_of_a_body_is_not_taken_for_all(server):
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as one:
-        body = f"POST /{server.token}/pipeline.json HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n"
-        one.sendall(f"{body}Content-Length: 99\r\n\r\ntext=rank+0++F0+B0".encode())
-        one.shutdown(socket.SHUT_WR)
-        assert b" 400 " in one.makefile("rb").readline()
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(server):
@@ -398,12 +331,6 @@ def show_all(browser, site, address):
         browser.open(f"{site}/{name}.html", "document.querySelector('#steps svg')")
         for button in "next", "last", "back", "first", "play":
             changes(browser, f"$('{button}').click()", "$('now').textContent")
-    browser.open(f"{site}/reading.html#answers", "document.querySelector(':target')")
-    browser.wait("document.querySelector(':target').getBoundingClientRect().top > "
-                 "document.querySelector('nav').getBoundingClientRect().bottom")
-    browser.open(f"{site}/pipeline.html", CELLS)
-    assert "It holds 4 at most" in browser.run("$('said').textContent")  # as 1F1B does, which is what it shows
-    assert browser.run("$('controls').elements.schedule.value") == "1f1b"
     for place in site, address:
         browser.open(f"{place}/pipeline.html", CELLS)
         changes(browser, given("schedule", "zb-h1"))
@@ -417,18 +344,9 @@ def show_all(browser, site, address):
     browser.open(f"{address}/layout.html#model=gpt2&gpus=4", "$('table').innerText.includes('--dp 4')")
     for name, value in {"gpus": 2, "machine": "h100", "batch": 8, "model": "tiny"}.items():
         changes(browser, given(name, value), "$('table').innerHTML")
-    changes(browser, given("gpus", 4), "$('table').innerHTML")
-    assert browser.run("$('controls').elements.batch.value") == "16"  # each GPU has as many as before
     browser.open(f"{site}/layout.html", "document.querySelector('td')")
-    assert "gpt2-xl" in browser.run("$('said').textContent") and "8 H200s" in browser.run("$('said').textContent")
     for button in 0, 3, 3:
         changes(browser, f"document.querySelectorAll('th button')[{button}].click()", "$('table').innerHTML")
-    for width in 390, 1440:
-        browser.resize(width, 900)
-        for name in (*pages.STEPPED, *pages.FIXED):
-            place = site if name in pages.STEPPED else address
-            browser.open(f"{place}/{name}.html", f"{CELLS} || document.querySelector('#steps svg, td')")
-            assert browser.run("document.documentElement.scrollWidth") <= width, name
     assert browser.errors == []
 
 
@@ -436,49 +354,12 @@ def typed(text):
     return f"$('text').focus(); $('text').value = {json.dumps(text)}; $('text').dispatchEvent(new Event('input'))"
 
 
-def see_that_only_what_is_drawn_is_run_and_has_figures(browser, address):
-    browser.open(f"{address}/pipeline.html#p=2&m=2&schedule=1f1b", "!$('run').disabled")
-    assert browser.run("$('controls').elements.v.value") == "1"
-    stuck = "rank 0  F0 I0\nrank 1  F0 B0"
-    for text, why in ("rank 0  G3", "is no action"), ("", "no schedule"), (stuck, "it has F, I"):
-        assert browser.run(typed(text) + ", $('run').disabled")
-        browser.wait(f"$('refused').textContent.includes({json.dumps(why)})")
-        assert browser.run("$('run').disabled && $('text').value") == text
-        assert browser.run("document.body.className") == ("" if text == stuck else "stale")
-    assert browser.run("$('clock').hidden") and "max" not in browser.run("$('grid').textContent")
-    assert browser.run("document.querySelector('.bad title').textContent").endswith("it has F, I")
-    assert browser.run("$('controls').elements.p.disabled")
-    for text in "", "rank 0  G3", "rank 0  F0 F1 B0 B1\nrank 1  F0 B0 F1 B1":
-        browser.run("history.back()")
-        browser.wait(f"document.readyState === 'complete' && $('text')?.value === {json.dumps(text)}")
-    browser.wait("!$('run').disabled")
-
-
 def edit_and_run(browser, address):
-    """By mouse, keyboard and text: 1F1B becomes ZB-H1, which runs. Returns what the page then says."""
-    text, cell = "$('text').value", '[data-rank="{}"][data-index="{}"]'.format
-    browser.open(f"{address}/pipeline.html#p=3&m=4&schedule=1f1b", CELLS)
-
-    def becomes(row):
-        browser.wait(f"{text}.includes({json.dumps(row)})")
-
-    browser.run("$('split').click()")
-    becomes("rank 2  F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3")
-    browser.drag(cell(2, 2), cell(2, 7))  # W0 behind I2
-    becomes("rank 2  F0 I0 F1 I1 W1 F2 I2 W0 W2 F3 I3 W3")
-    browser.run(f"document.querySelector('{cell(2, 4)}').focus()")
-    for place in range(5, 11):  # W1 behind I3
-        browser.key("ArrowRight", shift=True)
-        browser.wait(f"document.activeElement.dataset.index === '{place}'")
-        browser.wait(f"{text}.split('\\n')[2].split(/ +/)[{place} + 2] === 'W1'")
-    becomes("rank 2  F0 I0 F1 I1 F2 I2 W0 W2 F3 I3 W1 W3")
-    stuck = "rank 0  I0 F0\nrank 1  F0 I0 W0"
-    for lists in stuck, moving.text_of(zero_bubble_h1(3, 4)):
-        browser.run(typed(lists))
-        browser.wait("$('refused').textContent" if lists == stuck else "$('said').textContent.includes('idles 2,')")
-        assert browser.run("$('run').disabled") == (lists == stuck)
-        if lists == stuck:
-            assert "must each be there" in browser.run("$('refused').textContent")
+    """Returns what the page says of a list that was typed, after one that is refused."""
+    browser.open(f"{address}/pipeline.html#p=3&m=4&schedule=1f1b", "!$('run').disabled")
+    for text in "rank 0  F0 I0\nrank 1  F0 B0", moving.text_of(zero_bubble_h1(3, 4)):
+        assert browser.run(typed(text) + ", $('run').disabled")
+        browser.wait("!$('run').disabled" if "W0" in text else "$('refused').textContent.includes('it has F, I')")
     browser.run("$('run').click()")
     browser.wait("!$('ran').hidden || $('running').textContent.includes('ended')", 300)
     assert browser.run("$('measured').querySelectorAll('.cell').length") == 36 and browser.errors == []
@@ -488,13 +369,5 @@ def edit_and_run(browser, address):
 def test_pages_in_a_browser(address, site_folder, browser, monkeypatch):
     """An edited schedule is refused or runs."""
     monkeypatch.setattr(explore, "turns", never_trained)
-    see_that_only_what_is_drawn_is_run_and_has_figures(browser, address)
-    browser.errors.clear()  # the console shows what is refused
     show_all(browser, f"file://{site_folder}", address)
-    said = edit_and_run(browser, address)
-    assert "4.500000: equal" in said and "13 ms (13 to 13)" in said and "These overlap" in said
-
-
-@slow
-def test_an_edited_schedule_has_the_losses_of_1f1b(address, browser):
-    assert ": equal" in edit_and_run(browser, address)
+    assert "4.500000: equal" in edit_and_run(browser, address)

@@ -23,9 +23,8 @@ from fast import grouped, hopper
 from tests import gluon
 from tests.kernels import KERNEL_DEVICE, plain_gelu, random, triton_kernels  # noqa: F401
 from lessons.bench.timing import patched
-from lessons.blind import intercepted
-from tests.layouts import SMALL, case_of, differences_in, small_gpt, tokens_of
-from tests.links import DirectGlooLink, nodes_of, served_by
+from tests.layouts import SMALL, case_of, differences_in
+from tests.links import DirectGlooLink, served_by
 from tests.pool import close, needs_kernels, on_cpus, on_ranks, parametrize, uncollected
 
 
@@ -127,7 +126,7 @@ def test_ring_attention_on_kernels(dtype, error, rank, size):
     B, T, H, D = 4 // size, 128 * size, 1, 16
     torch.manual_seed(0)
     qkv, dy = torch.randn(B, T, 3, H, D), torch.randn(B, T, H, D)
-    whole, mine = qkv.double().requires_grad_(), further.context.own_tokens(T, rank, size, 1, qkv.device)
+    whole, mine = qkv.double().requires_grad_(), further.context.own_tokens(T, rank, size, "ring", qkv.device)
     y = kernels.attention(whole)
     y.backward(dy.double())
     kernels.use("triton")
@@ -164,7 +163,7 @@ def test_the_tuned_ring(passes, B, heads, own, rank):
     T, D = 512, 128 if KERNEL_DEVICE == "cuda" else 16
     torch.manual_seed(0)
     qkv, dy = torch.randn(B, T, 4, heads, D), torch.randn(B, T, 2 * heads, D)
-    whole, mine = qkv.double().requires_grad_(), further.context.own_tokens(T, rank, 2, 1, qkv.device)
+    whole, mine = qkv.double().requires_grad_(), further.context.own_tokens(T, rank, 2, "ring", qkv.device)
     y = kernels.attention(whole)
     y.backward(dy.double())
     kernels.use("triton")
@@ -181,54 +180,3 @@ def test_the_tuned_ring(passes, B, heads, own, rank):
     assert parts.call_count == (0 if passes == 2 else own + 1)
     for ours, theirs in (out, y), (part.grad, whole.grad):
         assert (ours.double() - theirs[:, mine]).norm() < 2e-3 * theirs[:, mine].norm()
-
-
-def crossing(layout, node):
-    """[bytes of rows that this rank sends to the other node in forward, its tokens' experts there, nodes that they meet
-    there]. Rows come in the ranks' order, so send counts say which cross."""
-    with nodes_of(node):
-        net = small_gpt(further.kinds.resized(SMALL, experts=8, top_k=3, n_layer=1), dp=4, ep=4, **layout,
-                        dtype=torch.float64)
-        sent, rank = [], dist.get_rank()
-
-        def count(name, code, given):
-            if name == "all_to_all_single" and given["input"].is_floating_point():
-                ranks = torch.distributed.get_process_group_ranks(given["group"])
-                parts = given["input_split_sizes"]
-                sent.extend(n * given["input"][0].nbytes for n, other in zip(parts, ranks) if n
-                            and other // node != rank // node)
-            return given
-
-        x, y = ([t.split(2)[rank]] for t in tokens_of(0, tokens=8))
-        chosen = []
-        net.routers[0].register_forward_hook(lambda router, inputs, output: chosen.append(output[0]))
-        with intercepted(count):
-            net.forward(x, y)
-    elsewhere = chosen[0] // 4 != rank // node
-    return sum(sent), int(elsewhere.sum()), int(elsewhere.any(-1).sum())
-
-
-@on_cpus
-@on_ranks(4)
-def test_a_token_crosses_to_a_node_once():
-    """C numbers there and C back for each token that has experts there, and k weights; by experts, for each expert."""
-    C, k = SMALL.n_embd, 3
-    by_expert, experts, tokens = crossing({}, 2)
-    by_node, *_ = crossing({"dispatch": "node"}, 2)
-    of_all = torch.tensor([by_expert, experts, by_node, tokens])
-    dist.all_reduce(of_all)
-    by_expert, experts, by_node, tokens = of_all.tolist()
-    assert by_expert == 8 * 2 * C * experts and by_node == 8 * (2 * C + k) * tokens and tokens < experts
-
-
-def test_a_token_s_experts_lie_in_the_best_groups():
-    """As many as asked for, and no group that is left out has a better pair."""
-    config = further.kinds.resized(SMALL, experts=12, top_k=3, expert_groups=4, top_groups=2)
-    router = config.router()
-    nn.init.normal_(router.weight)
-    router.bias = torch.linspace(-0.1, 0.1, 12)
-    x = torch.randn(5, 7, SMALL.n_embd)
-    groups = router(x)[0] // 3
-    pairs = ((x @ router.weight.T).sigmoid() + router.bias).unflatten(-1, (4, 3)).topk(2).values.sum(-1)
-    best = pairs.topk(2).indices
-    assert (groups.unsqueeze(-1) == best.unsqueeze(-2)).any(-1).all() and len(groups.unique()) == 4

@@ -374,3 +374,16 @@ def test_train_on_gpus(tmp_path):
         logs.append(log_of(out, "loss", "grad_norm"))
     assert "cuda (NCCL)" in printed and "after step 50" in printed and log_of(out)[-1]["val_loss"] < 3
     assert len(logs[0]) == 60 and logs[0] == logs[1]
+
+
+def test_a_process_with_threads_or_gpus_is_not_forked(monkeypatch):
+    if sys.platform != "linux":
+        pytest.skip("only Linux says how many threads there are")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(safe.launch, "_imported", safe.launch.threads())
+    assert safe.launch.may_fork()
+    with concurrent.futures.ThreadPoolExecutor(1) as one:
+        one.submit(int).result()
+        assert not safe.launch.may_fork()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not safe.launch.may_fork()

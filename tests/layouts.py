@@ -30,7 +30,6 @@ import further.expert_parallel
 import further.context
 import further.experts
 import further.packed
-import further.latent
 import further.schedules
 import kernels
 import model
@@ -42,11 +41,10 @@ from tests.pool import (
     table)
 from fast.edition import Fast
 from fast.graphs import replay_micro_batches
-from further.delta_state import Nothing, OverRanks
 from further.full import Full
 from further.experts import routers
 from further.kinds import resized
-from further.latent import LatentConfig
+from further.llama import LlamaConfig
 from further.muon import Muon
 from further.resume import load_state
 from further.schedules import zero_bubble_h1
@@ -99,9 +97,7 @@ def matrices_in(config, name, weight):
     """Views of the matrices that lie in one of a block's weights, or in each expert's part of it: q, k and v, or a
     Llama's a and b."""
     rows = [weight.shape[-2]]
-    if "c_attn" in name and rows == [config.n_head * (4 * config.head_dim + 2)]:  # a gated delta rule's
-        rows = [*4 * [config.heads_width], config.n_head, config.n_head]
-    elif "c_attn" in name:
+    if "c_attn" in name:
         rows = [config.n_head * config.head_dim, *2 * [config.kv_heads * config.head_dim]]
     elif "c_fc" in name and config.arch == "llama":
         rows = 2 * [config.hidden]
@@ -272,15 +268,6 @@ def positions_from_zero():
     return patch.object(further.context, "context_parallel", cut)
 
 
-def keys_beside_f():
-    """Of what a latent attention's heads share only the latent goes through f, as if W_up's layer had one."""
-    def through(attention, group, f):
-        latent = attention.config.latent
-        attention.f = lambda shared: torch.cat([f(shared[..., :latent], group), shared[..., latent:]], -1)
-        return attention
-    return patch.object(further.latent, "through", through)
-
-
 def documents_see_each_other():
     real = kernels.seen_keys
     return patch.object(kernels, "seen_keys", lambda q, k, is_causal, starts: real(q, k, is_causal, None))
@@ -300,25 +287,15 @@ def next_document_counts():
 def boundaries_of_own_tokens():
     """A rank of a ring takes where a document begins in the sequence for where it begins among the keys that it has."""
     def first_keys(starts, group, other, rows, keys):
-        n = dist.get_world_size(group)
-        return starts[:, further.context.own_tokens(starts.shape[1], dist.get_rank(group), n, 1, starts.device)[rows]]
+        rank, n = dist.get_rank(group), dist.get_world_size(group)
+        return starts[:, further.context.own_tokens(starts.shape[1], rank, n, "ring", starts.device)[rows]]
     return patch.object(further.context, "first_keys", first_keys)
 
 
-def no_state_from_others():
-    """A gated delta rule of a rank of cp begins with nothing."""
-    return patch.object(OverRanks, "state", Nothing.state)
-
-
-def no_rows_from_others():
-    """Its convolution sees no other rank's tokens."""
-    return patch.object(OverRanks, "rows", Nothing.rows)
-
-
 BREAKS = {function.__name__: function for function in (
-    documents_see_each_other, positions_run_on, next_document_counts, boundaries_of_own_tokens,
-    chunk_left_out, keys_beside_f, no_state_from_others, no_rows_from_others, positions_from_zero, average_over_copies,
-    sums_of_all_keys, keys_travel_ahead, mean_of_micro_batches, mean_of_replicas, ends_apart)}
+    documents_see_each_other, positions_run_on, next_document_counts, boundaries_of_own_tokens, chunk_left_out,
+    positions_from_zero, average_over_copies, sums_of_all_keys, keys_travel_ahead, mean_of_micro_batches,
+    mean_of_replicas, ends_apart)}
 
 
 def rows_in_place():
@@ -453,7 +430,7 @@ def differences(got, want, tolerance=1e-10):
 
 # Of routers: no token for the second expert; of k = 1 all for the first.
 BIASES = {None: (), "few": (0.0, -9.0, 0.0, 0.0), "all": (9.0, 0.0, 0.0, 0.0)}
-SIZES = {"arch", *(field.name for kind in (further.experts.ExpertsConfig, LatentConfig)
+SIZES = {"arch", *(field.name for kind in (further.experts.ExpertsConfig, LlamaConfig)
                    for field in dataclasses.fields(kind))}
 # Two steps: what one leaves behind, the second finds.
 SIZED = {"steps": 2, "batch": BATCH, "tokens": SMALL.seq_len, "bias": None, "clip": CLIP, "holes": False,
@@ -515,12 +492,12 @@ chunked  loss_chunk=7
     pp=2 schedule=zb-h1 micro_batches=4 without=chunk_left_out,ParallelGPT.add_up_gradients
 # Each document as if it were alone.
 packed  pack=1 micro_batches=2
-    dp=2 zero=1 recompute=attention optimizer=adamw
+    dp=2 zero=1 recompute=mlp optimizer=adamw
     dp=2 tp=2 sp=1 zero=3 loss_chunk=7 recompute=mlp
     dp=2 pp=2 schedule=zb-h1 zero=2 holes=1 tied=0
     pp=2 schedule=interleaved virtual_stages=2 arch=llama recompute=block
     cp=2 tp=2 sp=1 tokens=8 cp_kind=ring
-    cp=4 tokens=8 cp_kind=ring,ulysses,ulysses+ring arch=llama tied=0
+    cp=4 tokens=8 cp_kind=ring,ulysses arch=llama tied=0
     dp=2 cp=2 ep=2 experts=4 tokens=8 zero=1 cp_kind=ulysses
 packed  pack=1
     dp=2 without=documents_see_each_other,positions_run_on,next_document_counts
@@ -533,7 +510,7 @@ tensor
     tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward,VocabParallelCrossEntropy.forward,clip_grad_norm_
 zero  tied=0 recompute=block micro_batches=2
     dp=1,2 zero=2
-zero  optimizer=adamw recompute=attention micro_batches=2
+zero  optimizer=adamw recompute=mlp micro_batches=2
     dp=1 zero=1,3
     dp=2 tp=2 zero=1,3
 zero
@@ -577,8 +554,8 @@ pipeline  n_layer=3
     dp=2 tp=2 pp=2 schedule=zb-h1 micro_batches=2 sp=1 zero=3 recompute=block
 pipeline  n_layer=3 micro_batches=4
     dp=2 pp=2 schedule=1f1b zero=3
-    dp=2 pp=2 schedule=zb-h1 zero=2 recompute=attention
-    pp=2 schedule=zb-h1 recompute=mlp,norms
+    dp=2 pp=2 schedule=zb-h1 zero=2 recompute=mlp
+    pp=2 schedule=zb-h1 recompute=mlp
     dp=2 pp=2 schedule=1f1b zero=2 without=scattering
     dp=2 pp=2 schedule=zb-h1 zero=3 without=scattering
     dp=2 pp=2 schedule=interleaved virtual_stages=2 zero=3 optimizer=adamw tied=0
@@ -597,20 +574,14 @@ sequence  optimizer=adamw tied=0 sp=1
 context  tokens=8 cp_kind=ring
     cp=4 zero=3
     dp=2 cp=2 zero=2 zero_within=2 micro_batches=2 recompute=block
-    cp=2 tp=2 sp=1 recompute=attention micro_batches=2 optimizer=adamw tied=0
+    cp=2 tp=2 sp=1 recompute=block micro_batches=2 optimizer=adamw tied=0
     cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=2
+    cp=4 arch=llama n_kv_head=2 zero=3 recompute=block micro_batches=2
+    dp=2 cp=4 ep=2 experts=4 zero=2 recompute=block n_layer=1
 context  tokens=8 cp_kind=ulysses
+    cp=4 tp=2 sp=1 zero=3 optimizer=adamw n_layer=1
     cp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=2
     dp=2 cp=2 zero=1 micro_batches=2 optimizer=adamw tied=0
-# Heads for tokens among two neighbours, or four, and rings between.
-context  tokens=8 cp_kind=ulysses+ring
-    cp=4 without=shift,heads_for_tokens,tokens_for_heads,averaging
-    cp=4 tp=2 sp=1 zero=3 optimizer=adamw n_layer=1
-    cp=4 pp=2 schedule=zb-h1 zero=1 micro_batches=2
-    dp=2 cp=4 ep=2 experts=4 zero=2 recompute=attention n_layer=1
-    cp=4 arch=llama n_kv_head=2 zero=3 recompute=block micro_batches=2
-context  tokens=16 seq_len=16 n_layer=1 cp_kind=ulysses+ring
-    cp=8 node=2,4
 context  cp=2 tokens=8
     cp_kind=ring without=shift,averaging,sums_of_all_keys
     cp_kind=ulysses without=heads_for_tokens,tokens_for_heads
@@ -626,21 +597,15 @@ experts  optimizer=adamw tied=0 experts=4 tokens=8
     dp=4 ep=2 zero=1 micro_batches=2 recompute=block bias=few
     dp=4 ep=4 zero=1 micro_batches=2 bias=all
     dp=4 ep=2 zero=2 zero_within=2 micro_batches=2 expert_every=2
-    dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3 recompute=norms
+    dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3 recompute=mlp
     dp=2 pp=2 ep=2 schedule=interleaved virtual_stages=2 zero=2 micro_batches=2
-    dp=2 tp=2 ep=2 zero=3 sp=1 recompute=attention
+    dp=2 tp=2 ep=2 zero=3 sp=1 recompute=block
 experts  experts=4 tokens=8 n_layer=1
     dp=2 ep=2 without=exchange
     dp=4 ep=2 without=average_over_copies
     steps=3 dp=2 ep=2 without=balance
     tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward
     steps=3 tp=2 sp=1 without=balance,scatter_tokens
-# An F and a B in turns, while tokens travel to experts.
-pairs  pairs=1 experts=4 tokens=8 micro_batches=4
-    dp=2 ep=2 bias=few without=Turns.exchange
-    dp=2 tp=2 ep=2 sp=1 zero=1 recompute=block
-    dp=2 pp=2 ep=2 schedule=dualpipe-v zero=2
-    dp=2 pp=2 ep=2 schedule=1f1b optimizer=adamw
 # And some that all tokens go through.
 shared  experts=4 shared_experts=2 tokens=8
     dp=2 ep=2 zero=3 micro_batches=2 optimizer=adamw
@@ -652,16 +617,6 @@ shared  experts=4 shared_experts=1 tokens=8 n_layer=1
     tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward
     tp=2 sp=1 without=scatter_tokens
     dp=2 ep=2 without=exchange,averaging
-# Of two nodes: a token goes to each once.
-by-node  experts=8 tokens=8 node=2 dispatch=node
-    dp=4 ep=4 zero=1 micro_batches=2 top_k=3 optimizer=adamw
-    dp=4 ep=4 zero=3 recompute=block bias=few experts=4
-    dp=4 ep=4 bias=all experts=4 top_k=1 holes=1
-    dp=4 tp=2 ep=4 sp=1 node=4 micro_batches=2
-    dp=4 ep=2 node=1 shared_experts=1 expert_every=2
-    dp=4 ep=4 micro_batches=2 expert_groups=4 top_groups=2 top_k=3
-by-node  experts=8 tokens=8 node=2 dispatch=node n_layer=1
-    dp=4 ep=4 without=exchange
 muon  optimizer=muon
     dp=2 zero=1 without=OwnedBucket.reduce_scatter,OwnedBucket.all_gather
     tp=2 without=directions
@@ -677,46 +632,13 @@ llama  arch=llama n_kv_head=4 tokens=8
     tp=4 micro_batches=2 n_kv_head=0
     tp=2 qk_norm=1 qkv_bias=1 head_size=6
     cp=4 tied=0 qk_norm=1
-    cp=2 tp=2 cp_kind=ulysses sp=1 recompute=attention micro_batches=2
+    cp=2 tp=2 cp_kind=ulysses sp=1 recompute=block micro_batches=2
     dp=2 pp=2 schedule=zb-h1 micro_batches=2 zero=3 recompute=block
     dp=2 tp=2 ep=2 experts=4 zero=1 expert_every=2
 llama  arch=llama n_kv_head=2 tokens=8
     tp=2 qk_norm=1 without=ParallelGPT.add_up_gradients
     cp=2 without=positions_from_zero
     cp=2 cp_kind=ulysses without=positions_from_zero
-# Keys and values from a latent: tp cuts the heads, and what they share goes through f.
-latent  arch=llama latent=12 tokens=8
-    dp=2 micro_batches=2 zero=2 optimizer=adamw
-    tp=4 micro_batches=2 tied=0
-    dp=2 tp=2 sp=1 zero=3 recompute=block micro_batches=2
-    dp=2 pp=2 schedule=zb-h1 zero=1 micro_batches=2 recompute=attention
-    tp=2 cp=2 sp=1 cp_kind=ulysses head_size=6 rope_size=2
-    cp=2 pp=2 cp_kind=ring micro_batches=2
-    dp=2 tp=2 ep=2 experts=4
-    tp=2 dp=2 optimizer=muon
-latent  arch=llama latent=12 tokens=8
-    tp=2 without=CopyToGroup.backward,keys_beside_f
-    tp=2 sp=1 without=scatter_tokens,gather_tokens
-    cp=2 cp_kind=ulysses without=heads_for_tokens
-# Every second block has a gated delta rule. Over cp its state goes through 2N pieces, or N.
-delta  arch=llama delta_every=2 n_kv_head=4 tokens=8
-    dp=2 zero=1 micro_batches=2 optimizer=adamw tied=0
-    dp=2 zero=3 recompute=block micro_batches=2
-    tp=4 micro_batches=2 n_kv_head=0
-    dp=2 tp=2 sp=1 zero=2 recompute=attention
-    pp=2 schedule=zb-h1 zero=1 micro_batches=2
-    cp=4 zero=3 micro_batches=2
-    cp=2 tp=2 cp_kind=ulysses sp=1 recompute=attention
-    cp=4 cp_kind=ulysses+ring n_layer=3
-    dp=2 cp=2 ep=2 experts=4
-    dp=2 tp=2 optimizer=muon
-    tp=2 n_head=2 n_kv_head=0 without=ParallelGPT.add_up_gradients,CopyToGroup.backward
-    cp=2 without=no_state_from_others,no_rows_from_others,gather_tokens,scatter_tokens
-    cp=2 cp_kind=ulysses without=no_state_from_others,no_rows_from_others
-delta  arch=llama delta_every=2 n_layer=1 seq_len=320 tokens=320 batch=2
-    cp=2
-delta  arch=llama delta_every=2 latent=12 tokens=8
-    cp=2 tp=2
 experts  experts=4 tokens=8 forced=under_own_rows
     dp=2 ep=2 zero=3 recompute=block micro_batches=2 bias=few optimizer=adamw tied=0
     dp=2 ep=2 bias=all top_k=1
@@ -741,8 +663,8 @@ def parts_of(row):
     """What a row's layout is made of: axes, the ZeRO stage, the schedule and so on."""
     case = {"zero": 0, **case_of(row)}
     axes = [axis for axis in (*AXES, "ep", "sp") if case.get(axis, 1) > 1 or case.get(axis) is True]
-    others = ("zero", "cp_kind", "schedule", "recompute", "arch", "delta_every", "optimizer", "zero_within", "node",
-              "loss_chunk", "pack")
+    others = ("zero", "cp_kind", "schedule", "recompute", "arch", "optimizer", "zero_within", "node", "loss_chunk",
+              "pack")
     return {*axes, *(f"{name}={case[name]}" for name in others if name in case)}
 
 
@@ -766,10 +688,10 @@ def only_full(row):
 
 
 def test_how_many_rows_each_edition_has():
-    """None is lost in silence. Of 193 rows 5 force what fast/ alone has, and the lecture's edition refuses 6."""
+    """None is lost in silence. Of 151 rows 5 force what fast/ alone has, and the lecture's edition refuses 6."""
     pairs = Counter((pool, bool(without)) for pool, _, _, without in proofs() if pool != "cuda")
-    assert pairs == {("cpu", False): 193, ("plain", False): 188, ("full", False): 104, ("plain", True): 84,
-                     ("full", True): 86}
+    assert pairs == {("cpu", False): 151, ("plain", False): 146, ("full", False): 82, ("plain", True): 65,
+                     ("full", True): 67}
     assert sum(only_full(row) for _, row, _ in rows()) == 6
 
 
@@ -957,14 +879,14 @@ AROUND = table("""
     dp=4
     tp=3
     cp=3
-    cp=4 cp_kind=ulysses+ring
+    cp=4
     pp=4 schedule=gpipe
     pp=3 schedule=zb-h1
     pp=2 schedule=interleaved virtual_stages=3 n_layer=4
     pp=2 schedule=dualpipe-v
     dp=3 ep=3 experts=6
     dp=2 tp=2
-    tp=2 arch=llama latent=10
+    tp=2 arch=llama
     dp=2 cp=2
     tp=2 cp=2
     dp=2 pp=2 schedule=zb-v
@@ -975,23 +897,21 @@ AROUND = table("""
 # Odd sizes divide by nothing.
 FLAGS = {field.name: field.metadata.get("choices") for field in dataclasses.fields(train.Flags)}
 DRAWN = {name: [*FLAGS[name]]
-         for name in ("schedule", "zero", "recompute", "comm", "cp_kind", "activation", "dispatch")}
+         for name in ("schedule", "zero", "recompute", "comm", "cp_kind", "activation")}
 SOME = """sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
     micro_batches=1,2,3 loss_chunk=0,4,9 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 shared_experts=0,1
-    expert_groups=1,3 top_groups=1,2 n_layer=1,2,3 n_head=2,3,4 n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37
+    n_layer=1,2,3 n_head=2,3,4 n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37
     optimizer=sgd,adamw,muon tied=False,True inner=0,19 samples=1,2,3 holes=False,True pack=False,True arch=gpt2,llama
-    n_kv_head=0,1,2 latent=0,10 delta_every=0,2,3 pairs=False,True"""
+    n_kv_head=0,1,2"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
-LATER = {*"""model dtype device kernels plain together form schedule_file recompute_blocks islands local_steps outer_lr
-    outer_momentum""".split()}  # they round, or are tested alone
+LATER = {*"model dtype device kernels plain together form schedule_file recompute_blocks".split()}  # they round, or are
+# tested alone
 OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weight_decay seed eval_every log_every
     sample prompt temperature top_k_sample tokenizer out save_every resume""".split()}
 IDLE = {  # options that change nothing where one of these is so
     "cp_kind": "cp=1", "schedule": "pp=1", "virtual_stages": "pp=1 schedule=gpipe schedule=1f1b schedule=zb-h1",
-    "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "dispatch": "experts=0 dp=1", "top_k": "experts=0",
-    "expert_every": "experts=0", "shared_experts": "experts=0", "activation": "arch=llama", "n_kv_head": "arch=gpt2",
-    "latent": "arch=gpt2", "delta_every": "arch=gpt2", "pairs": "ep=1 experts=0 dp=1 zero=3",
-    "expert_groups": "experts=0", "top_groups": "experts=0 expert_groups=1"}
+    "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "top_k": "experts=0",
+    "expert_every": "experts=0", "shared_experts": "experts=0", "activation": "arch=llama", "n_kv_head": "arch=gpt2"}
 
 
 def draw_layout(draw, around, left):

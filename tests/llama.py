@@ -18,7 +18,6 @@ import model
 import safe.huggingface
 import train
 from further.kinds import resized
-from further.latent import LatentConfig
 from further.llama import PRESETS, LlamaConfig
 from further.sampling import CachedGPT
 from safe.files import read_safetensors, write_safetensors
@@ -269,7 +268,7 @@ def test_what_a_llama_here_cannot_be_is_refused(tmp_path, change, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-@parametrize("change", [{}, {"qk_norm": True, "head_size": 6, "n_kv_head": 0}, {"latent": 9, "rope_size": 2}], ids=str)
+@parametrize("change", [{}, {"qk_norm": True, "head_size": 6, "n_kv_head": 0}], ids=str)
 def test_a_llama_samples_with_a_cache(change):
     """As without one, past the end of the context, too."""
     llama = LlamaConfig(**{"vocab_size": 37, "seq_len": 10, "n_layer": 2, "n_embd": 32, "n_kv_head": 2})
@@ -281,19 +280,9 @@ def test_a_llama_samples_with_a_cache(change):
 
 def test_kinds_keep_their_sizes():
     """A config of every kind has what was asked for."""
-    config = resized(model.GPTConfig(n_embd=32), arch="llama", latent=9, experts=6, rope_size=2)
-    assert (config.latent, config.experts, config.rope_dim, config.activation) == (9, 6, 2, "silu")
-    assert resized(config, experts=0, seq_len=7) == LatentConfig(
-        seq_len=7, n_embd=32, latent=9, rope_size=2, tied=True)
-
-
-def test_a_cache_of_latents_is_small_and_exact():
-    """It keeps R + r numbers a token and layer, and its products, in another order, give the same logits."""
-    config = LatentConfig(vocab_size=37, seq_len=10, n_layer=2, n_embd=32, latent=9)
-    net, cached = model.GPT(config).double(), CachedGPT(config).double()
-    for t in range(4, 11):  # the first four at once
-        assert close(cached.newest_logits(X[:, :t]), net.newest_logits(X[:, :t]).detach(), 1e-12)
-    assert [tuple(cache.kept.shape) for cache in cached.caches] == 2 * [(4, 10, 9 + 4)]
+    config = resized(model.GPTConfig(n_embd=32), arch="llama", experts=6, n_kv_head=2)
+    assert (config.kv_heads, config.experts, config.activation) == (2, 6, "silu")
+    assert resized(config, experts=0, seq_len=7) == LlamaConfig(seq_len=7, n_embd=32, n_kv_head=2, tied=True)
 
 
 def test_rotary_positions_are_relative():

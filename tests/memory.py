@@ -61,36 +61,28 @@ def make_trainer(flags, reference=train.Trainer):
 # By how many bytes or what part measured activations may miss the predicted, processes, flags
 MEMORY = """
     12    1  --dtype fp32
-    12    1  --dtype bf16 --recompute attention --kernels triton --n-layer 1 --seq-len 16
-    100   2  --tp 2 --sp --dtype fp8 --kernels triton --n-layer 1 --seq-len 16 --recompute attention   scales too
+    12    1  --dtype bf16 --recompute block --kernels triton --n-layer 1 --seq-len 16
+    100   2  --tp 2 --sp --dtype fp8 --kernels triton --n-layer 1 --seq-len 16 --recompute block   scales too
     0.02  2  --tp 2 --dtype bf16 --recompute block --sp --n-embd 128
     0.01  2  --cp 2 --cp-kind ring --n-embd 256 --n-head 4              which tokens are its own, no list says
     0.01  4  --cp 2 --cp-kind ulysses --n-embd 256 --n-head 4 --tp 2 --sp
     0.01  2  --zero 2 --micro-batches 4 --batch-size 8                  gradients on their way are no activations
     0.01  2  --zero 3 --micro-batches 4 --batch-size 8 --recompute mlp
     0.01  2  --dp 2 --tp 1 --recompute mlp --recompute-blocks 1
-    0.01  2  --tp 2 --recompute norms
+    0.01  2  --tp 2 --recompute mlp --recompute-blocks 1
     0.02  2  --tp 2 --sp --arch llama --recompute mlp --batch-size 4     the cached table of angles is on no list
     0.02  2  --zero 1 --micro-batches 4 --batch-size 8 --dtype bf16 --recompute block     nor are totals in float32
     0.01  2  --pp 2 --micro-batches 2
-    0.01  2  --dp 2 --islands 2 --dtype bf16
     0.01  1  --loss-chunk 24 --micro-batches 2
-    0.01  1  --loss-chunk 24 --dtype bf16 --kernels triton --n-layer 1 --seq-len 16 --recompute attention
+    0.01  1  --loss-chunk 24 --dtype bf16 --kernels triton --n-layer 1 --seq-len 16 --recompute block
     0.01  2  --loss-chunk 24 --tp 2 --sp --zero 1
     0.01  2  --loss-chunk 24 --pp 2 --micro-batches 2 --zero 3
     0.01  2  --arch llama --tp 2 --sp                                   norms of PyTorch's operations
     0.01  1  --arch llama --dtype bf16
-    0.01  1  --arch llama --latent 24 --dtype bf16
-    0.01  2  --arch llama --latent 24 --tp 2 --recompute mlp --n-head 4
-    0.01  4  --arch llama --latent 24 --tp 2 --sp --cp 2 --cp-kind ulysses --n-head 4
-    0.01  2  --arch llama --latent 24 --cp 2
     0.03  2  --pp 2 --micro-batches 8 --batch-size 8 --n-layer 6 --n-embd 64 --schedule v-min      stages held unequally
-    0.04  1  --arch llama --delta-every 2
-    0.03  2  --arch llama --delta-every 2 --cp 2 --dtype bf16
-    0.02  2  --arch llama --delta-every 2 --tp 2 --recompute attention
     0.02  1  --experts 4 --n-embd 64 --batch-size 4                     a router's counts are on no list
     0.02  1  --experts 4 --n-embd 64 --batch-size 4 --dtype bf16 --top-k 1
-    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2 --recompute attention   by tokens that come
+    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2                     by tokens that come
     0.02  2  --experts 4 --dp 2 --ep 2 --seq-len 8 --kernels triton --n-layer 1
     0.02  2  --experts 4 --n-embd 64 --batch-size 4 --tp 2 --shared-experts 2
     0.02  4  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --tp 2 --sp --ep 2 --expert-every 2
@@ -98,9 +90,9 @@ MEMORY = """
     0.01  2  --pack --cp 2 --cp-kind ulysses
     0.01  2  --form full --tp 2 --sp                                    what f has gathered
     0.01  2  --form full --tp 2 --sp --loss-chunk 24 --recompute mlp --recompute-blocks 1
-    0.01  2  --form lecture --tp 2 --sp --recompute norms
-    0.01  2  --form lecture --tp 2 --sp --recompute attention --arch llama --latent 24 --n-head 4
-    0.01  2  --form full --tp 2 --sp --experts 4 --n-embd 64 --batch-size 4 --shared-experts 2 --recompute norms
+    0.01  2  --form lecture --tp 2 --sp --recompute mlp
+    0.01  2  --form lecture --tp 2 --sp --recompute block --arch llama --n-head 4
+    0.01  2  --form full --tp 2 --sp --experts 4 --n-embd 64 --batch-size 4 --shared-experts 2 --recompute mlp
     0.01  1  --form full --arch llama --kernels triton --n-layer 1 --seq-len 16           the gate
     0.01  2  --form full --pp 2 --n-layer 5 --micro-batches 2           cut elsewhere
     0.02  2  --form lecture --zero 3                                    vectors are sharded
@@ -155,8 +147,8 @@ def test_what_backward_computes_again_goes_with_what_saved_it():
         gc.collect()
         return births.alive({}), loss
 
-    none, *others = (left(part)[0] for part in ("none", "norms", "mlp", "attention", "block"))
-    assert others == [none] * 4
+    none, *others = (left(part)[0] for part in ("none", "mlp", "block"))
+    assert others == [none] * 2
 
 
 @on_both

@@ -69,38 +69,3 @@ def test_each_link_has_a_target_and_nothing_is_loaded(site):
         assert ("<script>" in page) == (name.removesuffix(".html") in (*STEPPED, *FIXED)), name
         assert not re.search(r"<pre>(fish|text|python)\n|<th>[^<]*`", page), name  # a fence's word, Markdown's signs
     assert links > 1000
-
-
-SHOWN = {  # a page, and what stands in it: names lead to their definitions, the index is the reading path
-    "parallel.html": (
-        '.<a href="collectives.html#all_reduce">all_reduce</a>', '<dfn id="ZeRO1.make_stepped">make_stepped</dfn>',
-        '(<a href="parallel.html#ZeRO2">ZeRO2</a>):'),
-    "further.buckets.html": (
-        'self.<a href="further.buckets.html#Reducer.start">', '<dfn id="Reducer.computed">computed</dfn>'),
-    "further.full.html": ('</dfn> = <a href="further.prefetch.html#FlatFSDP">FlatFSDP</a>',),
-    "train.html": (
-        '<a href="model.html#GPT">GPT</a>(config, seed=', '.<a href="parallel.html#Lecture">Lecture</a>'),
-    "index.html": (
-        "Reading path</h2>", '<a href="train.html"><code>train.py</code></a>',
-        '"collectives.html#ring_reduce_scatter"', '"parallel.html#ZeRO1"', '"stop-6.html">6. Ring all-reduce</a>'),
-    "reading.html": ('"further.context.html#RingAttention"', '<a href="words.html">words.md</a>'),
-    "lecture.html": ('<a href="stop-5.html">5</a>', '<a href="words.html#the-axes">'),
-    "stop-5.html": ('"stop-4.html" title="4. ZeRO 3">', '"stop-6.html" title=', "stop 5 of 13</a>", "Then answer."),
-    "stop-4.html": (f"<pre>{'rank 0':>38}  ",),  # the first line of a drawing stands as far in as the others say
-    "stop-6.html": ('<a href="ring.html">',), "stop-8.html": ("<svg",), "ring.html": ("stop 6 of 13</a>",)}
-
-
-def test_pages_show_where_names_lead(site):
-    assert [(page, part) for page, parts in SHOWN.items() for part in parts if part not in site[page]] == []
-    assert site["index.html"].count("<svg") >= 2
-
-
-def test_no_local_name_is_also_a_function_s():
-    """Its uses would lead to the function. (A class's own names are shown as what they are.)"""
-    for file in FILES:
-        tree = ast.parse((HERE / file).read_text())
-        names = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        local = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-        local |= {node.id for function in ast.walk(tree) if isinstance(function, ast.FunctionDef)
-                  for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        assert not names & local, file

@@ -26,10 +26,6 @@ if not GPUS:
     os.environ["TRITON_INTERPRET"] = "1"  # read when `kernels` is imported; what runs them asks for them by name
 
 import collectives as dist
-import fast
-import further.ddp
-import further.fsdp
-import further.zero
 import kernels
 import parallel
 import safe.launch
@@ -365,12 +361,9 @@ def edition_here():
     return parallel.Lecture if plain_here else Fast
 
 
-def own(name):
-    """A class for a model of one's own, as this process has it: further/'s in the reference, else fast/'s."""
-    kinds = {"DDP": (further.ddp.DDP, fast.DDP), "FSDP": (further.fsdp.FSDP, fast.FSDP),
-             "ShardedOptimizer": (further.zero.ShardedOptimizer, fast.ShardedOptimizer),
-             "FlatFSDP": (Full.sharded, Fast.sharded), "FlatOptimizer": (Full.flat_optimizer, Fast.flat_optimizer)}
-    return kinds[name][not plain_here]
+def buckets_here():
+    """The edition with buckets of this process: Full in the reference, else fast/'s."""
+    return Full if plain_here else Fast
 
 
 def runs_kernels():

@@ -13,7 +13,7 @@ import collectives as dist
 import model
 import parallel
 import train
-from further.context import inside_of, own_tokens
+from further.context import own_tokens
 from further.experts import routers
 from lessons import same
 from tests import layouts
@@ -51,7 +51,7 @@ def adapter_of(case, edition=parallel.Lecture):
         groups = made[0].groups
         if mesh["cp"] == 1:
             return part(t)
-        return part(t)[:, own_tokens(tokens, dist.get_rank(groups.cp), mesh["cp"], inside_of(groups))]
+        return part(t)[:, own_tokens(tokens, dist.get_rank(groups.cp), mesh["cp"], made[0].layout.cp_kind)]
 
     def whole(_, what):
         names = model.shapes(config)

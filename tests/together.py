@@ -19,8 +19,9 @@ import collectives as dist
 import lessons.demos
 import parallel
 from further import together
+from further.buckets import BucketDDP
 from tests import layouts
-from tests.pool import in_new_process, own
+from tests.pool import in_new_process
 from tests.runs import output_of, printed_by
 
 ORDERS = [*itertools.product(range(10), (False, True), ("drawn", "eager", "late"))]
@@ -84,7 +85,7 @@ def still_sent():
 def turned():
     """One rank's buckets leave in another order."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
-    net = own("DDP")(net, bucket_mb=1e-5)
+    net = BucketDDP(net, bucket_mb=1e-5)
     if dist.get_rank():
         net.reducers[0].buckets.reverse()
     net(torch.ones(2, 4)).sum().backward()

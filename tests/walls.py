@@ -20,7 +20,6 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 
-import collectives as dist
 import fast
 import kernels
 import safe
@@ -56,7 +55,6 @@ PROGRAMS = """
     4  --tp 2 --sp --pp 2 --schedule zb-v             further
     4  --dp 2 --cp 2 --ep 2 --experts 4 --zero 2 --zero-within 2      further
     2  --dp 2 --dtype fp16 --zero 3                   further
-    2  --dp 2 --islands 2 --local-steps 3             further
     4  --dp 2 --tp 2 --zero 1
     2  --pp 2"""
 
@@ -177,7 +175,7 @@ def rows():
              for letter, function in zip("fg", own.pop(f"Fast.{kind}"))}
     return {**{key.__name__: new for key, new in (fast.KERNELS | edition.LAYERS).items()},
             **{f"LINKS.{name}": new for name, new in (safe.messages.LINKS | fast.links.LINKS).items()},
-            **own, **given, **pairs, "DDP": fast.DDP, "FSDP": fast.FSDP, "ShardedOptimizer": fast.ShardedOptimizer}
+            **own, **given, **pairs}
 
 
 def rows_entered(run, *args, **options):
@@ -198,19 +196,6 @@ def rows_entered(run, *args, **options):
     finally:
         sys.setprofile(None)
     return ran
-
-
-def own_model():
-    """What somebody enters who has no Layout."""
-    dist.initialize("cpu")
-    fast.DDP(torch.nn.Linear(2, 2))
-    fast.FSDP(torch.nn.Linear(2, 2))
-    fast.ShardedOptimizer(torch.nn.Linear(2, 2).parameters(), torch.optim.SGD)
-
-
-def rows_entered_by_own_model():
-    fast.on()
-    return rows_entered(own_model)
 
 
 def kernels_alone():
@@ -249,9 +234,8 @@ def test_rows_are_entered(pool, layout):
 
 
 def test_every_row_is_entered_by_a_named_layout(triton_kernels):
-    started = in_new_process(rows_entered_by_own_model)
     by_layouts = set(" ".join(ENTERED.values()).split())
-    assert rows().keys() - by_layouts - started - rows_entered(kernels_alone) == set()
+    assert rows().keys() - by_layouts - rows_entered(kernels_alone) == set()
 
 
 def names_rebound():
@@ -268,10 +252,10 @@ def test_editions_kernels_and_links_are_values():
 
 
 def modules_of_a_user():
-    """Those of this project that his DDP, ShardedOptimizer and FSDP import, with fast.on() and without."""
+    """Those of this project that docs/own-model.md imports, with fast.on() and without."""
     for name in [name for name in sys.modules if name.split(".")[0] in ROOMS]:
         del sys.modules[name]
-    for name in "ddp", "zero", "fsdp", "states", "tensor", "together":
+    for name in "whole", "together":
         importlib.import_module(f"further.{name}")
     importlib.import_module("fast")
     sys.modules["fast"].on()

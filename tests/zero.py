@@ -12,21 +12,30 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 import collectives as dist
-import fast.gloo
 import model
 import parallel
 import train
-from further.buckets import make_buckets
+from further.buckets import BucketDDP, make_buckets
 from further.sampling import whole_model
-from further.states import full_optimizer_state, load_optimizer_state
-from tests.data import laid_out, module_and_inputs, stepped_by
+from tests.data import module_and_inputs, stepped_by
 from tests.layouts import SMALL, small_gpt, tokens_of
-from tests.pool import close, edition_here, is_plain, on_both, on_cpus_both, on_ranks, own, parametrize
+from tests.pool import (
+    buckets_here, close, edition_here, is_plain, on_both, on_cpus_both, on_ranks, parametrize)
 from safe.flags import Settings
 from theory.memory import memory_bytes
 
 
 # ------------------------------------------------------------------------------------------------- bytes sent and kept
+
+def laid_out(net, way, compute_dtype=None, **options):
+    """(what to call, what has no_sync and finish_grad_sync, optimizer). way: a stage of ZeRO, or "ddp"."""
+    if way in ("ddp", 3):
+        wrapped = BucketDDP(net) if way == "ddp" else buckets_here().sharded(net, None, compute_dtype)
+        return wrapped, wrapped, torch.optim.SGD(wrapped.parameters(), **options)
+    sharded = buckets_here().flat_optimizer(
+        net.parameters(), torch.optim.SGD, None, way, 0.009, compute_dtype, **options)
+    return net, sharded, sharded
+
 
 def bytes_alive():
     """Of all tensors of this process, each storage once. The collectives' receive buffers do not count."""
@@ -35,8 +44,6 @@ def bytes_alive():
                and not issubclass(type(t), FakeTensor)]  # torch.compile keeps some, which have no memory
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    for t in fast.gloo.mailbox_memory():
-        sizes.pop(t.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
 
 
@@ -55,7 +62,7 @@ def test_at_most_two_buckets_are_under_way(stage):
     layer = 4 * 48 ** 2  # bytes
     x = torch.ones(2, 48)
     net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)])
-    model, sync, opt = laid_out(net, stage, lr=0.1, grad_scaler=False)
+    model, sync, opt = laid_out(net, stage, lr=0.1)
     before = bytes_alive()
     for _ in range(2):
         model(x).sum().backward()
@@ -170,7 +177,7 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     net, seen = Forks(4), []
     forks = [*net.forks]
     net.forks.insert(2, nn.LayerNorm(4))  # its vectors are always whole
-    model = own("FlatFSDP")(net)
+    model = buckets_here().sharded(net)
 
     def whole():
         return [i for i, fork in enumerate(forks) if model.bucket_of[fork.always.weight].weights is not None]
@@ -201,34 +208,6 @@ def test_a_whole_model_is_on_the_cpu_where_ranks_keep_parts_of_it(layout, device
 
 
 @on_ranks(2)
-def test_frozen_whole_numbers_stay_what_they_are():
-    """And what a whole tensor is made of may be of any dtype."""
-    net = nn.Linear(4, 4).to(torch.get_default_device())
-    kept = {"table": torch.arange(1000, 1008).view(2, 4), "mask": torch.eye(4, dtype=torch.bool)}
-    for name, values in kept.items():
-        setattr(net, name, nn.Parameter(values, requires_grad=False))
-    model = own("FSDP")(net, compute_dtype=torch.bfloat16)
-    whole = model.full_state_dict()
-    assert all(values.equal(whole[name]) and values.dtype == getattr(net, name).dtype for name, values in kept.items())
-
-
-@on_both
-@on_ranks(2)
-def test_optimizer_refuses_what_pytorch_refuses():
-    """A backward through weights that were stepped since, and a parameter in two groups."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    model, sync, optimizer = laid_out(net, 1, lr=1.0)
-    early, late = model(torch.ones(1, 4)), model(torch.ones(1, 4))
-    early.backward()
-    sync.finish_grad_sync()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        late.backward()
-    with pytest.raises(ValueError, match="in more than one parameter group"):
-        own("ShardedOptimizer")([{"params": list(net.parameters())}] * 2, torch.optim.SGD, lr=1.0)
-
-
-@on_ranks(2)
 def test_a_bucket_of_both_ends_of_a_model_leaves_last():
     """As of a root's own parameters; else none could leave before it."""
     params = [nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float64, None, torch.float64)]
@@ -236,20 +215,16 @@ def test_a_bucket_of_both_ends_of_a_model_leaves_last():
 
 
 @on_both
-@parametrize("way", [2, 3])
 @on_ranks(2)
-def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do(way):
-    """A bucket that the first one has left incomplete is no earlier complete in the second. After backward no unit is
-    whole, though its outputs' gradients come one after the other."""
+def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do():
+    """A bucket that the first one has left incomplete is no earlier complete in the second."""
     torch.manual_seed(0)  # the same on all ranks, whatever ran before
     one = Forks(3).double()
     net = copy.deepcopy(one)
-    model, sync, optimizer = laid_out(net, way, lr=1.0)
+    model, sync, optimizer = laid_out(net, 2, lr=1.0)
     for both in False, True, True:
         for some in one, model:
             some(torch.ones(2, 4, dtype=torch.float64), both).square().sum().backward()
-    if way == 3:
-        assert all(flat.weights is None for flat in model.flats)
     sync.finish_grad_sync()
     with pytest.raises(ValueError, match="not in `groups`"):
         parallel.clip_grad_norm_(stepped_by(optimizer), 1.0, [])
@@ -285,8 +260,8 @@ def test_16_bit_gradients_add_up_in_float32(way):
 @parametrize("way", ["ddp", 1, 2, 3])
 @on_ranks(2)
 def test_an_optimizer_that_is_zeroed_drops_its_step(way):
-    """After a backward that was to be the last. One of PyTorch's does not know what DDP and FSDP have sent: they refuse
-    the next step, and say how to drop one."""
+    """After a backward that was to be the last. One of PyTorch's does not know what BucketDDP and FlatFSDP have sent:
+    they refuse the next step, and say how to drop one."""
     net, ((x, _), _) = module_and_inputs("encoder", 0)
     model, sync, optimizer = laid_out(net, way, lr=1.0)
     before = [param.detach().clone() for param in stepped_by(optimizer)]
@@ -308,26 +283,6 @@ def test_an_optimizer_that_is_zeroed_drops_its_step(way):
     assert all(shard.grad.eq(0).all() for shard in optimizer.shards)
 
 
-@on_both
-@on_ranks(2)
-def test_fsdp_computes_with_the_shards_and_is_not_read_or_moved():
-    """fast/ guards the module inside, too."""
-    net, ((x, _), _) = module_and_inputs("odd", 0)
-    one = copy.deepcopy(net)
-    model = own("FSDP")(net)
-    for p in [*model.parameters(), *one.parameters()]:
-        p.data.mul_(2)
-    with torch.no_grad():
-        assert close(model(*x), one(*x))
-    refused = [model.state_dict]
-    if not is_plain():
-        refused += [net.state_dict, lambda: copy.deepcopy(model), model.half,
-                    net.half, net.left.state_dict]
-    for what in refused:
-        with pytest.raises(RuntimeError, match="full_state_dict"):
-            what()
-
-
 @on_cpus_both
 @on_ranks(4)
 def test_the_norm_takes_its_groups_from_the_parameters():
@@ -335,8 +290,9 @@ def test_the_norm_takes_its_groups_from_the_parameters():
     mesh = parallel.make_mesh("cpu", dp=2, tp=2)
     dp, tp = (mesh.get_group(axis) for axis in ("dp", "tp"))
     net, cut, fully = (model.GPT(SMALL).double() for _ in range(3))
-    sharded = own("FSDP")(parallel.tensor_parallel(fully, tp), dp)
-    optimizer = own("ShardedOptimizer")(parallel.tensor_parallel(cut, tp).named_parameters(), torch.optim.SGD, dp, lr=1)
+    sharded = buckets_here().sharded(parallel.tensor_parallel(fully, tp), dp)
+    parallel.tensor_parallel(cut, tp)
+    optimizer = buckets_here().flat_optimizer(cut.parameters(), torch.optim.SGD, dp, lr=1)
     for some in net, cut, sharded:
         some(tokens_of(0)[0]).square().sum().backward()
     optimizer.finish_grad_sync()
@@ -349,27 +305,3 @@ def test_the_norm_takes_its_groups_from_the_parameters():
         param.grad = torch.ones(2).double()
         parallel.set_placement(param, sharded_over=(group,))
     assert parallel.clip_grad_norm_(ends, 0).item() == pytest.approx(12 ** 0.5)
-
-
-@on_cpus_both
-@on_ranks(4)
-def test_states_are_whole_where_tensor_parallelism_has_cut_before():
-    """FSDP's weights, there and back, and ZeRO-1's moments."""
-    mesh = parallel.make_mesh("cpu", dp=2, tp=2)
-    dp, tp = (mesh.get_group(axis) for axis in ("dp", "tp"))
-    one = model.GPT(SMALL).state_dict()
-    wrapped = own("FSDP")(parallel.tensor_parallel(model.GPT(SMALL), tp), dp)
-    for factor in 1, 2:
-        whole = wrapped.full_state_dict()
-        assert whole.keys() == one.keys() and all(whole[name].equal(factor * one[name]) for name in one)
-        wrapped.load_state_dict({name: 2 * value for name, value in one.items()})
-    net = parallel.tensor_parallel(model.GPT(SMALL), tp)
-    optimizer = own("ShardedOptimizer")(net.named_parameters(), torch.optim.AdamW, dp, lr=0.1)
-    net(tokens_of(0)[0]).sum().backward()
-    optimizer.finish_grad_sync()
-    optimizer.step()
-    states = full_optimizer_state(optimizer)
-    assert all(states[name]["exp_avg"].shape == one[name].shape for name in states)
-    load_optimizer_state(optimizer, {name: states[name] | {"exp_avg": one[name]} for name in states})
-    again = full_optimizer_state(optimizer)
-    assert all(again[name]["exp_avg"].equal(one[name]) for name in states)

@@ -7,8 +7,6 @@ import functools
 from collections import Counter
 
 from further.expert_parallel import expert_plan
-from further.delta import CHUNK, delta_plan
-from further.latent import latent_plan
 from further.letters import tensors_in
 from further.llama import of_some_heads
 from further.pieces import matrices
@@ -18,7 +16,7 @@ from further.buckets import Averager
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import is_fast, lists_of, most_held, stages_in
 from theory.traffic import (
-    blocks_of, chunks_of, contents, norms_run_again, runs_again, shards_of, tokens_of, widths)
+    blocks_of, chunks_of, contents, runs_again, shards_of, tokens_of, widths)
 
 
 # ----------------------------------------------------------------------------------------- memory: predicted and in use
@@ -26,10 +24,10 @@ from theory.traffic import (
 def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     """Predicted bytes of a pipeline rank of a layout: {"parameters", "gradients", "optimizer", "activations"}.
 
-    s: train.py's settings. optimizer: AdamW's two moments, Muon's one, float32 master weights if layers compute in bf16
-    or fp16, and DiLoCo's outer weights and momentum. activations: the most that the rank holds at once, by its list of
-    actions for so many `micro_batches` (None: all) and the activation_bytes of each of its stages. fused: our cross-
-    entropy kernel computes the loss. load: tokens of a rank's experts over an equal share.
+    s: train.py's settings. optimizer: AdamW's two moments, Muon's one, and float32 master weights if layers compute in
+    bf16 or fp16. activations: the most that the rank holds at once, by its list of actions for so many `micro_batches`
+    (None: all) and the activation_bytes of each of its stages. fused: our cross-entropy kernel computes the loss. load:
+    tokens of a rank's experts over an equal share.
     """
     stages = stages_in(s, config, rank)
     pieces = stages.values()
@@ -59,12 +57,11 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     return {
         "parameters": int(narrow * whole if s.zero < 3 else between_steps),
         "gradients": int(wide * (whole if s.zero < 2 else mine)),
-        "optimizer": int(wide * (2 * mine - muons + 2 * mine * (s.islands > 1)) + masters),
+        "optimizer": int(wide * (2 * mine - muons) + masters),
         "activations": most_held(actions, sizes)}
 
 
-PLAN = {**gpt2_plan(None, None), **expert_plan(None, None), **shared_plan(GPTConfig(), None, None),
-        **latent_plan(None), **delta_plan()}  # what it names is cut
+PLAN = {**gpt2_plan(None, None), **expert_plan(None, None), **shared_plan(GPTConfig(), None, None)}  # of what is cut
 
 
 @functools.cache
@@ -101,7 +98,7 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     width, wide = widths(s)
     tp = s.tp
     again = {*blocks_of(config, runs_again(config, s, pieces))}
-    kinds = Counter((bool(config.experts) and config.has_experts(i - 1), i % (config.delta_every or 1) > 0, i in again)
+    kinds = Counter((bool(config.experts) and config.has_experts(i - 1), i in again)
                     for i in blocks_of(config, pieces))
     blocks = sum(n * block_bytes(config, s, *kind, fused, load) for kind, n in kinds.items())
     _, _, first, head = contents(config, pieces)
@@ -114,9 +111,9 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     return int(blocks + tokens * (first * ids + head * last) + head * of_loss)
 
 
-def block_bytes(config, s, routed, rule, again, fused, load):
-    """Bytes that autograd keeps of a block. routed: it has experts. rule: a gated delta rule, not attention. again:
-    backward runs what --recompute names again; what that computes exists for one block at a time, and is not counted.
+def block_bytes(config, s, routed, again, fused, load):
+    """Bytes that autograd keeps of a block. routed: it has experts. again: backward runs what --recompute names again;
+    what that computes exists for one block at a time, and is not counted.
 
     In elements a token:
 
@@ -130,12 +127,12 @@ def block_bytes(config, s, routed, rule, again, fused, load):
     Each norm also keeps `norm_bytes`, and attention a float32 number a head. No (T, T) matrix is kept, but the mask of
     --pack where no kernel of ours runs. Of a Llama q, k, v are (H + 2 H/G) D, the MLP is 2 inner before and inner after
     (and unless a kernel of fast/ computes it, the gate's result, too), and cos and sin of each position are D float32
-    numbers. Latent attention has `latent_bytes`, a rule `rule_bytes`, experts `routed_bytes`.
+    numbers. Experts have `routed_bytes`.
 
-    --recompute block keeps x alone. attention drops what that half has inside, and keeps its input; mlp drops what the
-    MLP has inside. mlp and norms also drop the norms' outputs, unless f has gathered a copy, and, in dense blocks whose
-    MLP does not run again, the output of the activation function. --dtype fp8: a product keeps its input and its weight
-    in a byte an element. So to drop a norm's or an activation's output saves nothing there.
+    --recompute block keeps x alone. mlp drops what the MLP has inside. In every block mlp also drops the norms'
+    outputs, unless f has gathered a copy, and, in dense blocks whose MLP does not run again, the output of the
+    activation function. --dtype fp8: a product keeps its input and its weight in a byte an element. So to drop a norm's
+    or an activation's output saves nothing there.
     """
     tokens = tokens_of(config, s)
     c = config.n_embd
@@ -146,10 +143,10 @@ def block_bytes(config, s, routed, rule, again, fused, load):
         return tokens * own
     gathers = s.sp and not is_fast(s)
     eight = s.dtype == "fp8"
-    norms_go = norms_run_again(s) and not eight
+    norms_go = s.recompute == "mlp" and not eight
     tuned = fused and is_fast(s)
     hidden = config.hidden / s.tp
-    attention = rule_bytes(config, s) if rule else attention_bytes(config, s, fused) + eight * config.heads_width / s.tp
+    attention = attention_bytes(config, s, fused) + eight * config.heads_width / s.tp
     mlp = mlp_width(config, tuned) * width / s.tp - eight * hidden * (width - 1)
     if routed:  # the router keeps LN(x), too
         mlp = routed_bytes(config, s, load, tuned) + config.shared_experts * mlp
@@ -159,12 +156,10 @@ def block_bytes(config, s, routed, rule, again, fused, load):
     of_attention, of_mlp = matrices(config, s.tp) if eight else (0, 0)
     kept = 2 * own + 2 * norm_bytes(config, s, c, fused) / tokens_cut
     weights = 0
-    for part, inside, of_weights, copied, alone in (
-            ("attention", attention, of_attention, gathers and (rule or not config.latent), own),
-            ("mlp", mlp, of_mlp, gathers and not routed, 0)):
-        if again and s.recompute == part:
-            kept += alone
-            continue
+    parts = [(attention, of_attention, gathers)]
+    if not again:  # else the MLP runs again
+        parts.append((mlp, of_mlp, gathers and not routed))
+    for inside, of_weights, copied in parts:
         kept += inside
         weights += of_weights
         if not norms_go or copied:
@@ -187,8 +182,6 @@ def attention_bytes(config, s, fused):
     positions = config.seq_len / s.cp / tokens_of(config, s)
     twice = s.cp > 1 and (s.cp_kind != "ring" or config.n_head > s.tp)
     mask = config.seq_len * s.cp * width * (s.pack and not fused and (s.cp == 1 or s.cp_kind == "ulysses"))
-    if config.latent:
-        return latent_bytes(config, s, positions, fused) + mask
     heads = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / s.tp
     return heads + (config.arch == "llama") * max(width, 4) * config.head_dim * positions + mask
 
@@ -196,33 +189,6 @@ def attention_bytes(config, s, fused):
 def table_elements(config, s):
     """Of this rank's part of the embedding, or of the head's weight."""
     return config.vocab_size * config.n_embd / s.tp
-
-
-def latent_bytes(config, s, positions, fused):
-    """Bytes a token that latent attention keeps for backward, in elements:
-
-        c_down's output, of which the norm keeps the latent          R + r, / tokens_cut
-        the same behind norm and f, which c_up keeps                 R + r
-        q, k, v of D + r numbers a head, attention's output          4 H (D + r) / tp
-        the output without the zeros, which c_proj keeps             H D / tp
-        with --sp all tokens' LN(x), which c_q keeps                 C
-        cos and sin                                                  r
-    """
-    width = widths(s)[0]
-    tokens_cut = s.tp if s.sp else 1
-    norm = norm_bytes(config, s, config.latent, fused)
-    heads = 4 * config.n_head * config.query_width + config.heads_width
-    return (heads * width + 4 * config.n_head) / s.tp + (norm + config.shared_width * width) / tokens_cut + (
-        config.shared_width + s.sp * config.n_embd) * width + max(width, 4) * config.rope_dim * positions
-
-
-def rule_bytes(config, s):
-    """Bytes a token that a gated delta rule keeps for backward. The rule computes in float32 or float64. Products
-    over a chunk of J keep H J; M, Z and S of each chunk H D^2 / J. The factors were counted in what is kept."""
-    width = widths(s)[0]
-    chunk = min(CHUNK, config.seq_len // (s.cp if s.cp == 1 or s.cp_kind == "ulysses" else 2 * s.cp))
-    of_rule = 17 * config.heads_width + config.n_head * (6 * chunk + 3 * config.head_dim ** 2 / chunk + 12)
-    return (15 * config.heads_width * width + of_rule * max(width, 4)) / s.tp
 
 
 def mlp_width(config, fused):

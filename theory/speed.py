@@ -13,13 +13,12 @@ from typing import NamedTuple
 import torch
 
 import parallel
-from further.fits import ulysses_ranks
 from further.pieces import matrices
 from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements, table_elements
 from theory.traffic import (
-    AGAIN, BESIDE, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, messages, nodes_of_experts, norms_run_again,
-    recomputed, sent, sequences_of, shards_of, tokens_of, widths)
+    AGAIN, BESIDE, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, messages, recomputed, sent, sequences_of,
+    shards_of, tokens_of, widths)
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -173,10 +172,9 @@ def block_seconds(config, s, machine, routed):
     into_buckets = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
     dropped = tokens * narrow * (4 * config.n_embd + (config.up_width + config.hidden) / s.tp) / machine.elementwise
     f += scores
-    i += 2.5 * scores + dropped * norms_run_again(s)
+    i += 2.5 * scores + dropped * (s.recompute == "mlp")
     w += into_buckets
-    again = {"none": 0.0, "norms": 0.0, "mlp": 2 * met * mlp * tokens / machine.matmul,
-             "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
+    again = {"none": 0.0, "mlp": 2 * met * mlp * tokens / machine.matmul, "block": f}[s.recompute]
     return f, i, w, again
 
 
@@ -215,21 +213,16 @@ def stage_seconds(config, s, machine, stages):
         f, i, w = (a + b for a, b in zip((f, i, w), parts))
     if not blocks or s.cuda_graphs == "on":
         return f, i, w
-    launched_twice = blocks if norms_run_again(s) else twice
+    launched_twice = blocks if s.recompute == "mlp" else twice
     launch = (blocks + routed * MORE_TO_LAUNCH[s.ep > 1]) * machine.launch * (1 + launched_twice / blocks / 3)
     slow = max(1.0, launch / (f + i + w))
     return slow * f, slow * i, slow * w
 
 
-def ring_ranks(config, s, machine):
-    """R, around how many ranks keys and values go: 1 where there is no ring."""
-    return s.cp // ulysses_ranks(s, config, machine.node)
-
-
 def attention_seconds(config, s, machine):
     """Seconds of attention's forward in one block for one micro-batch: Q K^T and P V, half masked, take 2 T H D FLOPs a
-    token. The kernels of a ring of R see T/R tokens at once."""
-    rate = machine.attention_with(config.seq_len // ring_ranks(config, s, machine))
+    token. The kernels of a ring of N see T/N tokens at once."""
+    rate = machine.attention_with(config.seq_len // (s.cp if s.cp_kind == "ring" else 1))
     return 2 * config.seq_len * config.heads_width / s.tp * tokens_of(config, s) / rate
 
 
@@ -275,17 +268,16 @@ def overlaps(config, tokens, n):
 def context_seconds(config, s, machine, stages, spent):
     """Seconds of context parallelism's traffic in a training step that attention does not hide.
 
-    A rank of a ring sends keys and values on while it computes with them, in R-1 of R steps. In backward dK and dV
+    A rank of a ring sends keys and values on while it computes with them, in N-1 of N steps. In backward dK and dV
     follow a step behind, so nothing hides the last ones. Nothing hides Ulysses' all-to-alls.
     """
-    ring = ring_ranks(config, s, machine)
-    seen = spent["cp"].total() + spent["ulysses"].total()
-    if ring == 1:
-        return seen
-    again = recomputed(config, s, stages.values())[0] * (s.recompute in ("attention", "block"))
+    if s.cp == 1 or s.cp_kind == "ulysses":
+        return spent["cp"].total()
+    again = recomputed(config, s, stages.values())[0] * (s.recompute == "block")
     runs = 3.5 * contents(config, stages.values())[0] + again  # of attention's forward; backward takes 2.5 times
-    over = runs * s.micro_batches * attention_seconds(config, s, machine) * (ring - 1) / ring
-    return seen + max(spent["ring"]["their gradients"] / (ring - 1), spent["ring"].total() - over)
+    over = runs * s.micro_batches * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
+    loss = spent["cp"]["loss"]
+    return loss + max(spent["cp"]["their gradients"] / (s.cp - 1), spent["cp"].total() - loss - over)
 
 
 # Hidden traffic still costs time, because it takes memory bandwidth from the computation. A byte that is sent is read
@@ -295,9 +287,8 @@ def context_seconds(config, s, machine, stages, spent):
 MOVED = 4
 
 
-def groups_of(s, ring, nodes):
-    """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost. ring: as `ring_ranks`. nodes:
-    over which experts are shared out."""
+def groups_of(s):
+    """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost."""
     replicas = s.replicas
     shards = shards_of(s)
     each = replicas * s.tp
@@ -305,27 +296,22 @@ def groups_of(s, ring, nodes):
     return {
         "tp": (s.tp, 1),
         "cp": (s.cp, s.tp),
-        "ulysses": (s.cp // ring, s.tp),
-        "ring": (ring, s.tp * s.cp // ring),
         "ep": (s.ep, s.tp * s.cp),
-        "ep_inside": (s.ep // nodes, s.tp * s.cp),
-        "ep_between": (nodes, s.tp * s.cp * s.ep // nodes),
         "dp_cp": (replicas, s.tp),
         "shard": (shards, s.tp),
         "replicate": (replicas // shards, s.tp * shards),
         "same_experts": (replicas // s.ep, s.tp * s.ep),
         "pp": (min(s.pp, 2), each),
         "embedding": (min(s.pp, 2), every // 2),
-        "island": (every, 1),
-        "between": (s.islands, every),
-        "all": (every * s.islands, 1)}
+        "world": (every, 1),
+        "all": (every, 1)}
 
 
 def seconds_by_axis(config, s, machine, items):
     """({axis: {purpose: seconds of its Messages}}, {axis: seconds that its traffic costs hidden, by MOVED})."""
     spent = defaultdict(Counter)
     touched = Counter()
-    groups = groups_of(s, ring_ranks(config, s, machine), nodes_of_experts(s, machine.node))
+    groups = groups_of(s)
     for item in items:
         n, distance = groups[item.axis]
         if n == 1:
@@ -347,12 +333,12 @@ def copies_of(config, s, machine, item):
     """How often a rank copies a Message to put tokens or heads in order. With B > 1 sequences, tokens that another rank
     has lie in B places.
 
-        ulysses   1 for heads, and for tokens 1 more if B > 1: before it sends, or when they have arrived
+        Ulysses   1 for heads, and for tokens 1 more if B > 1: before it sends, or when they have arrived
         --sp      1 for tokens if B > 1. Between GPUs of a node fast/ writes and reads B rows of T/N tokens where they
                   lie, but beside products only from ROW_BYTES a row on
     """
     several = sequences_of(s) > 1
-    if item.axis == "ulysses":
+    if item.axis == "cp" and item.op == "all_to_all_single":
         return 1 + several
     if not s.sp or item.axis != "tp" or item.op not in HALVES:
         return 0
@@ -398,7 +384,7 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
         seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
         seen += max(gather / count, gather - updates)
     lost = min(1.0, (touched["shard"] + touched["same_experts"]) / max(gather + reduce, 1e-9))
-    between = spent["replicate"].total() + spent["between"].total() / s.local_steps  # starts when all else has arrived
+    between = spent["replicate"].total()  # starts when all else has arrived
     return seen + (gather + reduce - seen) * lost + between
 
 
@@ -449,13 +435,13 @@ def predict(config, s, machine):
     own = experts / s.ep
     buckets = buckets_of(s, int(others), blocks + 1)
     of_experts = buckets_of(s, int(own), routed) if own else []
-    items = list(messages(config, s, stages, buckets, of_experts=of_experts, node=machine.node))
+    items = list(messages(config, s, stages, buckets, of_experts=of_experts))
     spent, touched = seconds_by_axis(config, s, machine, items)
     copied = copied_seconds(config, s, machine, items)
 
     tp = spent["tp"].total() + copied["tp"]
-    ep = sum(spent[axis].total() for axis in ("ep", "ep_inside", "ep_between"))
-    cp = context_seconds(config, s, machine, stages, spent) + copied["ulysses"]
+    ep = spent["ep"].total()
+    cp = context_seconds(config, s, machine, stages, spent) + copied["cp"]
     waits = (tp + cp + ep) / m / 2  # a micro-batch's, in forward, and as long in backward
     saved = tensor_seconds_saved(config, s, machine, stages, spent, touched)  # a micro-batch's, in backward
     costs = f + waits, i + waits - saved, w

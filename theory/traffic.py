@@ -4,11 +4,9 @@ Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as
 p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters on each axis.
 """
 
-import math
 from typing import NamedTuple
 
 import parallel
-from further.fits import ulysses_ranks
 from theory.clock import is_fast, stage_to_rank_in
 
 
@@ -50,12 +48,10 @@ def in_two_levels(op, elements, inside, nodes, rank):
 class Message(NamedTuple):
     """One kind of collective or message of a training step.
 
-    axis: the group that it goes through, as train.make_groups names it: "tp", "cp", "ep", "pp"; "ulysses" and "ring",
-    parts of cp; "ep_inside" and "ep_between", parts of ep; "shard", the ranks over which ZeRO shards, all of dp x cp or
-    a part of it; "replicate", those with the same shard; "dp_cp", dp x cp where the caller waits; "embedding", a
-    pipeline's first and last stage; "same_experts", the ranks that have them; "between", those at the same place in
-    each of DiLoCo's islands, inside of which all other axes are. Or "island", all ranks of one, without islands all
-    there are; "all", all ranks in the trainer's own group.
+    axis: the group that it goes through, as train.make_groups names it: "tp", "cp", "ep", "pp"; "shard", the ranks over
+    which ZeRO shards, all of dp x cp or a part of it; "replicate", those with the same shard; "dp_cp", dp x cp where
+    the caller waits; "embedding", a pipeline's first and last stage; "same_experts", the ranks that have them; "world",
+    all ranks; "all", all ranks in the trainer's own group.
     """
     what: str
     op: str
@@ -78,22 +74,10 @@ def contents(config, runs):
     return len(blocks), routed, pieces.count(0), pieces.count(config.n_layer + 1)
 
 
-def delta_rules(config, runs):
-    """How many blocks in a rank's runs of pieces have a gated delta rule, not attention."""
-    every = config.delta_every or 1
-    return sum(i % every > 0 for i in blocks_of(config, runs))
-
-
 def runs_again(config, s, runs):
     """The blocks of a rank's runs of pieces of which backward runs a part again."""
     blocks = [blocks_of(config, [run])[:s.recompute_blocks or None] for run in runs]
     return blocks if s.recompute != "none" else []
-
-
-def norms_run_again(s):
-    """Whether backward computes the norms again, in every block. --recompute mlp does, because blocks beyond
-    --recompute-blocks drop what they drop under "norms"."""
-    return s.recompute in ("norms", "mlp")
 
 
 def recomputed(config, s, runs):
@@ -152,14 +136,6 @@ def messages_of_buckets(s, axis, buckets, shards):
         yield Message("weights", GATHER, axis, whole, narrow)
     if axis == "shard" and shards < s.replicas:
         yield Message("averages of shards", "all_reduce", "replicate", kept, wide)
-    if s.islands > 1:  # only in the step that ends a round of --local-steps
-        yield Message("outer gradients", "all_reduce", "between", kept if s.zero else whole, wide)
-
-
-def nodes_of_experts(s, node):
-    """Over how many nodes the ranks lie that share out experts. node: ranks of a node; 0: all are on one."""
-    stride = s.tp * s.cp
-    return s.ep // math.gcd(s.ep, -(-node // stride)) if node else 1
 
 
 def scaled(rows, elements):
@@ -167,22 +143,8 @@ def scaled(rows, elements):
     return tuple(n * elements for n in rows) if isinstance(rows, tuple) else rows * elements
 
 
-def trips_of_rows(config, s, node):
-    """{axis: (counts that are exchanged first, rows of a rank's tokens if all experts get equally many, what travels
-    there with each: [(elements, width, has it a gradient?)])}. With --dispatch node a token goes to each node that has
-    any of its k experts once, with k weights and choices. From there it goes on as rows, of which as many come from
-    other nodes as leave."""
-    tokens, e, k = tokens_of(config, s), config.experts, config.top_k
-    if s.dispatch == "expert":
-        return {"ep": (e, k * tokens, [])}
-    nodes = nodes_of_experts(s, node)
-    met = nodes * (1 - math.comb(e - e // nodes, k) / math.comb(e, k))
-    return {"ep_between": (nodes, int(tokens * met), [(k, widths(s)[1], True), (k, 8, False)]),
-            "ep_inside": (e // nodes, k * tokens, [])}
-
-
-def messages_of_experts(config, s, stages, rows, node):
-    """Messages of a rank's blocks with experts. stages, rows, node: as for `messages`.
+def messages_of_experts(config, s, stages, rows):
+    """Messages of a rank's blocks with experts. stages, rows: as for `messages`.
 
     Rows of C elements travel to their expert and back, in forward and in backward. Recomputing an MLP or a block runs
     its forward again, the way back included, because the gradients of the gates need the rows that came back. Before
@@ -191,19 +153,16 @@ def messages_of_experts(config, s, stages, rows, node):
     narrow, wide = widths(s)
     choices = config.top_k * tokens_of(config, s)
     routed = contents(config, stages.values())[1]
-    again = recomputed(config, s, stages.values())[1] * (s.recompute in ("mlp", "block"))
+    again = recomputed(config, s, stages.values())[1]
     backwards = s.micro_batches * routed
     forwards = backwards + s.micro_batches * again
-    for axis, (counts, equal, beside) in trips_of_rows(config, s, node).items() if s.ep > 1 else ():
-        there, back = rows[axis] if rows else [[equal] * backwards] * 2
-        yield Message("counts of rows", "all_to_all_single", axis, [counts], 8, forwards)
-        row = config.n_embd, narrow, True
-        for way, reverse, (elements, width, has_gradient) in (there, back, row), (back, there, row), *(
-                (there, back, more) for more in beside):
-            way, reverse = ([scaled(each, elements) for each in some] for some in (way, reverse))
+    if s.ep > 1:
+        yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards)
+        there, back = ([scaled(each, config.n_embd) for each in way] for way in rows or [[choices] * backwards] * 2)
+        for way, reverse in (there, back), (back, there):
             twice = [each for i, each in enumerate(way) if i % routed < again]  # of each micro-batch, in order
-            yield Message("rows", "all_to_all_single", axis, [*way, *twice], width)
-            yield Message("gradients of rows", "all_to_all_single", axis, reverse * has_gradient, width)
+            yield Message("rows", "all_to_all_single", "ep", [*way, *twice], narrow)
+            yield Message("gradients of rows", "all_to_all_single", "ep", reverse, narrow)
     if s.sp:  # f gathers choices and gates, too
         yield Message("choices", GATHER, "tp", [choices], 8, forwards)
         yield Message("gates", GATHER, "tp", [choices], wide, forwards)
@@ -226,23 +185,20 @@ def messages_of_tensors(config, s, stages):
     narrow, wide = widths(s)
     blocks, routed, first, last = contents(config, runs)
     twice, twice_routed = recomputed(config, s, runs)
-    again = twice * {"none": 0, "norms": 0, "block": 2}.get(s.recompute, 1)  # how many sublayers run again
+    again = twice * (2 if s.recompute == "block" else 1)  # how many sublayers run again
     # The last g of what runs again does not, because backward does not need its result.
     scatters = m * (4 * blocks + twice * (s.recompute == "block"))
     # Shared experts have an f and a g of their own.
     shared = routed if config.experts and config.shared_experts else 0
-    shared_again = twice_routed * bool(shared) * (s.recompute in ("mlp", "block"))
+    shared_again = twice_routed * bool(shared)
     scatters += m * (2 * shared + shared_again)
     sublayers = m * (2 * blocks + shared)  # each has an f, whose backward adds up the gradient of its input
     rows = [n * rows for rows in chunks_of(config, s) for n in (1, 2)]
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", rows, wide, m * last)
     for op in HALVES if s.sp else ["all_reduce"]:
         yield Message("embedding, head", op, "tp", [tokens * c], narrow, m * (first + last))
-    rules = delta_rules(config, runs)
-    norms_of_heads = config.head_dim * (2 * (blocks - rules) * getattr(config, "qk_norm", False) + rules)
-    of_heads = [tokens * config.shared_width] if config.latent else []  # what they share: f takes it, too
+    norms_of_heads = config.head_dim * 2 * blocks * getattr(config, "qk_norm", False)
     if not s.sp:  # a block: g twice forward, f twice backward
-        yield Message("gradients of latents, rotary keys", "all_reduce", "tp", of_heads, narrow, m * (blocks - rules))
         if norms_of_heads:
             own = norms_of_heads // (shards_of(s) if s.zero in (1, 2) else 1)
             yield Message("gradients of norms of heads", "all_reduce", "tp", [own], wide)
@@ -251,68 +207,39 @@ def messages_of_tensors(config, s, stages):
         return
     # In forward f gathers and g scatters, in backward the other way round: 8 halves a block.
     gathers = m * (4 * blocks + again + 2 * shared + shared_again)
-    latents = (blocks - rules) * bool(config.latent)
-    # Backward also gathers again what f has gathered, but experts, a latent's queries and FP8's products have kept it.
-    beside = (sublayers - m * (routed + latents)) * is_fast(s)
+    # Backward also gathers again what f has gathered, but experts and FP8's products have kept it.
+    beside = (sublayers - m * routed) * is_fast(s)
     regathered = beside * (s.dtype != "fp8")
-    rules_again = delta_rules(config, runs_again(config, s, runs))
-    attentions = m * (latents + (twice - rules_again) * (s.recompute in ("attention", "block")))
-    yield Message("latents, rotary keys", GATHER, "tp", of_heads, narrow, attentions)
-    yield Message("their gradients", SCATTER, "tp", of_heads, narrow, m * latents)
     yield Message("activations gathered", GATHER, "tp", [tokens * c], narrow, gathers)
     yield Message(AGAIN, GATHER, "tp", [tokens * c], narrow, regathered)
     yield Message(MEANWHILE, SCATTER, "tp", [tokens * c], narrow, beside)
     yield Message("activations scattered", SCATTER, "tp", [tokens * c], narrow, scatters - beside)
-    # tp leaves whole, of matrices, routers, positions and what makes a latent; of vectors, norms and biases of
-    # row-parallel layers.
+    # tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of row-parallel layers.
     a_norm = config.parameters(lambda name: name.startswith("ln_f."))
     matrices = routed * config.experts * c + first * config.parameters(lambda name: name == "wpe.weight")
-    matrices += latents and latents * c * config.shared_width
-    vectors = blocks * (2 * a_norm + 2 * c * config.biased) + norms_of_heads + latents * config.latent
+    vectors = blocks * (2 * a_norm + 2 * c * config.biased) + norms_of_heads
     vectors += last * a_norm + (shared - routed) * c * config.biased
     seen = matrices // (shards_of(s) if s.zero else 1) + vectors // (shards_of(s) if s.zero in (1, 2) else 1)
     yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
 
 
-def messages_of_context(config, s, stages, node):
+def messages_of_context(config, s, stages):
     """Messages of context parallelism. Recomputing runs attention's forward again, with both of Ulysses' all-to-alls,
-    because c_proj's weight gradient needs the second one's result. What goes round a ring is as large within Ulysses: U
-    times the tokens, an Uth of the heads."""
+    because c_proj's weight gradient needs the second one's result."""
     yield Message("loss", "all_reduce", "cp", [1], widths(s)[1])
     runs = stages.values()
-    again = runs_again(config, s, runs) if s.recompute in ("attention", "block") else []
-    rules = delta_rules(config, runs)
-    rules_again = delta_rules(config, again)
-    if rules:
-        yield from messages_of_delta_rules(config, s, node, s.micro_batches * rules, s.micro_batches * rules_again)
     narrow, wide = widths(s)
-    inside = ulysses_ranks(s, config, node)
-    others = s.cp // inside - 1
     tokens = tokens_of(config, s)
-    width = config.qkv_width // (config.n_head + 2 * config.kv_heads)  # of a head
-    heads, keys = (tokens * n * width // s.tp for n in (config.n_head, config.kv_heads))
-    backwards = s.micro_batches * (contents(config, runs)[0] - rules)
-    twice = s.micro_batches * (len(blocks_of(config, again)) - rules_again)  # forwards that run again
-    both = 2 * backwards + twice  # forwards and backwards: keys and values go round in each
-    if others:
-        yield Message("keys and values", "isend", "ring", [2 * keys], narrow, others * both)
-        yield Message("their gradients", "isend", "ring", [2 * keys], wide, others * backwards)
-    if inside > 1:
-        yield Message("heads for tokens", "all_to_all_single", "ulysses", [heads + 2 * keys], narrow, both)
-        yield Message("tokens for heads", "all_to_all_single", "ulysses", [heads], narrow, both)
-
-
-def messages_of_delta_rules(config, s, node, times, again):
-    """Messages of gated delta rules over cp: M and Z of every piece, and three of its tokens' q, k, v. They do not grow
-    with T. times: how often a rule runs, again: of these once more in backward."""
-    narrow, wide = widths(s)
-    pieces = s.cp * (1 if ulysses_ranks(s, config, node) == s.cp else 2)
-    sequences = sequences_of(s)
-    maps = sequences * pieces * 2 * config.head_dim * config.heads_width // s.tp
-    rows = sequences * pieces * min(3, config.seq_len // pieces) * 3 * config.heads_width // s.tp
-    for what, elements, width in ("M and Z of pieces", maps, wide), ("ends of pieces", rows, narrow):
-        yield Message(what, GATHER, "cp", [elements], width, times + again)
-        yield Message(f"gradients of {what}", SCATTER, "cp", [elements], width, times)
+    heads, keys = (tokens * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
+    backwards = s.micro_batches * contents(config, runs)[0]
+    twice = s.micro_batches * recomputed(config, s, runs)[0] * (s.recompute == "block")
+    both = 2 * backwards + twice  # forwards and backwards: keys and values travel in each
+    if s.cp_kind == "ring":
+        yield Message("keys and values", "isend", "cp", [2 * keys], narrow, (s.cp - 1) * both)
+        yield Message("their gradients", "isend", "cp", [2 * keys], wide, (s.cp - 1) * backwards)
+    else:
+        yield Message("heads for tokens", "all_to_all_single", "cp", [heads + 2 * keys], narrow, both)
+        yield Message("tokens for heads", "all_to_all_single", "cp", [heads], narrow, both)
 
 
 def messages_of_pipeline(config, s, stages, tp_rank):
@@ -331,7 +258,7 @@ def messages_of_pipeline(config, s, stages, tp_rank):
         yield Message("tied embedding", "all_reduce", "embedding", [kept], wide, first + last)
 
 
-def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None, node=0):
+def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
     """All Messages of one rank in a training step of train.py in layout s.
 
     stages: this rank's {number: pieces}.
@@ -339,20 +266,19 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None, no
         edition of each parameter, with its padding. Under ZeRO-3 that is 2, but 1 for a stage's last unit, which stays
         whole from forward to backward, and for an embedding, whose backward needs no weights; and 0 for 1-D parameters.
     of_experts: the same for the parameters that --ep cuts.
-    rows: {axis: how many rows this rank sends to each rank and gets from each, for each call: ([(to rank 0, to rank 1,
-        ...), ...], [(from rank 0, ...), ...])}; None: equally many for each expert.
-    node: how many ranks a node has; 0: all are on one.
+    rows: how many rows this rank sends to each rank of ep and gets from each, for each call: ([(to rank 0, to rank 1,
+        ...), ...], [(from rank 0, ...), ...]); None: equally many for each expert.
     """
     yield from messages_of_buckets(s, "shard", buckets, shards_of(s))
     yield from messages_of_buckets(s, "same_experts", of_experts, s.dp * s.cp // s.ep)
     yield Message("how many targets count", "all_reduce", "dp_cp", [1], 8)
     if config.experts:
-        yield from messages_of_experts(config, s, stages, rows, node)
+        yield from messages_of_experts(config, s, stages, rows)
     if s.tp > 1:
         yield from messages_of_tensors(config, s, stages)
     if s.cp > 1:
-        yield from messages_of_context(config, s, stages, node)
+        yield from messages_of_context(config, s, stages)
     if s.pp > 1:
         yield from messages_of_pipeline(config, s, stages, tp_rank)
-    yield Message("gradient norm", "all_reduce", "island", [1], 8)
+    yield Message("gradient norm", "all_reduce", "world", [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)

@@ -1,4 +1,4 @@
-"""Attention to a sequence that is spread over ranks: ring, Ulysses and both, beside PyTorch's context_parallel.
+"""Attention to a sequence that is spread over ranks: ring and Ulysses, beside PyTorch's context_parallel.
 
     python bench.py context --gpus 2
 """
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel, SDPBackend
 
 import kernels
-import parallel
 from fast.edition import Fast
 from further.context import in_a_ring, RingAttention
 from further.ulysses import ulysses_attention
@@ -19,7 +18,7 @@ from lessons.bench.rates import both_ways, replays_of
 from lessons.bench.strategies import tried
 from lessons.bench.timing import interleaved, say, Table, write_json
 
-KINDS = "ring", "ulysses", "ulysses+ring"
+KINDS = "ring", "ulysses"
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FLASH": SDPBackend.FLASH_ATTENTION}
 
 
@@ -72,10 +71,6 @@ def ours(a):
     ring = RingAttention.apply if a.plain else Fast.context["ring"]
     ways = {"ring": functools.partial(in_a_ring, group=None, ring=ring),
             "ulysses": functools.partial(ulysses_attention, group=None)}
-    if "ulysses+ring" in a.only:
-        traders, around = parallel.groups_of(torch.arange(a.gpus).view(1, -1, 2))
-        ways["ulysses+ring"] = functools.partial(ulysses_attention, group=traders, attention=functools.partial(
-            in_a_ring, group=around, ring=ring))
     return {kind: ways[kind] for kind in a.only}
 
 

@@ -19,7 +19,7 @@ import collectives as dist
 import kernels
 import model
 import parallel
-from fast import attention, gloo, hopper, linear, nccl, norm, recorded, run
+from fast import attention, hopper, linear, nccl, norm, recorded, run
 from fast.edition import Fast
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
@@ -55,12 +55,12 @@ def layouts(n, m, virtual, experts):
     every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}, "cp": {"cp": n},
               "cp ulysses": {"cp": n, "cp_kind": "ulysses"}}
     if n > 3 and n % 2 == 0:
-        every |= {"cp both": {"cp": n, "cp_kind": "ulysses+ring"}, "dp+tp": {"dp": n // 2, "tp": 2},
+        every |= {"dp+tp": {"dp": n // 2, "tp": 2},
                   "hsdp": {"dp": n, "zero": 3, "zero_within": n // 2}}
     # pipelines late, because after them ranks have made different numbers of windows, and `make_window` makes no more
     every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in SCHEDULES}
     every["interleaved"]["virtual_stages"] = virtual
-    return every | last | {"pairs": last["experts"] | {"pairs": True}}  # of --micro-batches
+    return every | last
 
 
 def configs_of(config):
@@ -83,9 +83,8 @@ def make_trainer(config, s, device, edition=None):
 @contextlib.contextmanager
 def routes_of_rows():
     """Inside, record for each forward through experts of several ranks how many rows this rank sends to each expert,
-    and how many come for each of its own from each rank: int64 (E) and (N, E/N), flat. With --dispatch node first how
-    many tokens go to each node and come from each, int64 (M), then the same within the node. Forwards that backward
-    runs again are not recorded."""
+    and how many come for each of its own from each rank: int64 (E) and (N, E/N), flat. Forwards that backward runs
+    again are not recorded."""
     routes, send = [], dist.all_to_all_single
 
     def recorded(incoming, counts, *args, **more):
@@ -129,12 +128,9 @@ def predicted_traffic(trainer, routes):
     total, sizes = Counter(), {True: [], False: []}  # cut by ep, or not
     for group, numel, gathers in sent_together(net):
         sizes[group == net.groups.same_experts].append((numel, gathers))
-    where = vars(net.groups) | {"all": trainer.control}
-    axes = ["ep"] if s.dispatch == "expert" else ["ep_between", "ep_inside"]  # by turns
-    rows = {axis: [[tuple(counts.view(dist.get_world_size(where[axis]), -1).sum(1).tolist()) for counts in way]
-                   for way in zip(*routes[i::len(axes)])] for i, axis in enumerate(axes)} if routes else None
-    node = dist.processes_of_a_node(net.mesh.size())
-    for item in messages(trainer.config, s, stages, sizes[False], tp_rank, sizes[True], rows, node):
+    where = vars(net.groups) | {"world": None, "all": trainer.control}
+    rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
+    for item in messages(trainer.config, s, stages, sizes[False], tp_rank, sizes[True], rows):
         link = dist.link_of(where[item.axis])
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width) for elements in item.elements)
     return {op: n for op, n in total.items() if n}
@@ -253,7 +249,6 @@ def pieces():
         "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
         "sums": [(NodeLink, "kernel_for", lambda *args: None)],                     # all-reduces by copies, messages
         "replay": [(recorded, "REPLAY_BYTES", 0)],                                  # collectives launched one by one
-        "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
         "fp8": [(run, "use_fp8", lambda stage: None)],                              # of --dtype fp8: bf16
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
         "fetching": [(Prefetcher, "prefetch", lambda self, unit: None)],            # no unit ahead
