@@ -22,7 +22,7 @@ from further.buckets import BucketDDP
 from further.lists import check, lower
 from further.packed import pairs_of_ranks
 from further.schedules import SCHEDULES
-from lessons import kernels, links, pages, puzzles, same, turns
+from lessons import kernels, links, micro, pages, puzzles, same, turns
 from lessons.allocator import demo_allocator
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
@@ -417,6 +417,7 @@ def positive(text, least=1):
 
 
 DEMOS = {  # name: (function, {flag: what it is if left out})
+    "micro": (micro.main, {}),
     "sizes": (demo_sizes, {}),
     "machine": (demo_machine, {"model": "gpt2-xl", "machine": "h100"}),
     "kernels": (kernels.main, {}),
