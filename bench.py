@@ -337,7 +337,7 @@ def check_strategies(a):
     """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
     that --only names and that cannot run."""
     a.without = [*pieces(), *OF_EDITION] if a.without == [] else a.without
-    given = {"dtype": a.dtype, "device": a.device, "form": "lecture" if a.plain else "fast", "comm": a.comm,
+    given = {"dtype": a.dtype, "device": a.device, "fast": "off" if a.plain else "on", "comm": a.comm,
              "batch_size": a.batch_size, "micro_batches": a.micro_batches or 1,
              "cuda_graphs": "off" if a.plain else a.cuda_graphs,
              "recompute": a.recompute, "recompute_blocks": a.recompute_blocks,

@@ -25,9 +25,8 @@ import lessons.links
 import model
 import parallel
 from further.experts import ExpertsConfig
-from further.full import Full
-from further.prefetch import Prefetcher
 from lessons import gpu
+from fast.stages import Prefetcher
 from lessons.bench import peers, strategies
 from lessons.bench.rates import BUS, calls_of, fit, measure_machine, replays_of, sent_in
 from lessons.bench.strategies import (
@@ -39,7 +38,7 @@ from lessons.four_bits import few_rows_of_four, from_int4, in_int4
 from lessons.sampling import BITS, FewBits, weights_read, with_bits
 from tests.kernels import GPUS, KERNEL_DEVICE
 from tests.links import nodes_of
-from tests.pool import close, DEVICES, is_plain, on_cpus, on_ranks, parametrize
+from tests.pool import close, is_plain, on_both, on_cpus, on_ranks, parametrize
 from tests.runs import output_of, parse, printed_by, ran
 from theory.speed import MACHINES, Machine
 from theory.traffic import HALVES
@@ -50,15 +49,13 @@ from train import config_of
 
 def settings_of(flags):
     sizes = "--vocab-size 67 --seq-len 16 --n-layer 3 --n-head 4 --n-embd 48 --batch-size 8"
-    return parse(f"--dp 1 --dtype fp32 {sizes} {flags}".split() + ["--form", "lecture"] * is_plain())
+    return parse(f"--dp 1 --dtype fp32 {sizes} --fast {'off' if is_plain() else 'on'} {flags}".split())
 
 
-def trainer_of(flags, edition=None):
-    """A Trainer of random tokens with train.py's flags."""
+def trainer_of(flags):
+    """A Trainer of random tokens with train.py's flags, of this process's edition."""
     s = settings_of(flags)
-    trainer = make_trainer(config_of(s), s, torch.get_default_device(), edition)
-    s.form = "full" if edition is Full else s.form  # no flag gives a WatchedTrainer this edition
-    return trainer
+    return make_trainer(config_of(s), s, torch.get_default_device())
 
 
 def links_said(file):
@@ -130,19 +127,16 @@ TRAFFIC = """
     --dp 2 --cp 2 --experts 4 --ep 2 --zero 2 --recompute mlp"""
 
 
-@parametrize("pool", [*DEVICES, "full"], indirect=True)
+@on_both
 @parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_every_strategy_sends_what_the_table_says(size):
-    """Small tensors in log2 rounds, others in rings; of further/'s edition ZeRO, --sp, of the lecture's dp alone.
-    Step 0 would measure memory."""
-    editions = {Full: "--dp . --zero|--sp", parallel.Lecture: "--dp .( --zero .)?( --[mbd][^ ]* [^ ]*)*$"}
-    for case, edition in itertools.product(TRAFFIC.strip().splitlines(), editions if is_plain() else [None]):
-        ranks = math.prod(map(int, re.findall(r"--[dtpc]p (\d)", case)))
-        if ranks != size or edition and not re.search(editions[edition], case):
+    """Small tensors in log2 rounds, others in rings. Step 0 would measure memory."""
+    for case in TRAFFIC.strip().splitlines():
+        if math.prod(map(int, re.findall(r"--[dtpc]p (\d)", case))) != size:
             continue
         with doubling_up_to(2000):
-            trainer = trainer_of(case, edition)
+            trainer = trainer_of(case)
             if "--zero 3" in case:
                 trainer.step(1)  # it learns its order of units
             with routes_of_rows() as routes:

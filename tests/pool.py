@@ -29,9 +29,9 @@ import collectives as dist
 import kernels
 import parallel
 import safe.launch
-from fast import edition
+import train
+from fast import edition, stages
 from fast.edition import Fast
-from further.full import Full
 
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -151,11 +151,6 @@ def _worker(rank, size, device_type, port, pipe, plain):
     torch_dist.init_process_group("nccl" if device_type == "cuda" else "gloo", rank=rank, world_size=size,
                                   store=torch_dist.TCPStore("127.0.0.1", port, is_master=False),
                                   device_id=device if device_type == "cuda" else None)
-    # PyTorch's hook of a parameter and what it calls keep each other alive, which no garbage collector sees: a
-    # lecture's ZeRO-2 would live on, and its groups. So hooks are removed when a test has ended.
-    register, hooks = torch.Tensor.register_post_accumulate_grad_hook, []
-    torch.Tensor.register_post_accumulate_grad_hook = functools.wraps(register)(
-        lambda *given: hooks.append(register(*given)) or hooks[-1])
     # The CPU is the default anyway, and to say so costs every call of torch a few microseconds.
     if device_type == "cuda":
         torch.set_default_device(device)
@@ -171,8 +166,6 @@ def _worker(rank, size, device_type, port, pipe, plain):
         except BaseException:  # noqa: BLE001  the test's own process raises it
             result = False, traceback.format_exc()
         pipe.send(result)
-        while hooks:
-            hooks.pop().remove()
         # Each holds sockets, and a thread that wakes a hundred times a second until nothing refers to the group: some
         # hundred such threads would take a sixth of two cores. Cycles refer to it, so the garbage collector must come.
         left = [group for group in torch_dist.distributed_c10d._world.pg_map if group is not torch_dist.group.WORLD]
@@ -279,25 +272,22 @@ def pools(device_type, plain=False):
 def plain_pool():
     """As `pool`, with processes that run the reference alone."""
     with pools("cpu", plain=True) as get:
+        get.edition = parallel.Reference
         yield get
 
 
 @pytest.fixture(scope="session", params=DEVICES)
 def pool(request):
-    """pool(size): the processes of that world, which run fast/'s edition. "plain": the reference, the lecture's
-    edition; "full": the reference, further/'s. pool.edition is their edition."""
-    if request.param in EDITIONS:
-        plain = request.getfixturevalue("plain_pool")
-        get = lambda size: plain(size)  # noqa: E731  with an edition of its own
-        get.edition, get.device_type = EDITIONS[request.param], plain.device_type
-        yield get
+    """pool(size): the processes of that world, which run fast/'s edition; "plain": the reference. pool.edition is
+    their edition."""
+    if request.param == "plain":
+        yield request.getfixturevalue("plain_pool")
         return
     with pools(request.param) as get:
         get.edition = Fast
         yield get
 
 
-EDITIONS = {"plain": parallel.Lecture, "full": Full}  # of the pools of the reference
 BOTH = [*DEVICES, "plain"]
 parametrize = pytest.mark.parametrize
 on_both = parametrize("pool", BOTH, indirect=True)
@@ -357,13 +347,15 @@ def is_plain():
 
 
 def edition_here():
-    """The edition that a test of this process means if it names none: the lecture's in the reference, else fast/'s."""
-    return parallel.Lecture if plain_here else Fast
+    """The edition that a test of this process means if it names none: its own."""
+    return parallel.Reference if plain_here else Fast
 
 
-def buckets_here():
-    """The edition with buckets of this process: Full in the reference, else fast/'s."""
-    return Full if plain_here else Fast
+def parallelize(config, layout, device, source=None, optimizer=None, edition=None):
+    """A GPT of an edition: the reference's pieces, or fast/'s stages."""
+    edition = edition or edition_here()
+    build = stages.parallelize if issubclass(edition, Fast) else train.parallelize
+    return build(config, layout, device, source, optimizer, edition)
 
 
 def runs_kernels():

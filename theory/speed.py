@@ -17,8 +17,8 @@ from further.pieces import matrices
 from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements, table_elements
 from theory.traffic import (
-    AGAIN, BESIDE, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, messages, recomputed, sent, sequences_of,
-    shards_of, tokens_of, widths)
+    AGAIN, BESIDE, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, messages, messages_in_buckets,
+    recomputed, sent, sequences_of, shards_of, tokens_of, widths)
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -435,7 +435,8 @@ def predict(config, s, machine):
     own = experts / s.ep
     buckets = buckets_of(s, int(others), blocks + 1)
     of_experts = buckets_of(s, int(own), routed) if own else []
-    items = list(messages(config, s, stages, buckets, of_experts=of_experts))
+    of_parameters = messages_in_buckets(config, s, stages, buckets, of_experts=of_experts)
+    items = list(messages(config, s, stages, of_parameters))
     spent, touched = seconds_by_axis(config, s, machine, items)
     copied = copied_seconds(config, s, machine, items)
 

@@ -1,10 +1,13 @@
-"""What each strategy sends: formulas of messages, from a layout alone.
+"""What each strategy sends: folds over a rank's list, and formulas of what F and B of a layout send.
 
 Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as in model.py, m micro-batches,
 p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters on each axis.
 """
 
+from collections import Counter, defaultdict
 from typing import NamedTuple
+
+import torch
 
 import parallel
 from theory.clock import is_fast, stage_to_rank_in
@@ -113,9 +116,57 @@ def shards_of(s):
     return s.zero_within or s.replicas
 
 
+def messages_of_list(actions, net):
+    """Messages of G and A in a rank's list, and of what a step adds up behind it. net: the Parallel that runs it.
+
+    A unit of two pieces, as a tied embedding, is gathered once while one of them holds it.
+    """
+    names = {group: name for name, group in vars(net.groups).items()}
+    holders = Counter()  # unit -> pieces that have gathered it and not dropped it
+    for kind, piece, _ in actions:
+        for unit in net.pipeline.units[piece] if kind in "GD" else ():
+            if kind == "G" and not holders[unit]:
+                yield Message("weights", GATHER, names[unit.group], [unit.weights.numel()], unit.weights.itemsize)
+            holders[unit] += 1 if kind == "G" else -1
+        for unit in net.pipeline.averaged[piece] if kind == "A" else ():
+            if unit.trained:
+                op = SCATTER if unit.zero else "all_reduce"
+                yield Message("gradients", op, names[unit.group], [unit.weights.numel()], unit.mine.itemsize)
+    yield from messages_of_sums(net)
+    if muon := getattr(net.optimizer, "matrices", {}):
+        yield from messages_of_muon(muon)
+
+
+def messages_of_sums(net):
+    """Messages of gradients that are added up, or averaged, behind the list: of what this rank steps."""
+    names = {group: name for name, group in vars(net.groups).items()}
+    together = defaultdict(int)
+    for param in net.params:
+        place = parallel.placement_of(param)
+        if net.groups.replicate and not place.average_over:
+            yield Message("averages of shards", "all_reduce", "replicate", [param.numel()], param.itemsize)
+        together[place.partial_over, param.itemsize] += param.numel()
+    for (groups, width), elements in together.items():
+        for group in groups:
+            yield Message("sums of gradients", "all_reduce", names[group], [elements], width)
+
+
+def messages_of_muon(matrices):
+    """Messages of Muon's step, which gathers each matrix that tp has cut. On GPUs in 16 bits."""
+    for param, parts in matrices.items():
+        width = 2 if param.is_cuda and param.dtype == torch.float32 else param.itemsize
+        for here, part in parts:
+            if part.cut:
+                yield Message("matrices", GATHER, "tp", [part.cut.size * (here.stop - here.start)], width)
+
+
 def messages_of_buckets(s, axis, buckets, shards):
-    """Messages that average gradients over an axis and gather weights there, as the table above FlatOptimizer says.
-    buckets: as for `messages`. shards: the number of ranks over which ZeRO cuts them."""
+    """In fast/'s edition: messages that average gradients over an axis and gather weights there.
+
+    buckets: (elements, how often a micro-batch gathers them) of each bucket, with its padding. Under ZeRO-3 that is 2,
+    but 1 for a stage's last unit, which stays whole from forward to backward, and for an embedding, whose backward
+    needs no weights; and 0 for 1-D parameters. shards: the number of ranks over which ZeRO cuts them.
+    """
     m = s.micro_batches
     narrow, wide = widths(s)
     whole = [n for n, gathers in buckets if not gathers]
@@ -123,12 +174,8 @@ def messages_of_buckets(s, axis, buckets, shards):
     if s.zero == 3:
         yield Message("weights", GATHER, axis, [n for n, gathers in buckets for _ in range(gathers)], narrow, m)
         yield Message("gradients", SCATTER, axis, cut, wide, m)
-        kept = [n // shards for n in cut] + whole
-    if s.zero == 3 and not is_fast(s):  # its 1-D parameters are cut as in stage 2
-        yield Message("1-D gradients", SCATTER, axis, whole, wide, m)
-        yield Message("1-D weights", GATHER, axis, whole, narrow)
-    elif s.zero == 3:
         yield Message("1-D gradients", "all_reduce", axis, whole, wide)
+        kept = [n // shards for n in cut] + whole
     else:
         yield Message("gradients", SCATTER if s.zero else "all_reduce", axis, whole, wide, m if s.zero == 2 else 1)
         kept = [n // shards for n in whole]
@@ -177,7 +224,7 @@ BESIDE = AGAIN, MEANWHILE = "activations gathered again", "gradients scattered m
 
 
 def messages_of_tensors(config, s, stages):
-    """Messages of tensor parallelism, f's and g's, and of the norms between them, which see T/N tokens with --sp."""
+    """Messages of tensor parallelism, f's and g's."""
     runs = stages.values()
     m = s.micro_batches
     c = config.n_embd
@@ -197,11 +244,7 @@ def messages_of_tensors(config, s, stages):
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", rows, wide, m * last)
     for op in HALVES if s.sp else ["all_reduce"]:
         yield Message("embedding, head", op, "tp", [tokens * c], narrow, m * (first + last))
-    norms_of_heads = config.head_dim * 2 * blocks * getattr(config, "qk_norm", False)
     if not s.sp:  # a block: g twice forward, f twice backward
-        if norms_of_heads:
-            own = norms_of_heads // (shards_of(s) if s.zero in (1, 2) else 1)
-            yield Message("gradients of norms of heads", "all_reduce", "tp", [own], wide)
         yield Message("activations: 2 a block", "all_reduce", "tp", [tokens * c], narrow, scatters - sublayers)
         yield Message("gradients: 2 a block", "all_reduce", "tp", [tokens * c], narrow, sublayers)
         return
@@ -214,13 +257,6 @@ def messages_of_tensors(config, s, stages):
     yield Message(AGAIN, GATHER, "tp", [tokens * c], narrow, regathered)
     yield Message(MEANWHILE, SCATTER, "tp", [tokens * c], narrow, beside)
     yield Message("activations scattered", SCATTER, "tp", [tokens * c], narrow, scatters - beside)
-    # tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of row-parallel layers.
-    a_norm = config.parameters(lambda name: name.startswith("ln_f."))
-    matrices = routed * config.experts * c + first * config.parameters(lambda name: name == "wpe.weight")
-    vectors = blocks * (2 * a_norm + 2 * c * config.biased) + norms_of_heads
-    vectors += last * a_norm + (shared - routed) * c * config.biased
-    seen = matrices // (shards_of(s) if s.zero else 1) + vectors // (shards_of(s) if s.zero in (1, 2) else 1)
-    yield Message("gradients of T/N tokens", "all_reduce", "tp", [seen], wide)
 
 
 def messages_of_context(config, s, stages):
@@ -242,36 +278,62 @@ def messages_of_context(config, s, stages):
         yield Message("tokens for heads", "all_to_all_single", "cp", [heads], narrow, both)
 
 
-def messages_of_pipeline(config, s, stages, tp_rank):
+def messages_of_pipeline(config, s, stages):
     """Messages of a pipeline. F sends to the next stage, B to the one before, if they live elsewhere."""
     narrow, wide = widths(s)
     stage_to_rank = stage_to_rank_in(s)
-    *_, first, last = contents(config, stages.values())
     rank = stage_to_rank[min(stages)]
     neighbours = sum(stage_to_rank.get(i + side, rank) != rank for i in stages for side in (1, -1))
     passed = tokens_of(config, s) * config.n_embd // (s.tp if s.sp else 1)
     yield Message("activations", "isend", "pp", [passed], narrow, s.micro_batches * neighbours)
     yield Message("loss", "all_reduce", "pp", [1], wide)
+
+
+def formula_of_sums(config, s, stages, tp_rank):
+    """In fast/'s edition: messages that add up gradients, of the ends of a tied embedding, and of what saw some of the
+    tokens or of the heads. tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of
+    row-parallel layers."""
+    c = config.n_embd
+    _, wide = widths(s)
+    blocks, routed, first, last = contents(config, stages.values())
+    of_matrices = shards_of(s) if s.zero else 1
+    of_vectors = shards_of(s) if s.zero in (1, 2) else 1
+    vectors = config.head_dim * 2 * blocks * getattr(config, "qk_norm", False)
+    matrices = 0
+    if s.sp:
+        a_norm = config.parameters(lambda name: name.startswith("ln_f."))
+        shared = routed if config.experts and config.shared_experts else 0
+        matrices += routed * config.experts * c + first * config.parameters(lambda name: name == "wpe.weight")
+        vectors += blocks * (2 * a_norm + 2 * c * config.biased)
+        vectors += last * a_norm + (shared - routed) * c * config.biased
+    if s.tp > 1 and matrices + vectors:
+        elements = matrices // of_matrices + vectors // of_vectors
+        yield Message("sums of gradients", "all_reduce", "tp", [elements], wide)
+    stage_to_rank = stage_to_rank_in(s)
     if config.tied and (first or last) and stage_to_rank[0] != stage_to_rank[len(stage_to_rank) - 1]:
         vocabulary = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
-        kept = -(-vocabulary * config.n_embd // (shards_of(s) if s.zero else 1))
+        kept = -(-vocabulary * c // of_matrices)
         yield Message("tied embedding", "all_reduce", "embedding", [kept], wide, first + last)
 
 
-def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
+def messages_in_buckets(config, s, stages, buckets, tp_rank=0, of_experts=()):
+    """In fast/'s edition, which runs no list with G and A: what messages_of_list gives of the reference. of_experts:
+    buckets of the parameters that --ep cuts."""
+    yield from messages_of_buckets(s, "shard", buckets, shards_of(s))
+    yield from messages_of_buckets(s, "same_experts", of_experts, s.dp * s.cp // s.ep)
+    yield from formula_of_sums(config, s, stages, tp_rank)
+
+
+def messages(config, s, stages, of_parameters, rows=None):
     """All Messages of one rank in a training step of train.py in layout s.
 
     stages: this rank's {number: pieces}.
-    buckets: (elements, how often a micro-batch gathers them) of each bucket of its parameters, or in the lecture's
-        edition of each parameter, with its padding. Under ZeRO-3 that is 2, but 1 for a stage's last unit, which stays
-        whole from forward to backward, and for an embedding, whose backward needs no weights; and 0 for 1-D parameters.
-    of_experts: the same for the parameters that --ep cuts.
+    of_parameters: messages of weights and gradients, of messages_of_list or messages_in_buckets.
     rows: how many rows this rank sends to each rank of ep and gets from each, for each call: ([(to rank 0, to rank 1,
         ...), ...], [(from rank 0, ...), ...]); None: equally many for each expert.
     """
-    yield from messages_of_buckets(s, "shard", buckets, shards_of(s))
-    yield from messages_of_buckets(s, "same_experts", of_experts, s.dp * s.cp // s.ep)
-    yield Message("how many targets count", "all_reduce", "dp_cp", [1], 8)
+    yield from of_parameters
+    yield Message("how many targets count, and micro-batches", "all_reduce", "dp_cp", [3], 8)
     if config.experts:
         yield from messages_of_experts(config, s, stages, rows)
     if s.tp > 1:
@@ -279,6 +341,6 @@ def messages(config, s, stages, buckets, tp_rank=0, of_experts=(), rows=None):
     if s.cp > 1:
         yield from messages_of_context(config, s, stages)
     if s.pp > 1:
-        yield from messages_of_pipeline(config, s, stages, tp_rank)
+        yield from messages_of_pipeline(config, s, stages)
     yield Message("gradient norm", "all_reduce", "world", [1], 8)
     yield Message("who stops, who skips", "all_reduce", "all", [2], 8)

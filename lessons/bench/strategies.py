@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 import math
 import statistics
 import time
@@ -19,14 +18,14 @@ import collectives as dist
 import kernels
 import model
 import parallel
-from fast import attention, hopper, linear, nccl, norm, recorded, run
+from fast import attention, hopper, linear, nccl, norm, recorded, run, stages
 from fast.edition import Fast
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
 from fast.pipeline import PatientPipeline
+from fast.stages import EMBEDDINGS, FlatFSDP, FlatParameter, Prefetcher, StagedGPT
 from further import experts
 from further.kinds import resized
-from further.prefetch import FlatFSDP, FlatParameter, Prefetcher
 from further.schedules import SCHEDULES
 from lessons.bench import peers
 from lessons.bench.rates import measure_machine, sent_in
@@ -37,9 +36,8 @@ from safe.messages import Watched
 from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.run import WatchedTrainer
 from theory.clock import halves_backward, stages_in
-from theory.memory import reducers_of
 from theory.speed import describe_machine, mfu, mfu_note, predict
-from theory.traffic import messages
+from theory.traffic import messages, messages_in_buckets, messages_of_list
 
 
 # ----------------------------------------------------------------------------------------------------------- strategies
@@ -74,10 +72,14 @@ def configs_of(config):
     return dense, routed, dataclasses.replace(dense, inner=config.hidden * mlps // config.n_layer)
 
 
-def make_trainer(config, s, device, edition=None):
+def make_trainer(config, s, device, edition=Fast):
+    """A trainer on random tokens, of fast/ or of the reference. edition: fast/'s, where s.fast is on."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len)
-    kind, form = (WatchedTrainer, parallel.Lecture) if s.form == "lecture" else (run.FastTrainer, Fast)
-    return kind(s, config, peers.random_source(config, device), (tokens, tokens, None), device, edition or form)
+    given = s, config, peers.random_source(config, device), (tokens, tokens, None), device
+    if s.fast == "off":
+        return WatchedTrainer(*given)
+    with patched([(run.FastTrainer, "build", staticmethod(functools.partial(stages.parallelize, edition=edition)))]):
+        return run.FastTrainer(*given)
 
 
 @contextlib.contextmanager
@@ -98,39 +100,38 @@ def routes_of_rows():
 
 
 def sent_together(net):
-    """(group, elements, how often a micro-batch gathers them) of each bucket or, in the lecture's edition, of each
-    parameter."""
-    wrapped = [model for model in net.stages.values() if isinstance(model, FlatFSDP)]
+    """(group, elements, how often a micro-batch gathers them) of each bucket of fast/'s."""
+    wrapped = net.optimizer.modules if net.layout.zero == 3 else []
     # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights.
     once = {flat for model in wrapped for flat in model.prefetcher.until_backward}
     once |= {model.bucket_of[unit.weight] for model in wrapped for unit in model.modules()
-             if isinstance(unit, parallel.EMBEDDINGS)}
-    for reducer in reducers_of(net):
-        for bucket in reducer.buckets:
-            gathers = 0 if not isinstance(bucket, FlatParameter) else 1 if bucket in once else 2
-            yield bucket.group, bucket.numel, gathers
-    if isinstance(net.optimizer, parallel.ZeRO0):
-        uses = Counter()
-        for layer in itertools.chain(*(model.modules() for model in net.stages.values())):
-            times = 1 if isinstance(layer, parallel.EMBEDDINGS) else 2  # an embedding's backward needs no weights
-            uses.update(dict.fromkeys(layer.parameters(recurse=False), times))
-        cut = isinstance(net.optimizer, parallel.ZeRO3)
-        for param in net.optimizer.stepped:
-            rows = net.optimizer.whole[param] if isinstance(net.optimizer, parallel.ZeRO1) else param
-            yield (parallel.averaging_group(param, net.optimizer.group), rows.numel(),
-                   uses[param] * (cut and parallel.is_matrix(param)))
+             if isinstance(unit, EMBEDDINGS)}
+    for bucket in net.optimizer.buckets:
+        gathers = 0 if not isinstance(bucket, FlatParameter) else 1 if bucket in once else 2
+        yield bucket.group, bucket.numel, gathers
+
+
+def messages_of_parameters(trainer, of_stages):
+    """Messages that gather this rank's weights and average its gradients."""
+    s, net = trainer.s, trainer.net
+    pp_rank, _, _, tp_rank = net.mesh.get_coordinate()
+    if not isinstance(net, StagedGPT):
+        return messages_of_list(net.lists(s.micro_batches)[pp_rank], net)
+    sizes = {True: [], False: []}  # cut by ep, or not
+    for group, numel, gathers in sent_together(net):
+        sizes[group == net.groups.same_experts].append((numel, gathers))
+    return messages_in_buckets(trainer.config, s, of_stages, sizes[False], tp_rank, sizes[True])
 
 
 def predicted_traffic(trainer, routes):
-    """{collective: bytes} that this rank sends in a step, by the formulas. routes: the step's, by `routes_of_rows`."""
-    s, net, (pp_rank, _, _, tp_rank) = trainer.s, trainer.net, trainer.net.mesh.get_coordinate()
-    stages = stages_in(s, trainer.config, pp_rank)
-    total, sizes = Counter(), {True: [], False: []}  # cut by ep, or not
-    for group, numel, gathers in sent_together(net):
-        sizes[group == net.groups.same_experts].append((numel, gathers))
+    """{collective: bytes} that this rank sends in a step, by its list and by formulas. routes: the step's, by
+    `routes_of_rows`."""
+    s, net = trainer.s, trainer.net
+    of_stages = stages_in(s, trainer.config, net.mesh.get_coordinate()[0])
     where = vars(net.groups) | {"world": None, "all": trainer.control}
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
-    for item in messages(trainer.config, s, stages, sizes[False], tp_rank, sizes[True], rows):
+    total = Counter()
+    for item in messages(trainer.config, s, of_stages, messages_of_parameters(trainer, of_stages), rows):
         link = dist.link_of(where[item.axis])
         total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width) for elements in item.elements)
     return {op: n for op, n in total.items() if n}
@@ -266,7 +267,7 @@ def without(a, device):
 
     def seconds(name, piece=None):
         with patched([*pieces().get(piece, ()), (dist.process, "links", defaultdict(dict))]):
-            edition = type("Without", (Fast,), OF_EDITION[piece]) if piece in OF_EDITION else None
+            edition = type("Without", (Fast,), OF_EDITION.get(piece, {}))
             trainer = make_trainer(a.configs[name], a.layouts[name], device, edition)
             trainer.step(0)
             found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats, in_a_row(a, device))[name]
