@@ -2,23 +2,22 @@
 
 import copy
 from collections import Counter
+from functools import partial
 from unittest.mock import Mock, patch
 
-import pytest
 import torch
 
 import collectives as dist
 import fast.muon
 import further.muon
 import model
-import parallel
 from fast.grouped import tma_takes
 from fast.muon import fast_orthogonal, symmetric
+from fast.stages import OwnedMuon, owners
 from further.muon import Muon, orthogonal
-from further.owners import owners
 from tests.kernels import KERNEL_DEVICE
 from tests.layouts import DECAY, SMALL
-from tests.pool import buckets_here, close, on_both, on_ranks, parametrize
+from tests.pool import close, on_ranks, parametrize
 from theory.traffic import sent
 
 OPTIONS = {"lr": 1e-2, "weight_decay": DECAY}
@@ -75,7 +74,6 @@ def test_matrices_of_one_size_step_together_as_alone(most, at_once):
     assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(*(net.parameters() for net in nets), strict=True))
 
 
-@on_both
 @parametrize("stage, compute_dtype", [(0, torch.bfloat16), (1, torch.bfloat16), (2, None)])
 @on_ranks(4)
 def test_owners_step_as_one_process_to_the_bit(stage, compute_dtype, rank, size):
@@ -83,8 +81,8 @@ def test_owners_step_as_one_process_to_the_bit(stage, compute_dtype, rank, size)
     one = model.GPT(SMALL).to(torch.get_default_device())
     net = copy.deepcopy(one)
     alone = Muon(one.named_parameters(), **OPTIONS)
-    optimizer = buckets_here().flat_optimizer(net.named_parameters(), Muon, None, stage, compute_dtype=compute_dtype,
-                                              **OPTIONS)
+    optimizer = AheadOptimizer(net.named_parameters(), partial(OwnedMuon, **OPTIONS), None, stage,
+                               compute_dtype=compute_dtype)
     draw = torch.Generator("cpu").manual_seed(0)
     for _ in range(2):
         for p in one.parameters():
@@ -113,7 +111,7 @@ def test_owners_step_as_one_process_to_the_bit(stage, compute_dtype, rank, size)
 def test_owners_have_alike_costs():
     """Of GPT-2: a fused q, k, v counts as three matrices; on 8 ranks all have as much to do."""
     net = model.GPT(model.PRESETS["gpt2"], seed=None)
-    Muon(net.named_parameters(), lr=1e-3)
+    OwnedMuon(net.named_parameters(), lr=1e-3)
     costs = {p: p.matrices[0][1].cost for p in net.parameters() if hasattr(p, "matrices")}
     attention = net.h["0"].attn
     assert len(costs) == 48 and costs[attention.c_attn.weight] == 3 * costs[attention.c_proj.weight]
@@ -123,10 +121,3 @@ def test_owners_have_alike_costs():
     for p in costs:
         loads[owner[p]] += costs[p]
     assert max(loads.values()) == sum(costs.values()) / 8
-
-
-def test_parts_of_matrices_are_refused():
-    part = torch.nn.Parameter(torch.zeros(3))
-    parallel.set_placement(part, decays=True)
-    with pytest.raises(ValueError, match="whole matrices.* use DDP or a FlatOptimizer"):
-        Muon([("h.0.mlp.c_fc.weight", part)])

@@ -247,7 +247,7 @@ CARDS = """
     8 | 8 | 8 | --pp 2 --dp 4 --zero 2 --schedule 1f1b | cuda off
     8 | 8 | 8 | --pp 2 --dp 4 --zero 3 --schedule 1f1b | cuda off
     8 | 8 | 8 | --dp 8 --ep 2 --experts 4 | cuda off
-    8 | 8 | 8 | --dp 8 --ep 2 --experts 4 --cuda-graphs on | --device cuda --form fast, --zero 0 or 1 .*no --experts"""
+    8 | 8 | 8 | --dp 8 --ep 2 --experts 4 --cuda-graphs on | --device cuda --fast on, --zero 0 or 1 .*no --experts"""
 
 
 @parametrize("row", CARDS.strip().splitlines())
