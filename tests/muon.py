@@ -14,6 +14,7 @@ import model
 from fast.grouped import tma_takes
 from fast.muon import fast_orthogonal, symmetric
 from fast.stages import OwnedMuon, owners
+from fast.zero import AheadOptimizer
 from further.muon import Muon, orthogonal
 from tests.kernels import KERNEL_DEVICE
 from tests.layouts import DECAY, SMALL
