@@ -466,7 +466,8 @@ class Trainer:
         on_cpu = "gloo" if device.type == "cuda" else None
         self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`, whose numbers the CPU reads
         source = source or partial(initial_weight, config, seed=s.seed)
-        optimizer = partial(self.optimizer_class(), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
+        optimizer = partial(self.optimizer_class(), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay,
+                            foreach=True)  # PyTorch would step a PlacedParameter alone, one after the other
         self.net = self.build(config, layout_of(s), device, source, optimizer)
         self.optimizer = self.net.optimizer
         for group in self.net.all_groups():

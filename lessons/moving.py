@@ -14,8 +14,8 @@ import torch.distributed as torch_dist
 
 import collectives as dist
 import parallel
-from further.lists import names_of, parse, ScheduleError, size_of_schedule
-from further import prefetch
+from further.lists import parse, size_of_schedule
+
 from further.prefetch import FlatFSDP, FlatParameter
 from further.schedules import SCHEDULES
 from lessons.bench.timing import patched
