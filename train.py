@@ -466,8 +466,7 @@ class Trainer:
         on_cpu = "gloo" if device.type == "cuda" else None
         self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`, whose numbers the CPU reads
         source = source or partial(initial_weight, config, seed=s.seed)
-        optimizer = partial(self.optimizer_class(), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay,
-                            foreach=True)  # PyTorch would step a PlacedParameter alone, one after the other
+        optimizer = partial(self.optimizer_class(), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
         self.net = self.build(config, layout_of(s), device, source, optimizer)
         self.optimizer = self.net.optimizer
         for group in self.net.all_groups():
@@ -482,7 +481,9 @@ class Trainer:
         self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp, cp and pp take the same
 
     def optimizer_class(self):
-        return idea("Muon") if self.s.optimizer == "muon" else torch.optim.AdamW
+        if self.s.optimizer == "muon":
+            return idea("Muon")
+        return partial(torch.optim.AdamW, foreach=True)  # else PyTorch steps one PlacedParameter after the other
 
     def train(self, saved):
         """Run the steps after checkpoint `saved`, all if it is None; then show a sample. Steps count from 0."""
