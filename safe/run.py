@@ -59,7 +59,7 @@ class WatchedTrainer(Trainer):
     saved = True  # whether the last checkpoint was written
 
     def optimizer_class(self):
-        return partial(super().optimizer_class(), fused=True)
+        return partial(super().optimizer_class(), fused=True, foreach=False)
 
     # the loop
 
