@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from model import MLP
 
 
-def recompute(model, part, blocks=0):
-    """Let backward compute `part` of a GPT's first `blocks` blocks again, or of all, where that is 0. Instead of an mlp
-    the other blocks drop norms' outputs alone, as under "norms"."""
-    for number, block in enumerate(model.h.values()):
+def recompute(model, part, blocks=0, before=0):
+    """Let backward compute `part` of a stage's first `blocks` blocks again, or of all, where that is 0. Instead of an
+    mlp the other blocks drop norms' outputs alone, as under "norms". model: a GPT, the stage or what comes in it behind
+    `before` blocks."""
+    for number, block in enumerate(model.h.values(), before):
         again = not blocks or number < blocks
         if part in ("norms", "mlp"):
             block.forward = partial(without_norms, block)
