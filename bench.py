@@ -234,7 +234,7 @@ FLAGS = [
            choices=[*dist.LINKS], default="ours"),
     number("strategies", "--micro-batches", "how many a step has; left out, 8 in a pipeline, else 1"),
     option("strategies", "--recompute", "as in train.py; PyTorch's side runs whole blocks again",
-           choices=["none", "norms", "mlp", "attention", "block"], default="none"),
+           choices=["none", "mlp", "block"], default="none"),
     number("strategies", "--recompute-blocks", "as in train.py", default=0),
     number("strategies", "--loss-chunk", "as in train.py", default=0),
     number("strategies", "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
@@ -301,7 +301,7 @@ def check_names(a):
     able = [name for name, lesson in LESSONS.items() if on_triton(a) or not lesson.on_triton]
     names = {"kernels": list(CASES), "collectives": list(BUS), "lessons": able,
              "scaling": ["ddp", "zero3", "zero1", "zero2"], "optimizers": list(KINDS),
-             "context": over_ranks.KINDS[:3 if a.gpus > 2 else 2]}[a.what]
+             "context": over_ranks.KINDS}[a.what]
     a.only = a.only or names[:2 if a.what == "scaling" else None]
     for name in a.only:
         reject(name not in names, f"--only {name}: there are {', '.join(names)} with --device {a.device}")

@@ -1122,9 +1122,14 @@ class Parallel:
         self.piece_to_rank = ranks_of_stages(lists_of_pieces(schedule, mesh["pp"].size(), 2, stages, len(pieces)))
         self.pieces = {i: pieces[i] for i in stages_on(dist.get_rank(self.groups.pp), self.piece_to_rank)}
         self.device = next(param.device for piece in self.pieces.values() for param in piece.parameters())
+        self.shapes = {f"{i}.{name}": whole_shape(param) for i, piece in enumerate(pieces) if piece
+                       for name, param in piece.named_parameters()}
         shape = shape or Shapes(pieces)
         if not groups:
             self.start_alike()
+        if mesh["pp"].size() > 1:
+            for param in self.named_parameters():  # other ranks have other pieces
+                set_placement(param, sharded_over=placement_of(param).sharded_over + (self.groups.pp,))
         made = units(self.pieces, self.groups.shard, zero, dtype)
         self.unit_of = {param: unit for _, unit in made for param in unit.params}
         averaged = {i: [unit for piece, unit in made if piece == i] for i in self.pieces}

@@ -28,6 +28,7 @@ from tests.llama import *  # noqa: E402, F403
 from tests.layouts import *  # noqa: E402, F403
 from tests.chunked_loss import *  # noqa: E402, F403
 from tests.packed import *  # noqa: E402, F403
+from tests.chain import *  # noqa: E402, F403
 from tests.muon import *  # noqa: E402, F403
 from tests.graphs import *  # noqa: E402, F403
 from tests.further import *  # noqa: E402, F403

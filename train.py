@@ -53,7 +53,9 @@ SCHEDULES = parallel.SCHEDULES  # {name: schedule(p, m, v)} of --schedule
 schedule_of = SCHEDULES.get
 FURTHER = importlib.util.find_spec("further")  # without it, no flag is checked, and nothing saved or sampled
 if FURTHER:
-    from further.lists import schedule_of, SCHEDULES  # which also takes the text of --schedule-file for a name
+    from further.ideas import idea  # what --cp, --experts and others ask for, by name: see the table there
+    SCHEDULES = idea("SCHEDULES")
+    schedule_of = idea("schedule_of")  # which also takes the text of --schedule-file for a name
 
 
 LLAMAS = "1b", "llama3-8b", "qwen3-0.6b", "cs336-8b"  # presets that only further/llama.py has
@@ -74,8 +76,7 @@ class Layout:
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
-    recompute: str = flag("none", "what backward computes again",
-                          choices=["none", "norms", "mlp", "attention", "block"])
+    recompute: str = flag("none", "what backward computes again", choices=["none", "mlp", "block"])
     recompute_blocks: int = flag(0, "in how many blocks of each stage, the first ones; 0: all")
     loss_chunk: int = flag(0, "tokens whose logits exist at a time, in head and loss; 0: all")
     dtype: torch.dtype = torch.float32  # of the layers
@@ -159,13 +160,12 @@ def config_of(s):
     such size."""
     presets = PRESETS
     if s.arch == "llama" or s.arch is None and s.model in LLAMAS:
-        from further.llama import PRESETS as presets
+        presets = idea("PRESETS")
     if s.model not in presets:
         raise ValueError(f"--model {s.model} is no preset of --arch {s.arch or 'gpt2'}: give --model tiny")
     preset = presets[s.model]
     if s.experts:
-        from further.kinds import resized
-        preset = resized(preset, experts=s.experts)
+        preset = idea("resized")(preset, experts=s.experts)
     given = {field.name: size for field in dataclasses.fields(preset)
              if (size := getattr(s, field.name, None)) is not None}
     return dataclasses.replace(preset, **given)
@@ -216,17 +216,6 @@ class Bytes:
         return bytes(min(token, 255) for token in tokens).decode(errors="replace")
 
 
-def vocabulary_of(folder):
-    """The vocabulary of --tokenizer."""
-    if not folder:
-        return Bytes()
-    if os.path.exists(os.path.join(folder, "tokenizer.json")):
-        from further.bpe_json import JsonTokenizer as Tokenizer
-    else:
-        from further.bpe import Tokenizer
-    return Tokenizer(folder)
-
-
 def split(tokens):
     """(training tokens, held-out tokens): the last tenth is held out."""
     return np.split(tokens, [len(tokens) - len(tokens) // 10])
@@ -262,7 +251,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
         # 2. Cut the layers, because what follows must see this rank's parameters. They have no values yet. Each
         # remembers its `cuts`, so that `cut_like` can cut its values likewise in step 4.
         cut_layers(piece, layout, groups, edition)
-        mark_piece(piece, layout, groups)
+        mark_ends(piece, groups)
         # 3. What is not kept from forward to backward.
         keep_less(piece, layout, i - first_block[i])
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
@@ -277,11 +266,9 @@ def keep_less(model, layout, before=0):
     """Let a stage, or a piece of it behind `before` blocks, compute its loss in chunks, and activations again in
     backward, where the layout says so."""
     if layout.loss_chunk and model.lm_head:
-        from further.chunked_loss import compute_loss_in
-        compute_loss_in(model.lm_head, layout.loss_chunk, model.config.vocab_size)
+        idea("compute_loss_in")(model.lm_head, layout.loss_chunk, model.config.vocab_size)
     if layout.recompute != "none":
-        from further.recompute import recompute
-        recompute(model, layout.recompute, layout.recompute_blocks, before)
+        idea("recompute")(model, layout.recompute, layout.recompute_blocks, before)
 
 
 def piece_to_rank_of(config, layout):
@@ -322,23 +309,19 @@ def make_groups(mesh, layout, piece_to_rank, config):
         first_and_last = mesh.mesh[ends].flatten(1)                                           # (2, dp cp tp)
         groups.embedding, _ = torch.distributed.new_subgroups_by_enumeration(first_and_last.T.tolist())
     if FURTHER:
-        from further.groups import add_groups
-        add_groups(groups, mesh, layout)
+        idea("add_groups")(groups, mesh, layout)
     return groups
 
 
 def cut_layers(model, layout, groups, edition):
     """Cut a model's layers over cp, ep and tp, in place."""
     if layout.cp > 1:
-        from further.context import context_parallel
-        context_parallel(model, groups.cp, layout.cp_kind, **edition.context)
+        idea("context_parallel")(model, groups.cp, layout.cp_kind, **edition.context)
     if layout.ep > 1:
-        from further.expert_parallel import expert_parallel
-        expert_parallel(model, groups.ep, groups.same_experts, **edition.experts)
+        idea("expert_parallel")(model, groups.ep, groups.same_experts, **edition.experts)
     if layout.tp > 1 and layout.sp:
-        from further.sequence import gathered, scattered, sequence_parallel
-        f, g = edition.sequence or (gathered, scattered)
-        sequence_parallel(model, groups.tp, tensor_plan(model.config, f, g, edition.columns))
+        f, g = edition.sequence or (idea("gathered"), idea("scattered"))
+        idea("sequence_parallel")(model, groups.tp, tensor_plan(model.config, f, g, edition.columns))
     elif layout.tp > 1:
         parallel.tensor_parallel(model, groups.tp, tensor_plan(model.config, *edition.tensor, edition.columns))
 
@@ -347,22 +330,17 @@ def tensor_plan(config, f, g, columns):
     """How tensor parallelism cuts each layer of a GPT, with this f and g, and this class of layers cut by columns."""
     plan = parallel.gpt2_plan(f, g, columns)
     if FURTHER:
-        from further.kinds import add_to_plan
-        add_to_plan(plan, config, f, g, columns)
+        idea("add_to_plan")(plan, config, f, g, columns)
     return plan
 
 
-def mark_piece(piece, layout, groups):
-    """Mark what the pipeline has cut. If two ranks have the ends of a tied embedding, both start alike and step alike,
-    because their gradients are added up."""
-    if layout.pp == 1:
-        return
-    for name, param in piece.named_parameters():
-        before = parallel.placement_of(param)
-        over = before.partial_over
-        if groups.embedding and name in ("wte.weight", "lm_head.weight"):
-            over += (groups.embedding,)
-        parallel.set_placement(param, sharded_over=before.sharded_over + (groups.pp,), partial_over=over)
+def mark_ends(piece, groups):
+    """If two ranks have the ends of a tied embedding, both start alike and step alike, because their gradients are
+    added up."""
+    for layer in (piece.wte, piece.lm_head):
+        if groups.embedding and layer:
+            over = parallel.placement_of(layer.weight).partial_over
+            parallel.set_placement(layer.weight, partial_over=over + (groups.embedding,))
 
 
 class ParallelGPT(parallel.Parallel):
@@ -383,11 +361,11 @@ class ParallelGPT(parallel.Parallel):
         self.layout = layout
         self.routers = {}
         if config.experts:
-            from further.experts import routers
-            self.routers = {i: router for piece in filter(None, pieces) for i, router in routers(piece).items()}
+            of_piece = map(idea("routers"), filter(None, pieces))
+            self.routers = {i: router for routers in of_piece for i, router in routers.items()}
         pipeline = parallel.Pipeline
         if layout.schedule not in parallel.SCHEDULES:
-            from further.schedules import HalvedPipeline as pipeline
+            pipeline = idea("HalvedPipeline")
         units = getattr(getattr(optimizer, "func", None), "make_units", parallel.make_units)
         super().__init__(pieces, self.loss, mesh, layout.zero, schedule_of(layout.schedule), layout.virtual_stages,
                          optimizer, layout.dtype, self.count, self.shape, groups, pipeline, units)
@@ -404,8 +382,7 @@ class ParallelGPT(parallel.Parallel):
 
     def proven(self, lists, training):
         if FURTHER and training:
-            from further.lists import check
-            check(lists, None, self.zero, self.lookups, self.shared)
+            idea("check")(lists, None, self.zero, self.lookups, self.shared)
         return lists
 
     @staticmethod
@@ -419,8 +396,7 @@ class ParallelGPT(parallel.Parallel):
     def balance(self, rate):
         """After a step: further/experts.py evens out the experts' loads, which this returns. None without experts."""
         if self.config.experts:
-            from further.experts import balance
-            return balance(self, rate)
+            return idea("balance")(self, rate)
 
     def loss(self, logits, targets):
         """Of a micro-batch, summed over the targets that count. With loss_chunk the head has computed it."""
@@ -447,8 +423,7 @@ class ParallelGPT(parallel.Parallel):
         """This rank's tokens and targets, and what pieces take besides: where documents begin; and targets, if the head
         computes the loss."""
         if self.layout.cp > 1:
-            from further.context import cut_tokens
-            x, y = (cut_tokens(tokens, self.groups.cp, self.layout.cp_kind) for tokens in (x, y))
+            x, y = (idea("cut_tokens")(tokens, self.groups.cp, self.layout.cp_kind) for tokens in (x, y))
         beside = [{"starts": rows} for rows in starts] if starts else [{} for _ in y]
         if self.layout.loss_chunk:
             beside = [more | {"targets": targets} for more, targets in zip(beside, y)]
@@ -461,15 +436,13 @@ class ParallelGPT(parallel.Parallel):
 
     def add_up_gradients(self):
         if self.groups.replicate:
-            from further.nodes import average_between
-            average_between(self.params, self.groups.replicate)
+            idea("average_between")(self.params, self.groups.replicate)
         super().add_up_gradients()
 
     def whole_parameter(self, name, key=None):
         """A parameter as one process would hold it; with `key`, what the optimizer keeps of it (zeros before its first
         step); or a buffer. Call it on all ranks."""
-        from further.resume import whole_parameter
-        return whole_parameter(self, name, key)
+        return idea("whole_parameter")(self, name, key)
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -503,8 +476,7 @@ class Trainer:
             dist.use(group, s.comm)
         self.scaler = None
         if s.dtype == "fp16":
-            from further.loss_scale import LossScale
-            self.scaler = LossScale()
+            self.scaler = idea("LossScale")()
         self.skipped = 0  # steps left out because a number was not finite
         self.loads = None  # how many tokens each expert got in the last step that was not left out, int64 (L, E)
         n = s.batch_size // s.dp
@@ -512,10 +484,7 @@ class Trainer:
         self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp, cp and pp take the same
 
     def optimizer_class(self):
-        if self.s.optimizer == "muon":
-            from further.muon import Muon
-            return Muon
-        return torch.optim.AdamW
+        return idea("Muon") if self.s.optimizer == "muon" else torch.optim.AdamW
 
     def train(self, saved):
         """Run the steps after checkpoint `saved`, all if it is None; then show a sample. Steps count from 0."""
@@ -551,10 +520,7 @@ class Trainer:
         return [t.to(self.device).chunk(self.s.micro_batches) for t in self.packed(rows)]
 
     def packed(self, rows):
-        if not self.s.pack:
-            return rows
-        from further.packed import packed
-        return packed(*rows, self.vocabulary.end_token)
+        return idea("packed")(*rows, self.vocabulary.end_token) if self.s.pack else rows
 
     def all_finite(self, loss, norm):
         """Whether this step counts. If one rank finds that its loss or the norm is not finite, all ranks skip the step,
@@ -583,8 +549,7 @@ class Trainer:
             entry = {"step": done, "loss": self.mean_over_ranks(loss), "grad_norm": norm.item(),
                      "lr": learning_rate(self.s, done - 1)}
             if self.loads is not None:
-                from further.experts import how_even
-                entry |= how_even(self.loads)
+                entry |= idea("how_even")(self.loads)
             if self.due("eval", done):
                 entry["val_loss"] = self.evaluate()
             self.record(entry)
@@ -613,23 +578,18 @@ class Trainer:
 
     def show_sample(self):
         """Rank 0 prints what the model goes on with after the prompt."""
-        from further.sampling import show_sample
-        show_sample(self)
+        idea("show_sample")(self)
 
     # A checkpoint has whole tensors, so every layout can load it. Batches and samples are functions of (seed, step), so
     # the number of steps stands for the position in the data and the state of every random generator.
 
     def save(self, done):
         """Write step-00000100.pt into --out."""
-        from further.resume import save
-        save(self, done)
+        idea("save")(self, done)
 
     def load(self, saved):
         """Go on after checkpoint `saved`, if there is one; returns how many steps are done."""
-        if not saved:
-            return 0
-        from further.resume import load
-        return load(self, saved, learning_rate)
+        return idea("load")(self, saved, learning_rate) if saved else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------- start
@@ -652,41 +612,38 @@ class Run:
         """Read the flags and the files that they name. ValueError or OSError if they cannot be used."""
         self.s = s = parse(argparse.ArgumentParser(**ABOUT), self.flags, arguments)
         if FURTHER:
-            from further import refusals
-            refusals.check_flags(s, dashed)
+            idea("check_flags")(s, dashed)
         world = int(os.environ.get("WORLD_SIZE") or 1)
         ranks = 1 if s.together else world
         processes = processes_of(s, ranks)
         s.device = "cpu" if s.together else device_for(s.device, dist.processes_of_a_node(world))
         kernels.use(s.kernels)
-        vocabulary = vocabulary_of(s.tokenizer)
+        vocabulary = Bytes()
         if s.tokenizer:
+            vocabulary = idea("tokenizer")(s.tokenizer)
             s.vocab_size = len(vocabulary)
         self.config = config_of(s)
         if s.schedule_file:
-            from further.lists import read_schedule
-            s.schedule = read_schedule(s)
+            s.schedule = idea("read_schedule")(s)
         if FURTHER:
-            refusals.check_layout(s, self.config, ranks, processes, dashed)
+            idea("check_layout")(s, self.config, ranks, processes, dashed)
         files = [pathlib.Path(s.data)] if s.data else standard_library()
         texts = [file.read_bytes() for file in files]
         self.data = *split(vocabulary.tokens_of(texts, s.pack)), vocabulary
         self.saved = self.source = None
         if s.resume:
-            from further.resume import read_checkpoint
-            self.saved, self.source = read_checkpoint(s, self.config, config_of)
+            self.saved, self.source = idea("read_checkpoint")(s, self.config, config_of)
         if FURTHER:
-            refusals.check_files(s, self.config, texts, *self.data, self.saved)
+            idea("check_files")(s, self.config, texts, *self.data, self.saved)
 
     def start(self):
         """Meet the other processes, train, part."""
         if self.s.out:
             os.makedirs(self.s.out, exist_ok=True)
         if self.s.comm == "torch":
-            import further.library  # noqa: F401  which adds it to dist.LINKS
+            idea("Library")  # which puts itself into dist.LINKS
         if self.s.together:
-            from further.together import join
-            device = join(processes_of(self.s, 1))
+            device = idea("join")(processes_of(self.s, 1))
         else:
             device = dist.initialize(self.s.device)
         if dist.get_rank() == 0:

@@ -11,7 +11,7 @@ import kernels
 from fast import llama, norm
 from fast.context import TunedRing
 from fast.experts import fast_grouped, FusedExperts, visit_under_own_rows, without_sorting
-from fast.muon import fast_move, fast_orthogonal, fast_updates
+from fast.muon import fast_orthogonal
 from fast.pipeline import PatientPipeline
 from fast.sequence import gathered, RegatheringColumns, scattered
 from fast.tensor import BiasedOnce, CopyInPlace, ReduceInPlace
@@ -19,7 +19,7 @@ from fast.zero import AheadOptimizer, FastFSDP
 from further.expert_parallel import through_experts
 from further.experts import Experts, grouped_linear
 from further.llama import rotary, swiglu
-from further.muon import move, orthogonal, updates
+from further.muon import orthogonal
 from further.rms_norm import RowNorm
 from model import Block
 from parallel import Reference, RowParallelLinear
@@ -45,8 +45,6 @@ LAYERS = {  # of a GPT: what computes the same sooner
     rotary: llama.rotary,
     grouped_linear: fast_grouped,
     orthogonal: fast_orthogonal,
-    updates: fast_updates,
-    move: fast_move,
     through_experts: without_sorting,
 }
 

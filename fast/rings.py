@@ -48,7 +48,7 @@ class DoublingLink(Watched):
 
     @functools.cached_property
     def timeout(self):
-        """Seconds until a silent peer is an error: the group's, which mailboxes and windows keep to as well."""
+        """Seconds until a silent peer is an error: the group's, which windows keep to as well."""
         return self.group._get_backend(torch.device(self.device)).options._timeout.total_seconds()
 
     @property

@@ -14,7 +14,6 @@ import safe
 from fast import edition, hopper, stages
 from fast.adamw import AdamW
 from fast.fp8 import use_fp8
-from fast.gloo import mailbox_memory
 from fast.graphs import replay_micro_batches
 from further.sampling import CachedGPT
 from safe.run import WatchedRun, WatchedTrainer
@@ -62,9 +61,6 @@ class FastTrainer(WatchedTrainer):
         if self.unread and (self.stopping or self.due("save", done)):
             self.read()  # nothing that is not finite is saved
         super().report(done, loss, norm)
-
-    def buffers_of_collectives(self):
-        return mailbox_memory()
 
 
 class FastRun(WatchedRun):

@@ -769,8 +769,10 @@ def parallelize(config, layout, device, source, optimizer, edition):
     for stage in stages_on(dist.get_rank(groups.pp), stage_to_rank):
         model = GPT(config, seed=None, pieces=pieces_of[stage])
         train.cut_layers(model, layout, groups, edition)
-        train.mark_piece(model, layout, groups)
+        train.mark_ends(model, groups)
         for name, param in model.named_parameters():
+            if layout.pp > 1:
+                set_placement(param, sharded_over=placement_of(param).sharded_over + (groups.pp,))
             if ends_apart and name in ("wte.weight", "lm_head.weight"):
                 set_placement(param)
                 param.placement = Twin(**vars(param.placement))

@@ -17,6 +17,7 @@ may not make it. Both have special tokens of their own. A Llama wants one before
 
 import functools
 import json
+import os
 import re
 import unicodedata
 from pathlib import Path
@@ -132,3 +133,9 @@ class JsonTokenizer(Tokenizer):
     def numbers_of(self, piece):
         number = self.numbers.get("".join(spelled(piece))) if self.how["whole"] else None
         return super().numbers_of(piece) if number is None else [number]
+
+
+def tokenizer(folder):
+    """The vocabulary in a folder: of tokenizer.json, or else of vocab.json and merges.txt."""
+    has_json = os.path.exists(os.path.join(folder, "tokenizer.json"))
+    return JsonTokenizer(folder) if has_json else Tokenizer(folder)

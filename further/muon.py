@@ -1,9 +1,9 @@
 """Muon: what if an optimizer needs whole matrices, and ZeRO cuts them?
 
-Each matrix gets one owner among the data-parallel ranks (further/owners.py). Gradients are averaged on the owner, the
-owner steps the matrix, and all gather it.
+Each matrix gets one owner among the data-parallel ranks. Gradients are averaged on the owner, the owner steps the
+matrix, and all gather it.
 
-    torchrun --nproc_per_node 2 train.py --plain --form full --dp 2 --zero 1 --optimizer muon
+    torchrun --nproc_per_node 2 train.py --plain --dp 2 --zero 1 --optimizer muon
 
 Read with: Jordan, "Muon" (2024); Liu et al., "Muon is Scalable for LLM Training" (2025), whose scale is taken.
 """
@@ -251,5 +251,5 @@ class Muon(torch.optim.AdamW):
     def step_matrices(self, parts, lr, decay):
         """parts: of one kind."""
         every, w, g, m = zip(*parts)
-        found = directions(every, kernels.table[updates](g, m))
-        kernels.table[move](w, found, 1 - lr * decay, lr * every[0].scale)
+        found = directions(every, updates(g, m))
+        move(w, found, 1 - lr * decay, lr * every[0].scale)

@@ -1,9 +1,7 @@
 """Activations that backward computes again instead of keeping: what --recompute names.
 
-    block      a block keeps its x alone, and runs again: a third more FLOPs
-    attention  drops q, k, v, what attention gave, and the sequence's (T, T) scores where a kernel keeps them
-    mlp        drops what an MLP has inside, and both norms' outputs. Attention, which costs T^2, runs once
-    norms      drops both norms' outputs and the activation function's: no product runs again
+    block  a block keeps its x alone, and runs again: a third more FLOPs
+    mlp    drops what an MLP has inside, and both norms' outputs. Attention, which costs T^2, runs once
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); Korthikanti et al. (2022) for parts of a block.
 """
@@ -17,18 +15,18 @@ from model import MLP
 
 
 def recompute(model, part, blocks=0, before=0):
-    """Let backward compute `part` of a stage's first `blocks` blocks again, or of all, where that is 0. Instead of an
-    mlp the other blocks drop norms' outputs alone, as under "norms". model: a GPT, the stage or what comes in it behind
-    `before` blocks."""
+    """Let backward compute `part` of a stage's first `blocks` blocks again, or of all, where that is 0. With "mlp" the
+    other blocks drop both norms' outputs and the activation function's, so no product of theirs runs again. model: a
+    GPT, the stage or what comes in it behind `before` blocks."""
     for number, block in enumerate(model.h.values(), before):
         again = not blocks or number < blocks
-        if part in ("norms", "mlp"):
+        if part == "mlp":
             block.forward = partial(without_norms, block)
-        if isinstance(block.mlp, MLP) and (part == "norms" or part == "mlp" and not again):
-            block.mlp.forward = partial(without_activation, block.mlp)
-        elif again and part != "norms":
-            layer = {"mlp": block.mlp, "attention": block.attn, "block": block}[part]
+        if again:
+            layer = {"mlp": block.mlp, "block": block}[part]
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        elif part == "mlp" and isinstance(block.mlp, MLP):
+            block.mlp.forward = partial(without_activation, block.mlp)
 
 
 def without_norms(block, x, **beside):

@@ -12,7 +12,7 @@ import math
 import torch
 
 import collectives as dist
-from parallel import cut_like, whole_shape
+from parallel import cut_like, master_dtype, placement_of, whole_shape
 
 
 # kept: as parallel.ZeRO0.kept returns it, or with an optimizer's state in place of what is stepped.
@@ -48,3 +48,42 @@ def put_together(shape, here, values, groups):
     for group in groups:
         dist.all_reduce(whole.view(torch.uint8), dist.ReduceOp.MAX, group)
     return whole.view(shape)
+
+
+# ---------------------------------------------------------------------------------------- a Parallel of your own pieces
+
+MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of each parameter
+
+
+def whole_state(net, keys=MOMENTS):
+    """{"weights": {name: whole tensor}, and as much for each of the optimizer's `keys`} of a parallel.Parallel, on all
+    ranks. Call it on all ranks. What the optimizer has not kept yet is zeros."""
+    held = {param: (name, *net.kept(param)) for param, name in net.named_parameters().items()}
+    state = {}
+    for key in ("weights", *keys):
+        state[key] = {}
+        for name, shape in net.shapes.items():
+            here, values, groups = slice(0), torch.empty(0, dtype=master_dtype(net.dtype), device=net.device), []
+            for param in [param for param in held if held[param][0] == name]:
+                _, stepped, *where = held[param]
+                kept = net.optimizer.state[stepped] if net.optimizer and stepped in net.optimizer.state else {}
+                tensor = stepped if key == "weights" else kept.get(key, torch.zeros_like(stepped))
+                here, values = part_here((tensor, *where), param)
+                groups = [group for group in placement_of(stepped).sharded_over if group != net.groups.pp]
+            state[key][name] = put_together(shape, here, values, [*groups, net.groups.pp])
+    return state
+
+
+@torch.no_grad()
+def take_state(net, state, steps, keys=MOMENTS):
+    """Let each rank take its part of what `whole_state` has returned, in any layout, after so many optimizer steps."""
+    for param, name in net.named_parameters().items():
+        stepped, *where = net.kept(param)
+        take_part((stepped.detach(), *where), param, state["weights"][name].to(net.device))
+        if net.optimizer and param.requires_grad and stepped.numel():
+            kept = {key: torch.zeros_like(stepped) for key in keys}
+            for key, tensor in kept.items():
+                take_part((tensor, *where), param, state[key][name].to(net.device))
+            net.optimizer.state[stepped] = {"step": torch.tensor(float(steps)), **kept}
+    for unit in dict.fromkeys(net.unit_of.values()):
+        unit.refresh()

@@ -164,7 +164,7 @@ def demo_memory(model, dp):
     for name, lecture, flags in (
             ("one GPU", 34 + scores, {}), ("--tp 8", 10 + (24 + scores) / t, {"tp": t}),
             ("--tp 8 --sp", (34 + scores) / t, {"tp": t, "sp": True}),
-            ("--tp 8 --sp --recompute attention", 34 / t, {"tp": t, "sp": True, "recompute": "attention"}),
+            ("--tp 8 --sp, no scores", 34 / t, {"tp": t, "sp": True}),
             ("--recompute block", 2, {"recompute": "block"})):
         kept = activation_bytes(gpt3, Settings(dp=1, batch_size=1, dtype="bf16", **flags), [range(1, 2)])
         print(f"  {name:36}{lecture:6.2f} | {kept / gpt3.seq_len / gpt3.n_embd:.2f}")

@@ -1,4 +1,4 @@
-"""Links measured pair by pair: on CPUs sockets beside shared memory, on GPUs NCCL's messages beside copies.
+"""Links measured pair by pair: on CPUs sockets, on GPUs NCCL's messages beside copies.
 
     python -m lessons links --ranks 4 --json FILE
     python bench.py plan --machine FILE --gpus 4 --model tiny --dtype fp32
@@ -52,8 +52,6 @@ def ways(link):
     all ranks."""
     textbook, ours = dist.Link(link.group).during("links"), link.during("links")
     found = {"sockets" if link.device == "cpu" else "NCCL": functools.partial(there_and_back, textbook)}
-    if getattr(ours, "mailboxes", None):
-        found["memory"] = functools.partial(there_and_back, ours)
     window = ours.window(LONG) if hasattr(ours, "window") else None
     if window:
         found["copies"] = functools.partial(written_and_read, window)

@@ -87,7 +87,7 @@ def fitting(config, s, machine):
         return
     logits = tokens_of(config, s) * config.vocab_size / s.tp * widths(s)[0]
     chunks = (0, CHUNK) if logits > 2**30 else (0,)
-    parts = ("none",) if s.schedule in SPLIT else ("none", "norms", "mlp", "attention", "block")
+    parts = ("none",) if s.schedule in SPLIT else ("none", "mlp", "block")
     for chunk, part in itertools.product(chunks, parts):
         smaller = dataclasses.replace(s, loss_chunk=chunk, recompute=part)
         if fits(config, smaller, machine):
@@ -97,7 +97,7 @@ def fitting(config, s, machine):
 def in_fewest_blocks(config, s, machine):
     """Layout s, which fits, with the smallest --recompute-blocks with which it does: each block more frees memory, and
     takes time."""
-    if s.recompute in ("none", "norms"):  # norms run again in every block
+    if s.recompute == "none":
         return s
     stages = [run for rank in range(s.pp) for run in stages_in(s, config, rank).values()]
     most = max(len(blocks_of(config, [run])) for run in stages)

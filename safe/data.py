@@ -1,27 +1,21 @@
 """Text, folders of text, files of tokens and tokenizers, refused in one line where they cannot be trained on."""
 
 import codecs
-import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import pathlib
-import pickle
 import re
-import subprocess
-import sys
 import tempfile
-import time
 
 import numpy as np
 
 from further.bpe import END, FILES, LETTERS, read, Tokenizer
-from further.bpe_json import begin_of, end_of, JsonTokenizer, read_whole, value_at, WHOLE
+from further.bpe_json import JsonTokenizer, read_whole, WHOLE
 from further.fits import parts_of_sequence
 from safe.files import is_ours, writable, write_blocks
-from safe.launch import cores
 from safe.sizes import BadInput, reject
 from train import Bytes, split, standard_library
 
@@ -63,10 +57,7 @@ def open_tokenizer(folder):
         contents = read(folder)
         check_contents(*contents[1:], END)
         return Tokenizer(folder, contents)
-    try:
-        *_, how = contents = read_whole(folder)
-    except ValueError as why:
-        return LibraryTokenizer(folder, why)
+    *_, how = contents = read_whole(folder)
     check_contents(*contents[1:4], how["end"])
     return JsonTokenizer(folder, contents)
 
@@ -82,39 +73,6 @@ def check_contents(numbers, merges, special, end):
     unmade = len(numbers.keys() - made - {*LETTERS.values(), *special})
     reject(10 * unmade > len(numbers), f"its merges do not make {unmade:,} of the {len(numbers):,} tokens: they may be "
            "cut short")
-
-
-class LibraryTokenizer(Tokenizer):
-    """The Tokenizer of any other tokenizer.json, by the package tokenizers, where it is installed. why: what is not
-    read without it."""
-
-    def __init__(self, folder, why):
-        text = pathlib.Path(folder, WHOLE).read_text("utf-8-sig")
-        whole = json.loads(text)
-        kind = value_at(whole, "pre_tokenizer.type") or value_at(whole, "normalizer.type")
-        reject(kind in (None, "ByteLevel", "NFC") or value_at(whole, "model.dropout"), why)
-        try:
-            import tokenizers
-            self.library = tokenizers.Tokenizer.from_str(text)
-        except ImportError:
-            raise ValueError(f"{why}: pip install tokenizers, which knows more kinds") from None
-        except Exception as error:  # noqa: BLE001  the package's own have no class
-            raise ValueError(f"{why}, and the package tokenizers says: {error}") from None
-        self.folder = folder
-        self.files = {WHOLE: text}
-        self.numbers = self.library.get_vocab()
-        self.begin = begin_of(whole)
-        self.end = end_of(folder, self.numbers)
-
-    def __len__(self):
-        return self.library.get_vocab_size()
-
-    def encode(self, text):
-        text = text.encode("utf-8", "surrogateescape").decode(errors="replace")  # it takes no surrogates
-        return self.library.encode(text, add_special_tokens=False).ids
-
-    def decode(self, numbers):
-        return self.library.decode(numbers, skip_special_tokens=False)
 
 
 def check_vocabulary(s, config, vocabulary):
@@ -151,9 +109,6 @@ def bytes_a_token(tokens, vocabulary):
     without it."""
     if not isinstance(vocabulary, Tokenizer) or not len(tokens):
         return 0
-    if isinstance(vocabulary, LibraryTokenizer):
-        some = tokens[:1 << 16].tolist()
-        return len(vocabulary.decode(some).encode()) / len(some)
     sizes = np.array([len(vocabulary.bytes[number]) for number in range(len(vocabulary))])
     sizes[vocabulary.numbers[vocabulary.end]] = 1
     return sizes[tokens[:1 << 24]].mean()
@@ -165,23 +120,14 @@ def is_bin(s):
     return s.data.endswith(".bin") and not os.path.isdir(s.data)
 
 
-def check_pipe(s, processes):
-    """Reject what cannot be read to its end, or not by each process."""
-    path = pathlib.Path(s.data)
-    if s.data and path.exists() and not path.is_dir():
-        reject(not path.is_file() and not path.is_fifo(), f"--data {s.data} is no file, folder or pipe: give one")
-        if processes > 1 and (path.is_fifo() or s.data.startswith("/dev/")):
-            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # else who writes there would wait for ever
-            raise BadInput(f"--data {s.data} can be read by one process alone, and this layout has {processes}: write "
-                           "it into a file and give that")
-
-
 def load_data(s, vocabulary, left_out=None):
     """(training tokens, held-out tokens, vocabulary): arrays, uint8 of bytes, else uint16, uint32, mapped from a .bin.
 
     left_out: a list, which gets the names of files that are no text."""
     where = f"--data {s.data}" if s.data else "the standard library"
     left_out = [] if left_out is None else left_out
+    reject(os.path.exists(s.data) and not os.path.isfile(s.data) and not os.path.isdir(s.data),
+           f"{where} is no file or folder: give one")  # each rank reads it, and a pipe can be read once
     reject(s.pack and vocabulary.end_token is None, f"--pack: in {where} no end token stands between documents: give "
            "text, or leave --pack out")
     reject(s.tokens and not is_bin(s), f"--tokens {s.tokens} is for a .bin, and {where} is text: leave --tokens out")
@@ -232,20 +178,16 @@ RUNS = "run.json", "log.jsonl", "manifest.json"  # where a run has written one o
 def written_by_runs(folder, names):
     """Those of a folder's files that train.py or further.bpe have written."""
     vocabulary = {*FILES} if {*FILES} <= {*names} else set()
-    encoded_there = {name for name in names if re.fullmatch(r"text-[0-9a-f]{16}\.bin", name)}
+    encoded_there = {name for name in names if re.fullmatch(r"tokens-[0-9a-f]{16}\.bin", name)}
     return vocabulary | encoded_there | {name for name in names if is_ours(folder / name)}
 
 
 def read_texts(files, left_out):
-    """Each file's bytes, in the order of their names, without UTF-8's mark at its start; of UTF-16 with its mark, as
-    Windows writes it, those of UTF-8. left_out gets the names of those with a zero byte, which no text has, and of what
-    is no file."""
+    """Each file's bytes, in the order of their names, without UTF-8's mark at its start. left_out gets the names of
+    those with a zero byte, which no text has, and of what is no file."""
     texts = []
     for file in sorted(files):
         text = file.read_bytes() if file.is_file() or len(files) == 1 else b"\0"
-        if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            with contextlib.suppress(UnicodeDecodeError):
-                text = text.decode("utf-16").encode()
         text = text.removeprefix(codecs.BOM_UTF8)
         if b"\0" in text:
             left_out.append(file.name)
@@ -260,63 +202,13 @@ def about_left_out(names):
     return f"left out, as no text: {', '.join(names[:3])}{others}" * bool(names)
 
 
-BEGINNINGS = {b"\x93NUMPY": "an array of NumPy", b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write it",
-              b"\x1f\x8b": "a gzip archive"}  # of a .bin that holds no tokens
-LLM_C = {20240520: "uint16", 20240801: "uint32"}  # first number of llm.c's header: what follows its 256 of int32
-HEADER = 1024  # bytes
-
-
 def read_bin(path, asked):
-    """The tokens of a .bin, mapped: of the width in llm.c's header, or that was `asked` for with --tokens, or uint16.
-    Wider ones without a header are told because the upper half of each number is 0, or almost."""
-    size = os.path.getsize(path)
+    """The tokens of a .bin, mapped: numbers of uint16, or of what --tokens says, and nothing else."""
     kind = asked or "uint16"
-    start = 0
-    instead = "give tokens, or a text under another name than .bin"
-    with open(path, "rb") as file:
-        beginning = file.read(1 << 19)
-    what = kind_of(beginning)
-    reject(size and what, f"--data {path} holds {what}, and no {kind} tokens; {instead}")
-    magic, _, count = np.frombuffer(beginning.ljust(12, b"\0"), np.int32, 3).tolist()
-    if magic in LLM_C and size > HEADER:
-        reject(asked not in (None, LLM_C[magic]), f"--tokens {asked}: the header of llm.c's in --data {path} says "
-               f"{LLM_C[magic]}: leave --tokens out")
-        kind = LLM_C[magic]
-        start = HEADER
-    width = np.dtype(kind).itemsize
-    reject((size - start) % width or not size, f"--data {path}: {size} bytes are no {kind} tokens; {instead}")
-    tokens = np.memmap(path, kind, "r", start)
-    reject(start and len(tokens) != count, f"--data {path}: by its header of llm.c's it has {count:,} tokens, and "
-           f"there are {len(tokens):,}: give a whole file")
-    if not start:
-        reject_other_width(path, kind, tokens[:1 << 20])
-    return tokens
-
-
-def reject_other_width(path, kind, some):
-    """Reject tokens that look as if they were of another width than this kind."""
-    raw = some.view(np.uint16)
-    a, b, c, d = raw[:len(raw) // 4 * 4].reshape(-1, 4).max(0, initial=0).tolist()
-    low = max(a, c)
-    high = max(b, d)
-    wide = high == 0 < low or high < 16 and low >= 4096
-    if wide and not c and not d:
-        to = "uint16" if high == 0 else "uint32"
-        code = f"import numpy; numpy.fromfile({path!r}, 'int64').astype({to!r}).tofile('tokens.bin')"
-        raise BadInput(f"--data {path} holds int64: give the tokens.bin of {to} that this makes: python -c \"{code}\"")
-    reject(kind == "uint16" and wide, f"--data {path} holds uint32: give --tokens uint32, too")
-    reject(kind == "uint32" and high >= 16, f"--data {path} holds no uint32: it would have token "
-           f"{some.max():,}: leave --tokens out")
-
-
-def kind_of(beginning):
-    """What a file holds that has no tokens, in words, by its first bytes; "" if it may have. UTF-8 without control
-    characters is text: of any hundred tokens, some have a byte among those."""
-    with contextlib.suppress(UnicodeDecodeError):
-        letters = codecs.getincrementaldecoder("utf-8")().decode(beginning)  # the last letter may be cut
-        if not re.search(r"[\0-\x08\x0e-\x1f]", letters):
-            return "text"
-    return next((what for start, what in BEGINNINGS.items() if beginning.startswith(start)), "")
+    size = os.path.getsize(path)
+    reject(size == 0 or size % np.dtype(kind).itemsize, f"--data {path}: {size} bytes are no {kind} tokens; give "
+           "tokens, or a text under another name than .bin")
+    return np.memmap(path, kind, "r")
 
 
 def check_data(s, config, train, held_out, vocabulary):
@@ -343,72 +235,38 @@ def check_tokens(s, tokens, vocab_size):
     reject(largest >= vocab_size, f"--data holds token {largest}: give {instead}")
 
 
-# ------------------------------------------------------------------------------------------- text encoded, on all cores
+# --------------------------------------------------------------------------------------------------- text encoded once
 
-PART = 1 << 22  # letters that a process encodes at a time
+PART = 1 << 22  # letters that are encoded at a time, because that takes 16 bytes of memory for each
 LINE_END = re.compile(r"(?<=[^\W_])\n")  # before it a piece ends, whatever follows. (Llama 3's signs take it along.)
-WORKER = """
-import sys
-sys.path[:] = sys.argv[1:]  # the program's own, because this one would take a json.py in the user's folder for Python's
-import pickle
-from further.bpe import text_of
-kind, contents = pickle.load(sys.stdin.buffer)
-sys.stdout.buffer.write(kind("", contents).array_of(text_of(sys.stdin.buffer.read())).tobytes())
-"""
 _encoded = {}  # key of text and vocabulary: tokens; a rank that was forked from its launcher finds them here
 
 
 def encoded(s, texts, vocabulary):
     """The tokens of texts, uint16 or uint32. Of a node's processes one encodes. With --out it leaves them there in a
-    .bin, for the others and for later runs with the same text and vocabulary. That of uint32 has llm.c's header."""
+    .bin, for the others and for later runs with the same text and vocabulary."""
     key = hashlib.sha256()
     ends = [vocabulary.begin, vocabulary.end] if vocabulary.begin or vocabulary.end != END else []  # not in all files
     for part in (*map(str.encode, [*vocabulary.files.values(), *ends]), *texts):
         key.update(part)
         key.update(b"\0")  # no text has a zero byte
     key = key.hexdigest()[:16]
-    path = pathlib.Path(s.out, f"text-{key}.bin")
+    path = pathlib.Path(s.out, f"tokens-{key}.bin")
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # where there are no locks, each process encodes
             file = stack.enter_context(open(f"{tempfile.gettempdir()}/ringgpt-{os.getuid()}-{key}.lock", "w"))
             fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies
         if s.out and path.exists():
-            dtype = vocabulary.array_of("").dtype
-            return np.memmap(path, dtype, "r", HEADER * (dtype == np.uint32))
+            return np.memmap(path, vocabulary.array_of("").dtype, "r")
         if key not in _encoded:
-            _encoded[key] = np.concatenate([*encode_parts(texts, vocabulary)])
+            parts = ["", *parts_of(vocabulary.joined(texts))]
+            _encoded[key] = np.concatenate([vocabulary.array_of(part) for part in parts])
         tokens = _encoded[key]
         if s.out and len(tokens):  # the file has its name when it is whole, though other nodes may write it, too
-            with writable(s.out, "--out"), tempfile.TemporaryDirectory(dir=s.out, prefix=".text-") as own:
-                write_blocks(f"{own}/text.bin", [header_of(tokens), tokens.data])
-                os.replace(f"{own}/text.bin", path)
+            with writable(s.out, "--out"), tempfile.TemporaryDirectory(dir=s.out, prefix=".tokens-") as own:
+                write_blocks(f"{own}/tokens.bin", [tokens.data])
+                os.replace(f"{own}/tokens.bin", path)
     return tokens
-
-
-def header_of(tokens):
-    """llm.c's header of uint32; nothing of uint16, so that other programs read those, too."""
-    if tokens.dtype == np.uint16:
-        return b""
-    return np.array([20240801, 7, len(tokens)], np.int32).tobytes().ljust(HEADER, b"\0")
-
-
-def encode_parts(texts, vocabulary):
-    """The tokens of each part of the texts. Processes of their own encode parts; one part is not worth one. (Where the
-    package tokenizers would cut no piece in two is not known.)"""
-    text = vocabulary.joined(texts)
-    parts = [*parts_of(text)]
-    if len(parts) < 2 or isinstance(vocabulary, LibraryTokenizer):
-        yield vocabulary.tokens_of(texts)
-        return
-    workers = cores()
-    started = time.perf_counter()
-    done = 0
-    with concurrent.futures.ThreadPoolExecutor(workers) as threads:  # each waits for a process
-        for part, tokens in zip(parts, threads.map(lambda part: encode_part(part, vocabulary), parts)):
-            done += len(part)
-            print(f"text     {done / 1e6:.0f} of {len(text) / 1e6:.0f} million letters encoded, "
-                  f"{done / 1e6 / (time.perf_counter() - started):.1f} a second on {workers} cores", flush=True)
-            yield tokens
 
 
 def parts_of(text, size=PART):
@@ -419,10 +277,3 @@ def parts_of(text, size=PART):
         end = found.start() if found else len(text)
         yield text[start:end]
         start = end
-
-
-def encode_part(part, vocabulary):
-    contents = pickle.dumps((type(vocabulary), vocabulary.contents))
-    tokens = subprocess.check_output([sys.executable, "-c", WORKER, *sys.path],
-                                     input=contents + part.encode("utf-8", "surrogateescape"))
-    return np.frombuffer(tokens, vocabulary.array_of("").dtype)

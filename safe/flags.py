@@ -27,10 +27,9 @@ from train import config_of, dashed, device_for, flag, Flags, processes_of
 @dataclass
 class Settings(Flags):
     """Every flag of the command line: those of train.py, and those that only the whole program has."""
-    data: str = flag("", "a text file, a folder of text, or a .bin of tokens, nanoGPT's or llm.c's; left out, the "
-                         "source of Python's standard library. The last 10 %% are held out")
-    tokens: str = flag(None, "width of the numbers of a .bin that has no header of llm.c's (uint16)",
-                       choices=["uint16", "uint32"])
+    data: str = flag("", "a text file, a folder of text, or a .bin of tokens; left out, the source of Python's "
+                         "standard library. The last 10 %% are held out")
+    tokens: str = flag(None, "width of the numbers of a .bin (uint16)", choices=["uint16", "uint32"])
     tokenizer: str = flag("", "folder with tokenizer.json, or a GPT-2's vocab.json and merges.txt; left out, those "
                               "beside the weights of --init-from or --resume, or else tokens are bytes")
     out: str = flag("", "folder for log.jsonl, index.html with its curves, and checkpoints; the same command again "

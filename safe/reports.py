@@ -126,8 +126,7 @@ def measured(trainer):
                     if hasattr(bucket, "is_whole") and bucket.weights is not None]  # of FSDP
         # What is on its way. On a GPU the host does not wait until that has arrived.
         sent = [tensor for _, tensor in (*pipeline.sending, *pipeline.results.values())]
-        others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *gathered, *sent,
-                           *trainer.buffers_of_collectives()])
+        others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *gathered, *sent])
         trainer.activations = max(trainer.activations, births.alive(others))
 
     with births, watching(pipeline, note):

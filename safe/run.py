@@ -19,7 +19,7 @@ from safe.checkpoints import (
     check_optimizer, check_same_data, checkpoints, differences, find_checkpoint, fingerprint, lock, run_of, start_of,
     write_checkpoint)
 from safe.data import (
-    bytes_a_token, check_data, check_pipe, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
+    bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
 from safe.files import check_folder, Log, sync, tell, writable
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
 from safe.huggingface import came_with
@@ -241,9 +241,6 @@ class WatchedTrainer(Trainer):
         self.since = time.perf_counter()
         return first
 
-    def buffers_of_collectives(self):
-        return []
-
 
 # ------------------------------------------------------------------------------------------------- a run that survives
 
@@ -291,7 +288,6 @@ class WatchedRun(Run):
             s.vocab_size = s.vocab_size or len(vocabulary)
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
-        check_pipe(s, self.processes)
         check_vocabulary(s, config, vocabulary)
         self.identity = checkpoint and checkpoint.manifest["run"]
         self.left_out = []

@@ -64,10 +64,10 @@ for n, even, send, gather in (4, True, True, True), (4, False, True, False), (8,
         {(kernel.arg_names.index(name),): aligned for name in whole})
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
     print("sums", even, code.count("st.global.v4"), code.count("st.global.b16"), code.count("acquire") - send - gather)
-kernel, sizes = muon._symmetric, {"TRANSPOSED": False, "BM": 128, "BK": 64}
+kernel, sizes = muon._symmetric, {"BM": 128, "BK": 64}
 blocks = {"A": [1, 128, 64], "B": [1, 256, 64], "C": [1, 128, 128], "Y": [1, 128, 128]}
 types = {name: f"tensordesc<bf16{shape}>" for name, shape in blocks.items()} | dict.fromkeys(sizes, "constexpr")
-types |= dict.fromkeys(("alpha", "beta", "diagonal"), "fp32")
+types |= dict.fromkeys(("alpha", "beta"), "fp32")
 source = triton.compiler.ASTSource(
     kernel, {name: types.get(name, "i32") for name in kernel.arg_names},
     {(kernel.arg_names.index(name),): value for name, value in sizes.items()}, {})

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -77,7 +76,6 @@ def test_links_are_measured_pair_by_pair(pool, tmp_path):
     machine = asked(f"plan --machine {file}").machine
     assert abs(machine.link / 1e9 - min(best)) < 0.006
     assert dataclasses.replace(machine, link=H200.link, estimated=H200.estimated) == H200
-    assert pool.device_type == "cuda" or sys.platform != "linux" or "memory, us" in said
     counted = said.count(", us ") - said.count("copies, us ")  # no log has copies
     assert [sent for _, sent in told] == size * [(size - 1) * counted * 24 * (256 + (1 << 16))]
 
@@ -95,15 +93,15 @@ TRAFFIC = """
     --dp 2 --zero 2 --micro-batches 2
     --dp 2 --zero 3 --micro-batches 2
     --cp 2 --recompute block --dtype bf16
-    --cp 2 --cp-kind ulysses --recompute attention --dtype bf16
+    --cp 2 --cp-kind ulysses --recompute block --dtype bf16
     --tp 2 --sp --recompute block --micro-batches 2
     --pp 2 --micro-batches 4 --schedule zb-h1
     --pp 2 --micro-batches 4 --schedule zb-v
     --pp 2 --micro-batches 4 --schedule interleaved --virtual-stages 2
     --dp 2 --experts 4 --ep 2 --zero 3 --micro-batches 2 --top-k 1
-    --arch llama --tp 2 --sp --recompute attention --dtype bf16
+    --arch llama --tp 2 --sp --recompute block --dtype bf16
     --arch llama --tp 2 --micro-batches 2 --loss-chunk 20
-    --arch llama --cp 2 --recompute attention
+    --arch llama --cp 2 --recompute block
     --arch llama --cp 2 --cp-kind ulysses
     --dp 3 --batch-size 6
     --dp 3 --zero 3 --batch-size 6 --dtype bf16
@@ -117,10 +115,9 @@ TRAFFIC = """
     --cp 4 --recompute block --dtype bf16
     --cp 2 --tp 2 --sp --zero 1 --recompute mlp
     --tp 2 --sp --recompute block --recompute-blocks 1
-    --cp 2 --recompute attention --recompute-blocks 1
+    --cp 2 --recompute block --recompute-blocks 1
     --dp 4 --experts 4 --ep 2 --zero 1
     --dp 4 --experts 4 --ep 2 --zero 3 --zero-within 2
-    --dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute attention
     --dp 2 --tp 2 --sp --experts 4 --ep 2 --dtype bf16 --recompute block
     --dp 2 --tp 2 --sp --experts 4 --ep 2 --recompute block --recompute-blocks 1
     --dp 2 --pp 2 --experts 4 --ep 2 --expert-every 2 --micro-batches 2
@@ -136,7 +133,7 @@ TRAFFIC = """
     --tp 2 --pp 2 --micro-batches 2 --schedule zb-v
     --dp 2 --pp 2 --zero 2 --micro-batches 4 --schedule zb-v
     --dp 2 --tp 2 --sp --zero 2 --micro-batches 2 --loss-chunk 20
-    --dp 2 --pp 2 --zero 1 --recompute attention --recompute-blocks 1 --micro-batches 2"""
+    --dp 2 --pp 2 --zero 1 --recompute block --recompute-blocks 1 --micro-batches 2"""
 # Of the reference alone. In fast/ a unit of ZeRO-3 may stay whole until a pipeline's next F, and Muon's parts are of
 # unlike sizes: no formula has these.
 OF_LISTS = """
@@ -144,7 +141,7 @@ OF_LISTS = """
     --dp 2 --pp 2 --zero 3 --micro-batches 4 --schedule zb-h1 --dtype bf16
     --dp 2 --pp 2 --zero 3 --micro-batches 4 --schedule zb-v
     --cp 2 --pp 2 --zero 3 --micro-batches 2 --recompute block
-    --cp 2 --pp 2 --zero 3 --micro-batches 4 --schedule zb-h1 --recompute attention
+    --cp 2 --pp 2 --zero 3 --micro-batches 4 --schedule zb-h1 --recompute block
     --cp 2 --pp 2 --cp-kind ulysses --micro-batches 4 --schedule v-half
     --tp 2 --pp 2 --sp --micro-batches 2 --schedule zb-h1 --recompute block
     --tp 2 --pp 2 --micro-batches 2 --schedule zb-h1 --loss-chunk 20 --recompute mlp

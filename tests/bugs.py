@@ -35,7 +35,7 @@ def test_a_line_makes_the_bug_that_shipped(bug, ranks):
         ones = [weight == 1 for name, weight in weights.items() if "ln_" in name and "weight" in name]
         assert np.concatenate(ones).mean() > 0.5 and bug.symptom == "most weights of norms are still 1"
         return
-    found = some.run(with_bug, bug, same.on_rank, case, parallel.Lecture, int(bug.symptom[5]))  # "step 1, ..."
+    found = some.run(with_bug, bug, same.on_rank, case, parallel.Reference, int(bug.symptom[5]))  # "step 1, ..."
     assert ranks(1).run(same.told, case, found) == [bug.symptom]
 
 

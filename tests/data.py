@@ -1,9 +1,7 @@
 """Data parallelism on other modules; updates, loss scaling."""
 
-import contextlib
-import functools
-import types
 import weakref
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -15,7 +13,6 @@ import fast.adamw
 import fast.zero
 import kernels
 import parallel
-from further.buckets import BucketDDP
 from further.loss_scale import LossScale
 from tests.pool import close, needs_kernels, on_both, on_cpus_both, on_ranks, parametrize, uncollected
 
@@ -24,7 +21,7 @@ from tests.pool import close, needs_kernels, on_both, on_cpus_both, on_ranks, pa
 
 class Odd(nn.Module):
     """Everything that trips a gradient hook: tied, frozen and unused layers, a branch, a buffer, sizes 1 and 7,
-    parameters in a list that has no forward of its own; laid out, gradients of words are sparse."""
+    parameters in a list that has no forward of its own."""
 
     def __init__(self):
         super().__init__()
@@ -61,31 +58,22 @@ def stepped_by(optimizer):
 
 @on_both
 @parametrize("kind", ["odd", "encoder", "branches"])
-@parametrize("way", ["tensors", "buckets"])
 @on_ranks(3)
-def test_data_parallel_on_modules_nobody_here_wrote(kind, way, rank, size):
+def test_data_parallel_on_modules_nobody_here_wrote(kind, rank, size):
     """Three steps of SGD with momentum over two micro-batches, clipped, against one process. Before the second,
-    gradients are not zeroed, so they add up. Ranks take different branches. Of buckets ranks begin with weights of
-    their own, and the first one's win."""
-    (one, inputs), (net, _) = module_and_inputs(kind, 0), module_and_inputs(kind, rank if way == "buckets" else 0)
-    for part in net.modules():
-        part.sparse = True  # which embeddings ask for
-    sync = types.SimpleNamespace(no_sync=contextlib.nullcontext,
-                                 finish_grad_sync=functools.partial(parallel.average_gradients, net))
-    if way == "buckets":
-        sync = BucketDDP(net, bucket_mb=4e-4)  # 400 bytes: many buckets
+    gradients are not zeroed, so they add up. Ranks take different branches."""
+    (one, inputs), (net, _) = module_and_inputs(kind, 0), module_and_inputs(kind, 0)
     trained = [[p for p in some.parameters() if p.requires_grad] for some in (one, net)]
     reference, opt = (torch.optim.SGD(params, lr=0.1, momentum=0.9) for params in trained)
     for step in range(3):
         if step != 1:
             reference.zero_grad()
             opt.zero_grad()
-        for i, of_ranks in enumerate(inputs):
+        for of_ranks in inputs:
             for x in of_ranks:
                 (one(*x).square().mean() / size).backward()
-            with sync.no_sync() if i == 0 else contextlib.nullcontext():
-                net(*of_ranks[rank]).square().mean().backward()
-        sync.finish_grad_sync()
+            net(*of_ranks[rank]).square().mean().backward()
+        parallel.average_gradients(net)
         norm = parallel.clip_grad_norm_(net.parameters(), 0.05)
         assert close(norm, nn.utils.clip_grad_norm_(one.parameters(), 0.05)) and norm > 0.05
         reference.step()
@@ -96,19 +84,20 @@ def test_data_parallel_on_modules_nobody_here_wrote(kind, way, rank, size):
 
 @on_cpus_both  # on GPUs the CPU is ahead of all messages anyway
 @on_ranks(2)
-def test_backward_returns_before_its_buckets_have_arrived(rank):
-    """Rank 1 begins its backward when rank 0 has come back from its own, so nothing can have arrived there."""
+def test_an_average_is_on_its_way_while_others_compute(rank):
+    """Rank 1 begins its own when rank 0 has come back, so nothing can have arrived there."""
     net, x, come_back = nn.Linear(8, 8), torch.ones(2, 8), torch.zeros(1)
-    wrapped = BucketDDP(net)
+    unit = parallel.Unit([*net.parameters()], None, 0, torch.float32)
     if rank == 1:
         dist.recv(come_back, 0)
-    wrapped(x * (rank + 1)).sum().backward()
+    net(x * (rank + 1)).sum().backward()
+    unit.start_average()
     if rank == 0:
-        (_, handle, *_), = wrapped.reducers[0].under_way
+        handle, _ = unit.sending
         assert not handle.is_completed()
         dist.send(come_back, 1)
-    wrapped.finish_grad_sync()
-    assert net.weight.grad.eq(3).all()
+    unit.finish_average()
+    assert unit.stepped[net.weight].grad.eq(3).all()
 
 
 @on_ranks(2)
@@ -126,7 +115,8 @@ def layers_and_optimizer(optimizer, stage, **options):
     """Three layers, the same on every rank, and what steps them, in several buckets."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).to(torch.get_default_device())
-    return net, fast.zero.AheadOptimizer(net.parameters(), optimizer, bucket_mb=0.01, stage=stage, lr=0.1, **options)
+    optimizer = partial(optimizer, lr=0.1)
+    return net, fast.zero.AheadOptimizer(net.parameters(), optimizer, bucket_mb=0.01, stage=stage, **options)
 
 
 @parametrize("stage", [0, 1, 2])

@@ -225,7 +225,7 @@ SHOWN = [
           one GPU                             114.00 | 32.03
           --tp 8                               23.00 | 11.01
           --tp 8 --sp                          14.25 | 4.00
-          --tp 8 --sp --recompute attention     4.25 | 3.00
+          --tp 8 --sp, no scores                4.25 | 4.00
           --recompute block                     2.00 | 2.00"""),
     # Step s of reduce-scatter adds to chunk r-2-s of rank r, step s of all-gather completes chunk r-s-1.
     ("collectives", 4, """

@@ -493,7 +493,7 @@ chunked  loss_chunk=7
     pp=2 schedule=zb-h1 micro_batches=4 without=chunk_left_out,Parallel.add_up_gradients
 # Each document as if it were alone.
 packed  pack=1 micro_batches=2
-    dp=2 zero=1 recompute=attention optimizer=adamw
+    dp=2 zero=1 recompute=mlp optimizer=adamw
     dp=2 tp=2 sp=1 zero=3 loss_chunk=7 recompute=mlp
     dp=2 pp=2 schedule=zb-h1 zero=2 holes=1 tied=0
     pp=2 schedule=interleaved virtual_stages=2 arch=llama recompute=block
@@ -511,7 +511,7 @@ tensor
     tp=2 without=CopyToGroup.backward,ReduceFromGroup.forward,VocabParallelCrossEntropy.forward,clip_grad_norm_
 zero  tied=0 recompute=block micro_batches=2
     dp=1,2 zero=2
-zero  optimizer=adamw recompute=attention micro_batches=2
+zero  optimizer=adamw recompute=mlp micro_batches=2
     dp=1 zero=1,3
     dp=2 tp=2 zero=1,3
 zero
@@ -555,8 +555,8 @@ pipeline  n_layer=3
     dp=2 tp=2 pp=2 schedule=zb-h1 micro_batches=2 sp=1 zero=3 recompute=block
 pipeline  n_layer=3 micro_batches=4
     dp=2 pp=2 schedule=1f1b zero=3
-    dp=2 pp=2 schedule=zb-h1 zero=2 recompute=attention
-    pp=2 schedule=zb-h1 recompute=mlp,norms
+    dp=2 pp=2 schedule=zb-h1 zero=2 recompute=mlp
+    pp=2 schedule=zb-h1 recompute=mlp
     dp=2 pp=2 schedule=1f1b zero=2 without=scattering
     dp=2 pp=2 schedule=zb-h1 zero=3 without=scattering
     dp=2 pp=2 schedule=interleaved virtual_stages=2 zero=3 optimizer=adamw tied=0
@@ -575,10 +575,10 @@ sequence  optimizer=adamw tied=0 sp=1
 context  tokens=8 cp_kind=ring
     cp=4 zero=3
     dp=2 cp=2 zero=2 zero_within=2 micro_batches=2 recompute=block
-    cp=2 tp=2 sp=1 recompute=attention micro_batches=2 optimizer=adamw tied=0
+    cp=2 tp=2 sp=1 recompute=block micro_batches=2 optimizer=adamw tied=0
     cp=2 pp=2 schedule=zb-h1 zero=3 micro_batches=2
     cp=4 arch=llama n_kv_head=2 zero=3 recompute=block micro_batches=2
-    dp=2 cp=4 ep=2 experts=4 zero=2 recompute=attention n_layer=1
+    dp=2 cp=4 ep=2 experts=4 zero=2 recompute=block n_layer=1
 context  tokens=8 cp_kind=ulysses
     cp=4 tp=2 sp=1 zero=3 optimizer=adamw n_layer=1
     cp=2 pp=2 schedule=interleaved virtual_stages=2 micro_batches=2
@@ -598,9 +598,9 @@ experts  optimizer=adamw tied=0 experts=4 tokens=8
     dp=4 ep=2 zero=1 micro_batches=2 recompute=block bias=few
     dp=4 ep=4 zero=1 micro_batches=2 bias=all
     dp=4 ep=2 zero=2 zero_within=2 micro_batches=2 expert_every=2
-    dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3 recompute=norms
+    dp=2 cp=2 ep=2 zero=3 cp_kind=ulysses top_k=3 recompute=mlp
     dp=2 pp=2 ep=2 schedule=interleaved virtual_stages=2 zero=2 micro_batches=2
-    dp=2 tp=2 ep=2 zero=3 sp=1 recompute=attention
+    dp=2 tp=2 ep=2 zero=3 sp=1 recompute=block
 experts  experts=4 tokens=8 n_layer=1
     dp=2 ep=2 without=exchange
     dp=4 ep=2 without=average_over_copies
@@ -633,7 +633,7 @@ llama  arch=llama n_kv_head=4 tokens=8
     tp=4 micro_batches=2 n_kv_head=0
     tp=2 qk_norm=1 qkv_bias=1 head_size=6
     cp=4 tied=0 qk_norm=1
-    cp=2 tp=2 cp_kind=ulysses sp=1 recompute=attention micro_batches=2
+    cp=2 tp=2 cp_kind=ulysses sp=1 recompute=block micro_batches=2
     dp=2 pp=2 schedule=zb-h1 micro_batches=2 zero=3 recompute=block
     dp=2 tp=2 ep=2 experts=4 zero=1 expert_every=2
 llama  arch=llama n_kv_head=2 tokens=8

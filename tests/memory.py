@@ -20,7 +20,6 @@ from tests.layouts import small_gpt, tokens_of
 from tests.pool import close, DEVICES, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
 from tests.runs import TINY, output_of, parse
 from fast.adamw import AdamW
-from fast.edition import Fast
 from fast.tensor import BiasedOnce
 from further.schedules import SCHEDULES, zero_bubble_h1
 from further.recompute import recompute
@@ -50,31 +49,31 @@ ZeRO-3          0.00        0.73        2.19      2.92     10.02   optimizer, gr
 def make_trainer(flags, reference=train.Trainer):
     """What a command line trains with, on this pool's device; `reference` in the reference."""
     device = torch.get_default_device()
-    s = parse(["--device", device.type, "--form", "lecture" if is_plain() else "fast", *flags])
+    s = parse(["--device", device.type, "--fast", "off" if is_plain() else "on", *flags])
     config, source = model_config(s)
     with torch.device("cpu"), patch("safe.flags.check_fp8"):  # the interpreter multiplies eight bits, too
         check_layout(s, config, dist.get_world_size(), dist.get_world_size())
-        make, edition = (reference, train.edition_of(s.form)) if is_plain() else (fast.run.FastTrainer, Fast)
-        return make(s, config, source, load_data(s, train.Bytes()), device, edition)
+        make = reference if is_plain() else fast.run.FastTrainer
+        return make(s, config, source, load_data(s, train.Bytes()), device)
 
 
 # By how many bytes or what part measured activations may miss the predicted, processes, flags
 MEMORY = """
     12    1  --dtype fp32
-    12    1  --dtype bf16 --recompute attention --kernels triton --n-layer 1 --seq-len 16
-    100   2  --tp 2 --sp --dtype fp8 --kernels triton --n-layer 1 --seq-len 16 --recompute attention   scales too
+    12    1  --dtype bf16 --recompute block --kernels triton --n-layer 1 --seq-len 16
+    100   2  --tp 2 --sp --dtype fp8 --kernels triton --n-layer 1 --seq-len 16 --recompute block   scales too
     0.02  2  --tp 2 --dtype bf16 --recompute block --sp --n-embd 128
     0.01  2  --cp 2 --cp-kind ring --n-embd 256 --n-head 4              which tokens are its own, no list says
     0.01  4  --cp 2 --cp-kind ulysses --n-embd 256 --n-head 4 --tp 2 --sp
     0.01  2  --zero 2 --micro-batches 4 --batch-size 8                  gradients on their way are no activations
     0.01  2  --zero 3 --micro-batches 4 --batch-size 8 --recompute mlp
     0.01  2  --dp 2 --tp 1 --recompute mlp --recompute-blocks 1
-    0.01  2  --tp 2 --recompute norms
+    0.01  2  --tp 2 --recompute mlp --recompute-blocks 1
     0.02  2  --tp 2 --sp --arch llama --recompute mlp --batch-size 4     the cached table of angles is on no list
     0.02  2  --zero 1 --micro-batches 4 --batch-size 8 --dtype bf16 --recompute block     nor are totals in float32
     0.01  2  --pp 2 --micro-batches 2
     0.01  1  --loss-chunk 24 --micro-batches 2
-    0.01  1  --loss-chunk 24 --dtype bf16 --kernels triton --n-layer 1 --seq-len 16 --recompute attention
+    0.01  1  --loss-chunk 24 --dtype bf16 --kernels triton --n-layer 1 --seq-len 16 --recompute block
     0.01  2  --loss-chunk 24 --tp 2 --sp --zero 1
     0.01  2  --loss-chunk 24 --pp 2 --micro-batches 2 --zero 3
     0.01  2  --arch llama --tp 2 --sp                                   norms of PyTorch's operations
@@ -82,20 +81,20 @@ MEMORY = """
     0.03  2  --pp 2 --micro-batches 8 --batch-size 8 --n-layer 6 --n-embd 64 --schedule v-min      stages held unequally
     0.02  1  --experts 4 --n-embd 64 --batch-size 4                     a router's counts are on no list
     0.02  1  --experts 4 --n-embd 64 --batch-size 4 --dtype bf16 --top-k 1
-    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2 --recompute attention   by tokens that come
+    0.02  2  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --ep 2                     by tokens that come
     0.02  2  --experts 4 --dp 2 --ep 2 --seq-len 8 --kernels triton --n-layer 1
     0.02  2  --experts 4 --n-embd 64 --batch-size 4 --tp 2 --shared-experts 2
     0.02  4  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --tp 2 --sp --ep 2 --expert-every 2
     0.01  1  --pack                                                     the mask
     0.01  2  --pack --cp 2 --cp-kind ulysses
-    0.01  2  --form full --tp 2 --sp                                    what f has gathered
-    0.01  2  --form full --tp 2 --sp --loss-chunk 24 --recompute mlp --recompute-blocks 1
-    0.01  2  --form lecture --tp 2 --sp --recompute norms
-    0.01  2  --form lecture --tp 2 --sp --recompute attention --arch llama --n-head 4
-    0.01  2  --form full --tp 2 --sp --experts 4 --n-embd 64 --batch-size 4 --shared-experts 2 --recompute norms
-    0.01  1  --form full --arch llama --kernels triton --n-layer 1 --seq-len 16           the gate
-    0.01  2  --form full --pp 2 --n-layer 5 --micro-batches 2           cut elsewhere
-    0.02  2  --form lecture --zero 3                                    vectors are sharded
+    0.01  2  --fast off --tp 2 --sp                                    what f has gathered
+    0.01  2  --fast off --tp 2 --sp --loss-chunk 24 --recompute mlp --recompute-blocks 1
+    0.01  2  --fast off --tp 2 --sp --recompute mlp
+    0.01  2  --fast off --tp 2 --sp --recompute block --arch llama --n-head 4
+    0.01  2  --fast off --tp 2 --sp --experts 4 --n-embd 64 --batch-size 4 --shared-experts 2 --recompute mlp
+    0.01  1  --fast off --arch llama --kernels triton --n-layer 1 --seq-len 16           the gate
+    0.01  2  --fast off --pp 2 --n-layer 5 --micro-batches 2           cut elsewhere
+    0.02  2  --fast off --zero 3                                    vectors are sharded
 """
 
 
@@ -111,7 +110,7 @@ def test_a_bias_that_is_not_cut_counts_whole_in_every_edition():
 
 @parametrize("pool, bound, size, flags", [
     (where, float(bound), size, flags) for bound, size, flags, *_ in table(MEMORY)
-    for where in (["plain"] if "--form" in flags else DEVICES)], indirect=["pool"])
+    for where in (["plain"] if "--fast" in flags else DEVICES)], indirect=["pool"])
 @on_ranks()
 def test_memory_is_what_is_predicted(text, bound, flags):
     """Activations alive after forward, and what outlives the step. On the CPU PyTorch keeps statistics of a bf16 layer
@@ -147,8 +146,8 @@ def test_what_backward_computes_again_goes_with_what_saved_it():
         gc.collect()
         return births.alive({}), loss
 
-    none, *others = (left(part)[0] for part in ("none", "norms", "mlp", "attention", "block"))
-    assert others == [none] * 4
+    none, *others = (left(part)[0] for part in ("none", "mlp", "block"))
+    assert others == [none] * 2
 
 
 @on_both
@@ -207,8 +206,8 @@ def test_clipping_divides_by_the_loss_scale_first():
     inner = AdamW([p])
     for max_norm, clipped in (0.5, [0.3, 0.4]), (50, [3.0, 4.0]), (0, [3.0, 4.0]):
         inner.scale = 1.0
-        for edition in parallel.Lecture, Fast:
+        for clip in parallel.Parallel.clip_grad_norm_, StagedGPT.clip_grad_norm_:
             p.grad = torch.tensor([3.0, 4.0]) * 2**16
-            optimizer = SimpleNamespace(inner=inner, param_groups=inner.param_groups)
-            assert close(edition.clip_grad_norm_(optimizer, max_norm, [None], 2**16).cpu(), 5.0, 1e-6)
+            net = SimpleNamespace(optimizer=SimpleNamespace(inner=inner), params=[p], twins=list)
+            assert close(clip(net, max_norm, 2**16).cpu(), 5.0, 1e-6)
             assert close((p.grad * inner.scale).cpu(), clipped, 1e-5)

@@ -66,18 +66,8 @@ REFUSED = {
         --data SHORT                        | give more text or --seq-len 49$
         --data TWO                          | give more text$
         --data ZERO                         | left out, as no text: zero; give text
-        --data FIFO --dp 2                  | can be read by one process alone, and this layout has 2: write it into a
-        --data /dev/zero                    | /dev/zero is no file, folder or pipe
-        --data LLM_C --tokens uint32        | the header of llm.c's in --data
-        --data LLM_C_CUT                    | by its header of llm.c's it has 500 tokens, and there are 499: give a who
-        --data U32                          | u32.bin holds uint32: give --tokens uint32, too
-        --data LLAMA                        | llama.bin holds uint32: give --tokens uint32, too
-        --data TOKENS --tokens uint32       | tokens.bin holds no uint32: it would have token 16,711,934: leave --tokens
+        --data FIFO --dp 2                  | fifo is no file or folder: give one
         --data ASCII --tokens uint16        | is for a .bin, and --data
-        --data WORDS                        | words.bin holds text, and no uint16 tokens; give tokens, or a text under
-        --data ZIP                          | zip.bin holds a zip archive, as torch.save and numpy.savez write it
-        --data I64                          | i64.bin', 'int64').astype('uint16').tofile('tokens.bin')"$
-        --data I64_LARGE                    | holds int64: give the tokens.bin of uint32 that this makes: python
         --data BIG_BIN --init-from HF       | holds token 60000: give data for the model's 256
         --data BIG_BIN --tokenizer HAND     | holds token 60000, and the tokenizer has 265: give the one that made
         --data EMPTY_BIN --vocab-size 9     | 0 bytes are no uint16 tokens; give tokens, or a text under
@@ -174,7 +164,6 @@ REFUSED = {
         together --out WORDS                | words.bin: is there, and not what would be written: name a new file
         blind --out WORDS                   | words.bin: is there, and not what would be written: name a new file
         pages --out MINE                    | index.html: is there, and not what would be written: name a new file
-        runs OF_NOTES --out WORDS           | words.bin: is there, and not what would be written: name a new file
         puzzles ring --into EMPTY/deep      | Not a directory; name a folder that can be written
         explore --port 70000                | leave --port out
         puzzles rings                       | rings
@@ -210,9 +199,9 @@ UNDIVIDED = """
     --pp 2 --virtual-stages 2               | is for --schedule interleaved and --pp 2 or more: leave it out
     --virtual-stages 7 --schedule interleaved | give --virtual-stages 6 or fewer
     --pp 2 --virtual-stages 4 --schedule interleaved | give --virtual-stages 3 or fewer
-    --optimizer muon --dp 2 --zero 3        | give --form full --zero 2
+    --fast on --optimizer muon --dp 2 --zero 3 | give --zero 2 or leave --fast out
     --optimizer muon --arch llama --n-head 3 --n-kv-head 3 --n-embd 96 --tp 3 | the width of the MLP, 256: give --tp 1
-    --optimizer muon --form full --dp 2 --zero 1 --comm torch --device cpu | leave --comm out"""
+    --fast on --optimizer muon --dp 2 --zero 1 --comm torch --device cpu | leave --comm out"""
 
 
 class Started(BaseException):
@@ -282,7 +271,7 @@ def files(text, tmp_path_factory):
                                  ("spaces", BY_HAND, hand), ("cut", BY_HAND, [*hand, *map(str, range(1000, 1200))])]:
         write_vocabulary(folder / name, merges, tokens)
     config, size = ((folder / name / "config.json").read_bytes() for name in ("bad_experts", "no_size"))
-    whole, short = json_of(folder / "hand"), np.arange(500, dtype=np.uint16).tobytes()
+    whole = json_of(folder / "hand")
     for name in "no_shard", "no_index":
         (folder / name / "model.safetensors").rename(folder / name / "a.safetensors")
     for name, data in {
@@ -292,18 +281,13 @@ def files(text, tmp_path_factory):
             "spaces/merges.txt": "".join(f"{a} {b} \n" for a, b in BY_HAND).encode(),
             "whole/tokenizer.json": whole.replace('"ByteLevel"', '"Metaspace"').encode(),
             "strips/tokenizer.json": whole.replace('"lstrip": false', '"lstrip": true').encode(),
-            "llm_c.bin": (llm_c := np.array([20240520, 1, 500], np.int32).tobytes() + bytes(1012) + short),
-            "llm_c_cut.bin": llm_c[:-2], "i64_large.bin": (np.arange(500) * 200).tobytes(),
-            "llama.bin": np.arange(100_000, dtype=np.uint32).tobytes(),
-            "words.bin": "wörds\n".encode() * 1000, "zip.bin": b"PK\3\4" + bytes(500),
+            "words.bin": "wörds\n".encode() * 1000,
             "tokens.bin": (np.arange(5000, dtype=np.uint16) % 256).tobytes(),
-            "u32.bin": np.arange(500, dtype=np.uint32).tobytes(), "i64.bin": np.arange(500).tobytes(),
             "stuck.txt": b"rank 0  F0 B0\nrank 1  B0 F0\n",
             "marked.txt": b"\xef\xbb\xbfrank 0  F0 .. B0\nrank 1  .. F0 B0\n",
             "mine/index.html": b"<h1>mine</h1>", "mine/ring.svg": b"<svg/>",
             "mine/trace.json": b'{"traceEvents": [{"name": "fetch"}]}',
             "mine/older/run.json": b'{"flags": {}, "model": {}}', "mine/lock/.lock": b"mine",
-            "of_notes/log.jsonl": b'{"step": 1, "loss": 2.0}\n',
             "broken.pt": b"PK",
             "empty": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
             "odd_bin.bin": b"123", "big_bin.bin": np.full(5000, 60000, np.uint16).tobytes(),
@@ -367,16 +351,6 @@ def heed(refusal, words, said, hops=3):
         now = refusal(heeded(words, remedy))
         assert not now or hops and remedies(now), (words, said, now)
         heed(refusal, heeded(words, remedy), now, hops - 1)
-
-
-@parametrize("name, dtype, step", [("I64", "uint16", 1), ("I64_LARGE", "uint32", 200)])
-def test_the_command_that_a_refusal_advises_makes_tokens(name, dtype, step, files, refusal, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    command = re.search('python -c "(.*)"$', refusal(train.main, ["--data", str(files[name])]))
-    exec(command[1])
-    assert np.fromfile("tokens.bin", dtype).tolist() == [*range(0, 500 * step, step)]
-    flags = f"--data tokens.bin --tokens {dtype} --vocab-size 99801 --seq-len 8 --sample 0"
-    assert not refusal(train.main, flags.split())
 
 
 @parametrize("nth", [1, 2])

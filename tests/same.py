@@ -16,12 +16,12 @@ import train
 from further.context import own_tokens
 from further.experts import routers
 from lessons import same
-from tests import layouts
+from tests import layouts, pool
 from tests.pool import parametrize
 from tests.runs import ran
 
 
-def adapter_of(case, edition=parallel.Lecture):
+def adapter_of(case, edition=parallel.Reference):
     """The adapter of a GPT in a row's layout, which SGD steps."""
     (layout, _, m, change), options = layouts.arguments_of(case)
     batch, tokens, bias, holes, _ = (options.pop(name) for name in ("batch", "tokens", "bias", "holes", "pack"))
@@ -38,11 +38,11 @@ def adapter_of(case, edition=parallel.Lecture):
 
     def parallelize(whole):
         tensors = dict([*whole.named_parameters(remove_duplicate=False), *whole.named_buffers()])
-        net = train.parallelize(config, train.Layout(**layout, **{"dtype": torch.float64, **fields}), "cpu",
-                                bias and (lambda name: tensors[name].detach()),
-                                partial(torch.optim.SGD, lr=0.5), edition)
+        net = pool.parallelize(config, train.Layout(**layout, **{"dtype": torch.float64, **fields}), "cpu",
+                               bias and (lambda name: tensors[name].detach()),
+                               partial(torch.optim.SGD, lr=0.5), edition)
         made[:] = [net]
-        return [net.module(stage) for stage in net.stages]
+        return [*net.pieces.values()]
 
     def part(t):
         return t.chunk(mesh["dp"])[dist.get_rank(made[0].groups.dp)]
@@ -61,7 +61,7 @@ def adapter_of(case, edition=parallel.Lecture):
         return {name: torch.from_numpy(gradient) for name, gradient in found.items()}
 
     def update(_):
-        made[0].optimizer.step()
+        made[0].step()
         made[0].zero_grad()
 
     return dict(
@@ -72,7 +72,7 @@ def adapter_of(case, edition=parallel.Lecture):
         clip=lambda _, most: made[0].clip_grad_norm_(most))
 
 
-def on_rank(case, edition=parallel.Lecture, steps=None):
+def on_rank(case, edition=parallel.Reference, steps=None):
     """What this rank observes. steps: of so many; None: of all."""
     user, _ = same.adapters(adapter_of(case, edition))
     return [*itertools.islice(same.observed(user), steps)]
@@ -81,7 +81,7 @@ def on_rank(case, edition=parallel.Lecture, steps=None):
 def weights_on_rank(case):
     """The weights that a row's steps leave, whole."""
     place, options = layouts.arguments_of(case)
-    return layouts.in_layout(parallel.Lecture, *place, **options)[3]
+    return layouts.in_layout(parallel.Reference, *place, **options)[3]
 
 
 def told(case, ranks):

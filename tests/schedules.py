@@ -16,7 +16,7 @@ import collectives as dist
 import kernels
 import model
 import parallel
-from tests.layouts import freezing, SMALL, small_gpt, tokens_of
+from tests.layouts import SMALL, small_gpt, tokens_of
 from fast.linear import WeightGradients
 from fast.pipeline import CollectingMicroBatch
 from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, runs_kernels, table, uncollected
@@ -224,7 +224,7 @@ def test_a_micro_batch_that_no_list_has_is_missed():
 @on_ranks(2)
 def test_the_first_stage_may_be_frozen(schedule, rank):
     """Its backward computes nothing; the tied embedding, frozen at both ends, is not added up."""
-    net = small_gpt(edition=freezing(lambda name: rank == 0 or name == "lm_head.weight"), pp=2, schedule=schedule)
+    net = small_gpt(frozen=lambda name: rank == 0 or name == "lm_head.weight", pp=2, schedule=schedule)
     net.zero_grad()
     net.forward_backward(*(tokens.to(net.device).chunk(2) for tokens in tokens_of(0)))
     assert net.clip_grad_norm_(1.0) > 0

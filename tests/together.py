@@ -19,7 +19,6 @@ import collectives as dist
 import lessons.demos
 import parallel
 from further import together
-from further.buckets import BucketDDP
 from tests import layouts
 from tests.pool import in_new_process
 from tests.runs import output_of, printed_by
@@ -32,7 +31,7 @@ def steps_of(row, orders):
     torch.set_num_threads(1)
     place, options = layouts.arguments_of(layouts.case_of(f"steps=1 n_layer=1 {row}"))
     with patch.object(torch_dist, "all_reduce", dist.all_reduce):  # there is no library's
-        steps = partial(layouts.in_layout, parallel.Lecture, *place, **options)
+        steps = partial(layouts.in_layout, parallel.Reference, *place, **options)
         return [together.run(math.prod(place[0].values()), steps, together.World(*order)) for order in orders]
 
 
@@ -40,7 +39,7 @@ def steps_of(row, orders):
                                  "dp=2 zero=3 recompute=block", "cp=2 tokens=8", "dp=2 ep=2 experts=4 tokens=8"])
 def test_ranks_that_are_threads_give_the_bits_of_processes_in_every_order(plain_pool, row):
     place, options = layouts.arguments_of(layouts.case_of(f"steps=1 n_layer=1 {row}"))
-    want = plain_pool(2).run(layouts.in_layout, parallel.Lecture, *place, **options)
+    want = plain_pool(2).run(layouts.in_layout, parallel.Reference, *place, **options)
     for got in in_new_process(steps_of, row, ORDERS[:6]):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
@@ -83,13 +82,14 @@ def still_sent():
 
 
 def turned():
-    """One rank's buckets leave in another order."""
+    """One rank averages its layers in another order."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
-    net = BucketDDP(net, bucket_mb=1e-5)
-    if dist.get_rank():
-        net.reducers[0].buckets.reverse()
+    units = [parallel.Unit([*layer.parameters()], None, 0, torch.float32) for layer in net]
     net(torch.ones(2, 4)).sum().backward()
-    net.finish_grad_sync()
+    for unit in reversed(units) if dist.get_rank() else units:
+        unit.start_average()
+    for unit in units:
+        unit.finish_average()
 
 
 def found(body):

@@ -12,30 +12,28 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 import collectives as dist
-import fast.gloo
 import model
 import parallel
 import train
-from further.buckets import BucketDDP, make_buckets
+from fast.stages import FSDPOptimizer, make_buckets
+from fast.zero import AheadOptimizer, FastFSDP
 from further.sampling import whole_model
-from tests.data import module_and_inputs, stepped_by
+from tests.data import stepped_by
 from tests.layouts import SMALL, small_gpt, tokens_of
-from tests.pool import (
-    buckets_here, close, edition_here, is_plain, on_both, on_cpus_both, on_ranks, parametrize)
+from tests.pool import close, is_plain, on_cpus, on_cpus_both, on_ranks, parallelize, parametrize
 from safe.flags import Settings
 from theory.memory import memory_bytes
 
 
 # ------------------------------------------------------------------------------------------------- bytes sent and kept
 
-def laid_out(net, way, compute_dtype=None, **options):
-    """(what to call, what has no_sync and finish_grad_sync, optimizer). way: a stage of ZeRO, or "ddp"."""
-    if way in ("ddp", 3):
-        wrapped = BucketDDP(net) if way == "ddp" else buckets_here().sharded(net, None, compute_dtype)
-        return wrapped, wrapped, torch.optim.SGD(wrapped.parameters(), **options)
-    sharded = buckets_here().flat_optimizer(
-        net.parameters(), torch.optim.SGD, None, way, 0.009, compute_dtype, **options)
-    return net, sharded, sharded
+def laid_out(net, stage, compute_dtype=None):
+    """(what to call, its optimizer) of fast/'s edition, at a stage of ZeRO."""
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    if stage == 3:
+        wrapped = FastFSDP(net, None, compute_dtype)
+        return wrapped, FSDPOptimizer(wrapped.parameters(), sgd, [wrapped])
+    return net, AheadOptimizer(net.parameters(), sgd, None, stage, 0.009, compute_dtype)
 
 
 def bytes_alive():
@@ -45,19 +43,17 @@ def bytes_alive():
                and not issubclass(type(t), FakeTensor)]  # torch.compile keeps some, which have no memory
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    for t in fast.gloo.mailbox_memory():
-        sizes.pop(t.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
 
 
 def wait_for(reducers):
-    """Until what is under way has come: before, the reference's ring has room for chunks, too."""
+    """Until what is under way has come: before, a ring has room for chunks, too."""
     for reducer in reducers:
         for sent in reducer.under_way:
             sent[1].wait()
 
 
-@on_cpus_both
+@on_cpus
 @parametrize("stage", [2, 3])
 @on_ranks(2)
 def test_at_most_two_buckets_are_under_way(stage):
@@ -65,14 +61,14 @@ def test_at_most_two_buckets_are_under_way(stage):
     layer = 4 * 48 ** 2  # bytes
     x = torch.ones(2, 48)
     net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(4)])
-    model, sync, opt = laid_out(net, stage, lr=0.1)
+    model, opt = laid_out(net, stage)
     before = bytes_alive()
     for _ in range(2):
         model(x).sum().backward()
-        wait_for(sync.reducers)
+        wait_for(opt.reducers)
         # A shard of the gradients lives on, and two buckets with room for their averages.
         assert bytes_alive() - before <= 4 * layer / 2 + 2 * (layer + layer / 2)
-    sync.finish_grad_sync()
+    opt.finish_grad_sync()
     opt.step()
     opt.zero_grad()
     assert bytes_alive() <= before  # the next forward needs the room
@@ -82,18 +78,18 @@ def test_at_most_two_buckets_are_under_way(stage):
 @parametrize("zero, within", [(0, 4), (1, 4), (2, 2), (3, 4)])
 @on_ranks(4)
 def test_zero_keeps_what_the_table_says(zero, within):
-    """Between backward and step, in bf16 with AdamW, on any device. The lecture's edition frees gradients as they are
-    averaged, and zero_grad has nothing left to free."""
+    """Between backward and step, in bf16 with AdamW, on any device. The reference drops gradients when they are averaged,
+    of which each rank keeps its part."""
     config, before = model.GPTConfig(vocab_size=256, seq_len=16, n_layer=2, n_head=4, n_embd=64), bytes_alive()
     layout = train.Layout(dp=4, dtype=torch.bfloat16, zero=zero, zero_within=within)
-    net = train.parallelize(config, layout, "cpu", optimizer=partial(torch.optim.AdamW, lr=0.1), edition=edition_here())
-    opt, x = net.optimizer, torch.randint(256, (2, 16)).split(1)
+    net = parallelize(config, layout, "cpu", optimizer=partial(torch.optim.AdamW, lr=0.1))
+    x = torch.randint(256, (2, 16)).split(1)
     for step in range(2):
-        opt.zero_grad()
+        net.zero_grad()
         net.forward_backward(x, x)
         kept = bytes_alive() - before
-        opt.step()
-    opt.zero_grad()
+        net.step()
+    net.zero_grad()
     table = memory_bytes(config, Settings(dp=within, zero=zero, dtype="bf16", batch_size=within))
     stays, gradients = table["parameters"] + table["optimizer"], table["gradients"]
     if zero == 1 and is_plain():
@@ -113,7 +109,7 @@ def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backwar
     net.zero_grad()
     name, before = "reduce_scatter_tensor" if zero else "all_reduce", bytes_alive()
     dist.reset_traffic()
-    net.run(x, y, None, net.actions(len(x)), 1.0, net.optimizer)
+    net.run(net.lists(len(x)), x, y, 1.0, None)
     in_backward = dist.traffic()[name].calls
     net.optimizer.finish_grad_sync()
     k = 4 * sum(param.numel() for param in stepped_by(net.optimizer))  # of ZeRO half of the gradients, padded
@@ -129,7 +125,7 @@ def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backwar
 def test_gradients_that_add_up_exist_once(compute_dtype):
     """While micro-batches add up there is one set of gradients, in the shards' dtype."""
     net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
-    _, sync, _ = laid_out(net, 1, lr=0.1, compute_dtype=compute_dtype)
+    _, sync = laid_out(net, 1, compute_dtype)
     before, most = bytes_alive(), []
     for param in net.parameters():
         param.register_post_accumulate_grad_hook(lambda param: most.append(bytes_alive() - before))
@@ -180,7 +176,7 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     net, seen = Forks(4), []
     forks = [*net.forks]
     net.forks.insert(2, nn.LayerNorm(4))  # its vectors are always whole
-    model = buckets_here().sharded(net)
+    model, optimizer = laid_out(net, 3)
 
     def whole():
         return [i for i, fork in enumerate(forks) if model.bucket_of[fork.always.weight].weights is not None]
@@ -190,7 +186,7 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
     for _ in range(2):
         seen.clear()
         model(torch.ones(2, 4), order=[0, 1, 3, 4]).sum().backward()
-        model.finish_grad_sync()
+        optimizer.finish_grad_sync()
     assert seen == [[0, 1], [1, 2], [2, 3], [3], [2, 3], [1, 2], [0, 1], [0]], seen
     x = torch.ones(2, 4, requires_grad=True)
     torch.autograd.grad(model(x, order=[0, 1, 3, 4]).sum(), x)  # a backward for x alone, as in zero bubble
@@ -217,25 +213,23 @@ def test_a_bucket_of_both_ends_of_a_model_leaves_last():
     assert make_buckets(params, 1) == [[params[1]], params[::-2]]
 
 
-@on_both
 @on_ranks(2)
 def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do():
     """A bucket that the first one has left incomplete is no earlier complete in the second."""
     torch.manual_seed(0)  # the same on all ranks, whatever ran before
     one = Forks(3).double()
     net = copy.deepcopy(one)
-    model, sync, optimizer = laid_out(net, 2, lr=1.0)
+    model, optimizer = laid_out(net, 2)
     for both in False, True, True:
         for some in one, model:
             some(torch.ones(2, 4, dtype=torch.float64), both).square().sum().backward()
-    sync.finish_grad_sync()
+    optimizer.finish_grad_sync()
     with pytest.raises(ValueError, match="not in `groups`"):
         parallel.clip_grad_norm_(stepped_by(optimizer), 1.0, [])
     norm = parallel.clip_grad_norm_(stepped_by(optimizer), 0)
     assert close(norm.cpu(), nn.utils.get_total_norm([p.grad for p in one.parameters()]).cpu())
 
 
-@on_both
 @parametrize("way", [0, 1, 2, 3])
 @on_ranks(2)
 def test_16_bit_gradients_add_up_in_float32(way):
@@ -243,47 +237,20 @@ def test_16_bit_gradients_add_up_in_float32(way):
     net, x = Forks(1), torch.ones(1, 4, dtype=torch.bfloat16)
     for param in net.parameters():
         nn.init.zeros_(param)
-    model, sync, optimizer = laid_out(net, way, lr=1.0, compute_dtype=torch.bfloat16)
+    model, optimizer = laid_out(net, way, torch.bfloat16)
 
     def backward(times):
         (model(x, both=False).sum() * times).backward()  # twice that for each of 4 x 4 weights
 
-    with sync.no_sync():  # one for all, so that nobody says where one of them ends
+    with optimizer.no_sync():  # one for all, so that nobody says where one of them ends
         for i in range(11):
             backward(1 if i else 1024)
     backward(1)
-    sync.finish_grad_sync()
+    optimizer.finish_grad_sync()
     total = sum(shard.grad.sum() for shard in stepped_by(optimizer))
     if way:
         dist.all_reduce(total)
     assert total == (1024 + 11) * 2 * 4 * 4
-
-
-@on_both
-@parametrize("way", ["ddp", 1, 2, 3])
-@on_ranks(2)
-def test_an_optimizer_that_is_zeroed_drops_its_step(way):
-    """After a backward that was to be the last. One of PyTorch's does not know what BucketDDP and FlatFSDP have sent:
-    they refuse the next step, and say how to drop one."""
-    net, ((x, _), _) = module_and_inputs("encoder", 0)
-    model, sync, optimizer = laid_out(net, way, lr=1.0)
-    before = [param.detach().clone() for param in stepped_by(optimizer)]
-    model(*x).square().mean().backward()
-    optimizer.zero_grad()
-    if way in ("ddp", 3):
-        with pytest.raises(RuntimeError, match="run all but the last one under no_sync|to drop a step, zero_g"):
-            model(*x).square().mean().backward()
-            sync.finish_grad_sync()
-        model.zero_grad()
-        return
-    optimizer.step()
-    assert all(map(torch.equal, before, optimizer.shards))
-    model(*x).square().mean().backward()
-    with pytest.raises(RuntimeError, match="a step before finish_grad_sync"):
-        optimizer.step()
-    sync.finish_grad_sync()
-    optimizer.zero_grad(set_to_none=False)
-    assert all(shard.grad.eq(0).all() for shard in optimizer.shards)
 
 
 @on_cpus_both
@@ -292,16 +259,15 @@ def test_the_norm_takes_its_groups_from_the_parameters():
     """Cut by tensor parallelism, then by ZeRO; by all ranks, and by some of them."""
     mesh = parallel.make_mesh("cpu", dp=2, tp=2)
     dp, tp = (mesh.get_group(axis) for axis in ("dp", "tp"))
-    net, cut, fully = (model.GPT(SMALL).double() for _ in range(3))
-    sharded = buckets_here().sharded(parallel.tensor_parallel(fully, tp), dp)
+    net, cut = (model.GPT(SMALL).double() for _ in range(2))
     parallel.tensor_parallel(cut, tp)
-    optimizer = buckets_here().flat_optimizer(cut.parameters(), torch.optim.SGD, dp, lr=1)
-    for some in net, cut, sharded:
+    unit = parallel.Unit([*cut.parameters()], dp, 1, torch.float64)
+    for some in net, cut:
         some(tokens_of(0)[0]).square().sum().backward()
-    optimizer.finish_grad_sync()
-    sharded.finish_grad_sync()
+    unit.start_average()
+    unit.finish_average()
     want = nn.utils.get_total_norm([p.grad for p in net.parameters()])
-    for params in net.parameters(), optimizer.shards, sharded.parameters():
+    for params in net.parameters(), unit.stepped.values():
         assert close(parallel.clip_grad_norm_(params, 0), want)
     ends = [nn.Parameter(torch.ones(2).double()) for _ in range(2)]
     for param, group in zip(ends, (torch.distributed.group.WORLD, tp)):  # 4 parts of one, 2 of the other

@@ -15,7 +15,7 @@ from model import GPT, GPTConfig
 from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
 from theory.clock import is_fast, lists_of, most_held, stages_in
 from theory.traffic import (
-    blocks_of, chunks_of, contents, norms_run_again, runs_again, shards_of, tokens_of, widths)
+    blocks_of, chunks_of, contents, runs_again, shards_of, tokens_of, widths)
 
 
 # ----------------------------------------------------------------------------------------- memory: predicted and in use
@@ -128,10 +128,10 @@ def block_bytes(config, s, routed, again, fused, load):
     (and unless a kernel of fast/ computes it, the gate's result, too), and cos and sin of each position are D float32
     numbers. Experts have `routed_bytes`.
 
-    --recompute block keeps x alone. attention drops what that half has inside, and keeps its input; mlp drops what the
-    MLP has inside. mlp and norms also drop the norms' outputs, unless f has gathered a copy, and, in dense blocks whose
-    MLP does not run again, the output of the activation function. --dtype fp8: a product keeps its input and its weight
-    in a byte an element. So to drop a norm's or an activation's output saves nothing there.
+    --recompute block keeps x alone. mlp drops what the MLP has inside. In every block mlp also drops the norms'
+    outputs, unless f has gathered a copy, and, in dense blocks whose MLP does not run again, the output of the
+    activation function. --dtype fp8: a product keeps its input and its weight in a byte an element. So to drop a norm's
+    or an activation's output saves nothing there.
     """
     tokens = tokens_of(config, s)
     c = config.n_embd
@@ -142,7 +142,7 @@ def block_bytes(config, s, routed, again, fused, load):
         return tokens * own
     gathers = s.sp and not is_fast(s)
     eight = s.dtype == "fp8"
-    norms_go = norms_run_again(s) and not eight
+    norms_go = s.recompute == "mlp" and not eight
     tuned = fused and is_fast(s)
     hidden = config.hidden / s.tp
     attention = attention_bytes(config, s, fused) + eight * config.heads_width / s.tp
@@ -155,12 +155,10 @@ def block_bytes(config, s, routed, again, fused, load):
     of_attention, of_mlp = matrices(config, s.tp) if eight else (0, 0)
     kept = 2 * own + 2 * norm_bytes(config, s, c, fused) / tokens_cut
     weights = 0
-    for part, inside, of_weights, copied, alone in (
-            ("attention", attention, of_attention, gathers, own),
-            ("mlp", mlp, of_mlp, gathers and not routed, 0)):
-        if again and s.recompute == part:
-            kept += alone
-            continue
+    parts = [(attention, of_attention, gathers)]
+    if not again:  # else the MLP runs again
+        parts.append((mlp, of_mlp, gathers and not routed))
+    for inside, of_weights, copied in parts:
         kept += inside
         weights += of_weights
         if not norms_go or copied:

@@ -17,8 +17,8 @@ from further.pieces import matrices
 from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements, table_elements
 from theory.traffic import (
-    AGAIN, BESIDE, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, messages, messages_in_buckets,
-    norms_run_again, recomputed, sent, sequences_of, shards_of, tokens_of, widths)
+    AGAIN, BESIDE, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, messages, messages_in_buckets, recomputed,
+    sent, sequences_of, shards_of, tokens_of, widths)
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -172,10 +172,9 @@ def block_seconds(config, s, machine, routed):
     into_buckets = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
     dropped = tokens * narrow * (4 * config.n_embd + (config.up_width + config.hidden) / s.tp) / machine.elementwise
     f += scores
-    i += 2.5 * scores + dropped * norms_run_again(s)
+    i += 2.5 * scores + dropped * (s.recompute == "mlp")
     w += into_buckets
-    again = {"none": 0.0, "norms": 0.0, "mlp": 2 * met * mlp * tokens / machine.matmul,
-             "attention": scores + 2 * attention * tokens / machine.matmul, "block": f}[s.recompute]
+    again = {"none": 0.0, "mlp": 2 * met * mlp * tokens / machine.matmul, "block": f}[s.recompute]
     return f, i, w, again
 
 
@@ -214,7 +213,7 @@ def stage_seconds(config, s, machine, stages):
         f, i, w = (a + b for a, b in zip((f, i, w), parts))
     if not blocks or s.cuda_graphs == "on":
         return f, i, w
-    launched_twice = blocks if norms_run_again(s) else twice
+    launched_twice = blocks if s.recompute == "mlp" else twice
     launch = (blocks + routed * MORE_TO_LAUNCH[s.ep > 1]) * machine.launch * (1 + launched_twice / blocks / 3)
     slow = max(1.0, launch / (f + i + w))
     return slow * f, slow * i, slow * w
@@ -274,7 +273,7 @@ def context_seconds(config, s, machine, stages, spent):
     """
     if s.cp == 1 or s.cp_kind == "ulysses":
         return spent["cp"].total()
-    again = recomputed(config, s, stages.values())[0] * (s.recompute in ("attention", "block"))
+    again = recomputed(config, s, stages.values())[0] * (s.recompute == "block")
     runs = 3.5 * contents(config, stages.values())[0] + again  # of attention's forward; backward takes 2.5 times
     over = runs * s.micro_batches * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
     loss = spent["cp"]["loss"]

@@ -83,12 +83,6 @@ def runs_again(config, s, runs):
     return blocks if s.recompute != "none" else []
 
 
-def norms_run_again(s):
-    """Whether backward computes the norms again, in every block. --recompute mlp does, because blocks beyond
-    --recompute-blocks drop what they drop under "norms"."""
-    return s.recompute in ("norms", "mlp")
-
-
 def recomputed(config, s, runs):
     """How many these are: (blocks, blocks with experts)."""
     return contents(config, runs_again(config, s, runs))[:2]
@@ -212,7 +206,7 @@ def messages_of_experts(config, s, stages, rows):
     narrow, wide = widths(s)
     choices = config.top_k * tokens_of(config, s)
     routed = contents(config, stages.values())[1]
-    again = recomputed(config, s, stages.values())[1] * (s.recompute in ("mlp", "block"))
+    again = recomputed(config, s, stages.values())[1]
     times = backward_runs(s)
     passes = s.micro_batches * routed  # through blocks, forward
     backwards = times * passes
@@ -250,8 +244,8 @@ def messages_of_tensors(config, s, stages):
     sublayers = m * (2 * blocks + shared)
     times = backward_runs(s)
     # Sublayers whose f backward runs again, and whose g: not the last one's, whose result backward does not need.
-    shared_again = twice_routed * bool(shared) * (s.recompute in ("mlp", "block"))
-    f_again = times * m * (twice * {"none": 0, "norms": 0, "block": 2}.get(s.recompute, 1) + shared_again)
+    shared_again = twice_routed * bool(shared)
+    f_again = times * m * (twice * (2 if s.recompute == "block" else 1) + shared_again)
     g_again = times * m * (twice * (s.recompute == "block") + shared_again)
     rows = [n * rows for rows in chunks_of(config, s) for n in (1, 2)]
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", rows, wide, m * last)
@@ -285,7 +279,7 @@ def messages_of_context(config, s, stages):
     times = backward_runs(s)
     passes = s.micro_batches * contents(config, runs)[0]
     backwards = times * passes
-    twice = times * s.micro_batches * recomputed(config, s, runs)[0] * (s.recompute in ("attention", "block"))
+    twice = times * s.micro_batches * recomputed(config, s, runs)[0] * (s.recompute == "block")
     both = passes + backwards + twice  # forwards and backwards: keys and values travel in each
     if s.cp_kind == "ring":
         yield Message("keys and values", "isend", "cp", [2 * keys], narrow, (s.cp - 1) * both)

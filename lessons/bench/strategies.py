@@ -19,7 +19,7 @@ import kernels
 import model
 import parallel
 import train
-from fast import attention, gloo, hopper, linear, nccl, norm, recorded, run, stages
+from fast import attention, hopper, linear, nccl, norm, recorded, run, stages
 from fast.edition import Fast
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
@@ -251,7 +251,6 @@ def pieces():
         "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
         "sums": [(NodeLink, "kernel_for", lambda *args: None)],                     # all-reduces by copies, messages
         "replay": [(recorded, "REPLAY_BYTES", 0)],                                  # collectives launched one by one
-        "mailboxes": [(gloo, "make_mailboxes", lambda link: None)],                 # gloo's TCP
         "fp8": [(run, "use_fp8", lambda stage: None)],                              # of --dtype fp8: bf16
         "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
         "fetching": [(Prefetcher, "prefetch", lambda self, unit: None)],            # no unit ahead

@@ -1,0 +1,197 @@
+"""A Parallel of pieces that are no GPT's equals one process."""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import collectives as dist
+from further import together
+from further.lists import check, check_weights
+from further.schedules import HalvedPipeline, SCHEDULES, zero_bubble_h1
+from further.whole import take_state, whole_state
+from parallel import (
+    Action, ColumnParallelLinear, CopyToGroup, lists_of_pieces, lower, make_mesh, Parallel, ReduceFromGroup,
+    RowParallelLinear, ScheduleError, tensor_parallel, with_weights)
+from tests.pool import close, parametrize
+
+TABLE = {"up": partial(ColumnParallelLinear, f=CopyToGroup.apply),
+         "down": partial(RowParallelLinear, g=ReduceFromGroup.apply)}
+LOSS = partial(nn.functional.mse_loss, reduction="sum")
+SGD = partial(torch.optim.SGD, lr=0.1)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Wide(nn.Module):
+    """Inputs and outputs of pieces have different shapes, and the norm's weights are vectors."""
+
+    def __init__(self, n_in, n_out):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(n_in), nn.Linear(n_in, 12), nn.Linear(12, n_out)
+
+    def forward(self, x):
+        return self.down(self.up(self.norm(x)).tanh())
+
+
+def pieces_of(seed):
+    torch.manual_seed(seed)
+    return [piece.double() for piece in (nn.Linear(5, 6), Wide(6, 7), Wide(7, 8), nn.Linear(8, 3))]
+
+
+def batch(step, n=8):
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(n, width, generator=generator, dtype=torch.float64) for width in (5, 3))
+
+
+def of_one_process(steps=2, frozen=()):
+    net = nn.Sequential(*pieces_of(0))
+    for i in frozen:
+        net[i].requires_grad_(False)
+    optimizer = SGD([param for param in net.parameters() if param.requires_grad])
+    losses, norms = [], []
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = LOSS(net(x), y) / y.numel()
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.3).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, {name: param.detach() for name, param in net.named_parameters()}
+
+
+def on_rank(sizes, m, frozen=(), seeds=False, **options):
+    """Losses, norms and whole weights of two steps. seeds: each rank begins with other weights."""
+    mesh = make_mesh("cpu", **sizes)
+    pieces = pieces_of(dist.get_rank() if seeds else 0)
+    for i in frozen:
+        pieces[i].requires_grad_(False)
+    for piece in pieces:
+        tensor_parallel(piece, mesh.get_group("tp"), TABLE)
+    net = Parallel(pieces, LOSS, mesh, optimizer=SGD, dtype=torch.float64, **options)
+    losses, norms = [], []
+    for step in range(2):
+        x, y = (t.chunk(sizes.get("dp", 1))[dist.get_rank(mesh.get_group("dp"))].chunk(m) for t in batch(step))
+        net.zero_grad()
+        loss = net.forward_backward(x, y)
+        norms.append(net.clip_grad_norm_(0.3).item())
+        net.step()
+        dist.all_reduce(loss, dist.ReduceOp.AVG, mesh.get_group("dp"))
+        losses.append(loss.item())
+    return losses, norms, whole_state(net, keys=())["weights"]
+
+
+HALVED = dict(schedule=zero_bubble_h1, pipeline=HalvedPipeline)
+
+
+@parametrize("sizes, m, options", [
+    ({"dp": 1}, 2, {}), ({"dp": 2}, 1, {}), ({"dp": 2}, 2, {"zero": 1}), ({"dp": 4}, 2, {"zero": 2}),
+    ({"dp": 2}, 2, {"zero": 3}), ({"tp": 2}, 1, {}), ({"dp": 2, "tp": 2}, 2, {"zero": 3}), ({"pp": 2}, 4, {}),
+    ({"pp": 2, "dp": 2}, 2, {"zero": 3}), ({"pp": 2, "dp": 2}, 2, {"zero": 2, **HALVED}), ({"pp": 2}, 4, HALVED),
+    ({"dp": 2}, 2, {"zero": 3, "frozen": (0, 1)}), ({"pp": 2, "dp": 2}, 2, {"zero": 1, "frozen": (0,)}),
+    ({"dp": 2}, 1, {"frozen": (1, 3)}), ({"pp": 2}, 2, {"frozen": (0, 1), **HALVED})], ids=str)
+def test_a_chain_of_pieces_equals_one_process(sizes, m, options):
+    """Under tp the layers of the table are cut; what is frozen stays as it is, and needs no gradient before the first
+    piece that is trained."""
+    for found in together.run(math.prod(sizes.values()), lambda: on_rank(sizes, m, **options)):
+        assert_same(of_one_process(frozen=options.get("frozen", ())), found)
+
+
+def assert_same(want, got):
+    assert all(close(a, b, 1e-12) for both in zip(want[:2], got[:2]) for a, b in zip(*both, strict=True))
+    assert want[2].keys() == got[2].keys()
+    assert all(close(got[2][name], weight, 1e-12) for name, weight in want[2].items())
+
+
+def test_replicas_start_with_the_first_one_s_weights():
+    for found in together.run(2, lambda: on_rank({"dp": 2}, 1, seeds=True, zero=1)):
+        assert_same(of_one_process(), found)
+
+
+def test_a_state_is_taken_by_any_layout():
+    """Weights and moments of one, after two steps of AdamW, are those of the other."""
+    def trained(state, sizes, **options):
+        net = Parallel(pieces_of(3), LOSS, make_mesh("cpu", **sizes), optimizer=ADAMW, dtype=torch.float64, **options)
+        if state:
+            take_state(net, state, 1)
+        x, y = (t.chunk(sizes["dp"])[dist.get_rank(net.groups.dp_cp)] for t in batch(int(bool(state))))
+        net.zero_grad()
+        net.forward_backward([x], [y])
+        net.step()
+        return whole_state(net)
+
+    ways = {"dp": 1}, {"dp": 2, "zero": 3}, {"dp": 1, "pp": 2}, {"dp": 2, "zero": 1}
+    states = []
+    for there, here in zip(ways, ways[1:] + ways[:1]):
+        state = None
+        for way in there, here:
+            sizes = {axis: n for axis, n in way.items() if axis != "zero"}
+            state, *_ = together.run(math.prod(sizes.values()), lambda: trained(state, sizes, zero=way.get("zero", 0)))
+        states.append(state)
+    for state in states[1:]:
+        assert all(close(state[key][name], whole, 1e-9) for key, some in states[0].items() for name, whole in some.items())
+
+
+@parametrize("told, body", [
+    ("this replica has 1 micro-batches, all 2 together 3", lambda net, x, y: net.forward_backward(
+        x.chunk(1 + dist.get_rank()), y.chunk(1 + dist.get_rank()))),
+    ("freeze parameters", lambda net, x, y: (next(net.pieces[1].parameters()).requires_grad_(False),
+                                             net.forward_backward([x], [y]))),
+    ("before zero_grad", lambda net, x, y: (net.forward_backward([x], [y]), net.forward_backward([x], [y]))),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_what_would_train_wrong_or_hang_is_refused(told, body):
+    def refused():
+        net = Parallel(pieces_of(0), LOSS, make_mesh("cpu", dp=2), zero=2, optimizer=SGD, dtype=torch.float64)
+        with pytest.raises((ValueError, RuntimeError), match=told if dist.get_rank() == 0 or "all 2" not in told else "all 2"):
+            body(net, *batch(0))
+    together.run(2, refused)
+
+
+# ------------------------------------------------------------------------------------------------- lists that are wrong
+
+RIGHT = [Action(word[0], int(word[1]), 0) for word in "F0 F1 F2 B2 B1 B0".split()]
+WRONG = [  # ZeRO's stage, a change of its list: (what is left out, what is put in front of it), what is said, where
+    (3, "G1", "", "the weights of piece 1 are not whole", "F1"),
+    (3, "D1", "", "piece 1 is whole already", "G1"),
+    (3, "A1", "", "gradients of piece 1 are not averaged", "end"),
+    (2, "A2", "", "gradients of piece 2 are not averaged", "end"),
+    (1, "", "A1 B1", "no gradient that waits", "A1"),
+    (0, "", "A2 A2", "no gradient that waits", "A2"),
+    (0, "", "G0 F0", "ZeRO-0 has nothing to gather", "G0"),
+    (1, "", "D1 F2", "only ZeRO-3 drops", "D1"),
+    (3, "", "D1 B1", "the weights of piece 1 are not whole", "B1"),
+    (3, "", "D0 B2", "piece 0 is not whole", "D0"),
+    (3, "", "G0 A0", "put D for piece 0", "end"),
+]
+
+
+@parametrize("zero, out, put, told, place", WRONG, ids=lambda value: str(value))
+def test_a_wrong_list_is_refused_at_its_place(zero, out, put, told, place):
+    """Each trains wrong, or uses memory that is not there. Right ones are accepted for every stage and schedule."""
+    right = with_weights(RIGHT, zero, lookups=(0,))
+    check([right], zero=zero, lookups=(0,))
+    names = [f"{action.kind}{action.stage}" for action in right]
+    if out:
+        names.remove(out)
+    if put:
+        new, before = put.split()
+        names.insert(names.index(before), new)
+    wrong = [Action(name[0], int(name[1]), 0) for name in names]
+    with pytest.raises(ScheduleError, match=told) as error:
+        check([wrong], zero=zero, lookups=(0,))
+    at = error.value.at[0]
+    assert [*names, "end"][at] == place
+
+
+@parametrize("schedule", SCHEDULES)
+def test_every_schedule_s_letters_are_right(schedule):
+    """Of 2 and 3 ranks, few and many micro-batches, every stage of ZeRO: proven, and at most two pieces are whole."""
+    for p, m, zero in itertools.product((1, 2, 3), (1, 2, 5), range(4)):
+        v = 2 if schedule == "interleaved" else 1
+        lists = [with_weights(actions, zero, (0,)) for actions in lists_of_pieces(SCHEDULES[schedule], p, m, v, 9)]
+        check(lower(lists), m, zero, (0,))
+        whole, _ = zip(*(check_weights(lists, rank, zero, (0,)) for rank in range(p)))
+        assert zero != 3 or max(whole) <= 2
