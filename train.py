@@ -243,6 +243,8 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
     groups = make_groups(mesh, layout, piece_to_rank, config)
     source = source or partial(initial_weight, config, seed=0)
     pieces = [None] * len(piece_to_rank)
+    stages = parallel.pieces_of_stages(schedule_of(layout.schedule), layout.pp, layout.virtual_stages, len(pieces))
+    first_block = {i: max(1, stage.start) for stage in stages.values() for i in stage}
     for i in parallel.stages_on(dist.get_rank(groups.pp), piece_to_rank):
         # 1. Shapes without memory, a piece at a time, because the model may not fit on one rank.
         pieces[i] = piece = GPT(config, seed=None, pieces=[i])
@@ -251,7 +253,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
         cut_layers(piece, layout, groups, edition)
         mark_ends(piece, groups)
         # 3. What is not kept from forward to backward.
-        keep_less(piece, layout)
+        keep_less(piece, layout, i - first_block[i])
         # 4. Weights, one parameter at a time, of which each rank keeps its part: the same numbers in every layout.
         materialize(piece, source, device, parallel.master_dtype(layout.dtype), parallel.cut_like)
         if config.tied and piece.lm_head and pieces[0]:
@@ -260,12 +262,13 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
     return ParallelGPT(config, layout, mesh, groups, pieces, optimizer)
 
 
-def keep_less(model, layout):
-    """Let a stage compute its loss in chunks, and activations again in backward, where the layout says so."""
+def keep_less(model, layout, before=0):
+    """Let a stage, or a piece of it behind `before` blocks, compute its loss in chunks, and activations again in
+    backward, where the layout says so."""
     if layout.loss_chunk and model.lm_head:
         idea("compute_loss_in")(model.lm_head, layout.loss_chunk, model.config.vocab_size)
     if layout.recompute != "none":
-        idea("recompute")(model, layout.recompute, layout.recompute_blocks)
+        idea("recompute")(model, layout.recompute, layout.recompute_blocks, before)
 
 
 def piece_to_rank_of(config, layout):

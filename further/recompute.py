@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from model import MLP
 
 
-def recompute(model, part, blocks=0):
-    """Let backward compute `part` of a GPT's first `blocks` blocks again, or of all, where that is 0. With "mlp" the
-    other blocks drop both norms' outputs and the activation function's, so no product of theirs runs again."""
-    for number, block in enumerate(model.h.values()):
+def recompute(model, part, blocks=0, before=0):
+    """Let backward compute `part` of a stage's first `blocks` blocks again, or of all, where that is 0. With "mlp" the
+    other blocks drop both norms' outputs and the activation function's, so no product of theirs runs again. model: a
+    GPT, the stage or what comes in it behind `before` blocks."""
+    for number, block in enumerate(model.h.values(), before):
         again = not blocks or number < blocks
         if part == "mlp":
             block.forward = partial(without_norms, block)

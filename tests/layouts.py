@@ -172,10 +172,10 @@ def margin_of(router, x):
 
 def small_gpt(config=SMALL, optimizer=functools.partial(torch.optim.SGD, lr=0.1), edition=None, frozen=None, **options):
     """A ParallelGPT in a layout on this process's device. frozen(name): whether a parameter is not trained."""
-    def freeze(piece, layout):
+    def freeze(piece, *more):
         for name, param in piece.named_parameters():
             param.requires_grad_(not (frozen and frozen(name)))
-        return real(piece, layout)
+        return real(piece, *more)
 
     real = train.keep_less
     with patch.object(train, "keep_less", freeze):

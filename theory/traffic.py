@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 import parallel
-from theory.clock import is_fast, stage_to_rank_in
+from theory.clock import halves_backward, is_fast, stage_to_rank_in
 
 
 def sent(op, elements, width, n, rank=0, small=0, switched=False):
@@ -86,6 +86,12 @@ def runs_again(config, s, runs):
 def recomputed(config, s, runs):
     """How many these are: (blocks, blocks with experts)."""
     return contents(config, runs_again(config, s, runs))[:2]
+
+
+def backward_runs(s):
+    """How often a piece's backward runs for a micro-batch. The reference's I and W each run it, and what sends in it
+    sends twice; fast/'s W takes what I has kept."""
+    return 2 if not is_fast(s) and halves_backward(s.schedule, s.pp, s.virtual_stages) else 1
 
 
 def widths(s):
@@ -201,15 +207,17 @@ def messages_of_experts(config, s, stages, rows):
     choices = config.top_k * tokens_of(config, s)
     routed = contents(config, stages.values())[1]
     again = recomputed(config, s, stages.values())[1]
-    backwards = s.micro_batches * routed
-    forwards = backwards + s.micro_batches * again
+    times = backward_runs(s)
+    passes = s.micro_batches * routed  # through blocks, forward
+    backwards = times * passes
+    forwards = passes + times * s.micro_batches * again
     if s.ep > 1:
         yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards)
-        there, back = ([scaled(each, config.n_embd) for each in way] for way in rows or [[choices] * backwards] * 2)
+        there, back = ([scaled(each, config.n_embd) for each in way] for way in rows or [[choices] * passes] * 2)
         for way, reverse in (there, back), (back, there):
             twice = [each for i, each in enumerate(way) if i % routed < again]  # of each micro-batch, in order
-            yield Message("rows", "all_to_all_single", "ep", [*way, *twice], narrow)
-            yield Message("gradients of rows", "all_to_all_single", "ep", reverse, narrow)
+            yield Message("rows", "all_to_all_single", "ep", way + times * twice, narrow)
+            yield Message("gradients of rows", "all_to_all_single", "ep", times * reverse, narrow)
     if s.sp:  # f gathers choices and gates, too
         yield Message("choices", GATHER, "tp", [choices], 8, forwards)
         yield Message("gates", GATHER, "tp", [choices], wide, forwards)
@@ -232,31 +240,32 @@ def messages_of_tensors(config, s, stages):
     narrow, wide = widths(s)
     blocks, routed, first, last = contents(config, runs)
     twice, twice_routed = recomputed(config, s, runs)
-    again = twice * (2 if s.recompute == "block" else 1)  # how many sublayers run again
-    # The last g of what runs again does not, because backward does not need its result.
-    scatters = m * (4 * blocks + twice * (s.recompute == "block"))
-    # Shared experts have an f and a g of their own.
-    shared = routed if config.experts and config.shared_experts else 0
+    shared = routed if config.experts and config.shared_experts else 0  # these have an f and a g of their own
+    sublayers = m * (2 * blocks + shared)
+    times = backward_runs(s)
+    # Sublayers whose f backward runs again, and whose g: not the last one's, whose result backward does not need.
     shared_again = twice_routed * bool(shared)
-    scatters += m * (2 * shared + shared_again)
-    sublayers = m * (2 * blocks + shared)  # each has an f, whose backward adds up the gradient of its input
+    f_again = times * m * (twice * (2 if s.recompute == "block" else 1) + shared_again)
+    g_again = times * m * (twice * (s.recompute == "block") + shared_again)
     rows = [n * rows for rows in chunks_of(config, s) for n in (1, 2)]
     yield Message("loss: the maximum, then two sums", "all_reduce", "tp", rows, wide, m * last)
-    for op in HALVES if s.sp else ["all_reduce"]:
-        yield Message("embedding, head", op, "tp", [tokens * c], narrow, m * (first + last))
-    if not s.sp:  # a block: g twice forward, f twice backward
-        yield Message("activations: 2 a block", "all_reduce", "tp", [tokens * c], narrow, scatters - sublayers)
-        yield Message("gradients: 2 a block", "all_reduce", "tp", [tokens * c], narrow, sublayers)
+    ends = m * (first + times * last)  # the embedding's g in forward, the head's f in backward
+    if not s.sp:
+        yield Message("embedding, head", "all_reduce", "tp", [tokens * c], narrow, ends)
+        yield Message("activations: 2 a block", "all_reduce", "tp", [tokens * c], narrow, sublayers + g_again)
+        yield Message("gradients: 2 a block", "all_reduce", "tp", [tokens * c], narrow, times * sublayers)
         return
+    yield Message("embedding, head", GATHER, "tp", [tokens * c], narrow, m * (first + last))
+    yield Message("embedding, head", SCATTER, "tp", [tokens * c], narrow, ends)
     # In forward f gathers and g scatters, in backward the other way round: 8 halves a block.
-    gathers = m * (4 * blocks + again + 2 * shared + shared_again)
+    both_ways = sublayers + times * sublayers
     # Backward also gathers again what f has gathered, but experts and FP8's products have kept it.
     beside = (sublayers - m * routed) * is_fast(s)
     regathered = beside * (s.dtype != "fp8")
-    yield Message("activations gathered", GATHER, "tp", [tokens * c], narrow, gathers)
+    yield Message("activations gathered", GATHER, "tp", [tokens * c], narrow, both_ways + f_again)
     yield Message(AGAIN, GATHER, "tp", [tokens * c], narrow, regathered)
     yield Message(MEANWHILE, SCATTER, "tp", [tokens * c], narrow, beside)
-    yield Message("activations scattered", SCATTER, "tp", [tokens * c], narrow, scatters - beside)
+    yield Message("activations scattered", SCATTER, "tp", [tokens * c], narrow, both_ways + g_again - beside)
 
 
 def messages_of_context(config, s, stages):
@@ -267,9 +276,11 @@ def messages_of_context(config, s, stages):
     narrow, wide = widths(s)
     tokens = tokens_of(config, s)
     heads, keys = (tokens * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
-    backwards = s.micro_batches * contents(config, runs)[0]
-    twice = s.micro_batches * recomputed(config, s, runs)[0] * (s.recompute == "block")
-    both = 2 * backwards + twice  # forwards and backwards: keys and values travel in each
+    times = backward_runs(s)
+    passes = s.micro_batches * contents(config, runs)[0]
+    backwards = times * passes
+    twice = times * s.micro_batches * recomputed(config, s, runs)[0] * (s.recompute == "block")
+    both = passes + backwards + twice  # forwards and backwards: keys and values travel in each
     if s.cp_kind == "ring":
         yield Message("keys and values", "isend", "cp", [2 * keys], narrow, (s.cp - 1) * both)
         yield Message("their gradients", "isend", "cp", [2 * keys], wide, (s.cp - 1) * backwards)

@@ -18,6 +18,7 @@ import collectives as dist
 import kernels
 import model
 import parallel
+import train
 from fast import attention, hopper, linear, nccl, norm, recorded, run, stages
 from fast.edition import Fast
 from fast.nccl import Direct, NodeLink
@@ -75,7 +76,7 @@ def configs_of(config):
 def make_trainer(config, s, device, edition=Fast):
     """A trainer on random tokens, of fast/ or of the reference. edition: fast/'s, where s.fast is on."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len)
-    given = s, config, peers.random_source(config, device), (tokens, tokens, None), device
+    given = s, config, peers.random_source(config, device), (tokens, tokens, train.Bytes()), device
     if s.fast == "off":
         return WatchedTrainer(*given)
     with patched([(run.FastTrainer, "build", staticmethod(functools.partial(stages.parallelize, edition=edition)))]):
