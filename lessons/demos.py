@@ -22,7 +22,7 @@ from further.buckets import BucketDDP
 from further.lists import check, lower
 from further.packed import pairs_of_ranks
 from further.schedules import SCHEDULES
-from lessons import kernels, links, micro, pages, puzzles, same, turns
+from lessons import kernels, links, micro, mutate, pages, puzzles, same, turns
 from lessons.allocator import demo_allocator
 from lessons.bench.peers import token_loss
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
@@ -489,6 +489,7 @@ def main():
     for many in (puzzles, turns):
         many.add_to(lessons)
     same.add_to(lessons.add_parser("same", help=same.main.__doc__)).set_defaults(demo=same.main)
+    mutate.add_to(lessons.add_parser("mutate", help=mutate.mutate.__doc__)).set_defaults(demo=mutate.mutate)
     try:
         launch.started()
         flags = vars(parser.parse_args())
