@@ -38,7 +38,8 @@ import parallel
 import train
 from tests.links import nodes_of
 from tests.pool import (
-    BOTH, close, DEVICES, in_new_process, needs_kernels, on_both, on_cpus_both, on_ranks, parallelize, parametrize, table)
+    BOTH, close, DEVICES, in_new_process, needs_kernels, on_both, on_cpus_both, on_ranks, parallelize, parametrize,
+    table)
 from fast.edition import Fast
 from fast.graphs import replay_micro_batches
 from further.experts import routers

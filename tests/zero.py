@@ -78,8 +78,8 @@ def test_at_most_two_buckets_are_under_way(stage):
 @parametrize("zero, within", [(0, 4), (1, 4), (2, 2), (3, 4)])
 @on_ranks(4)
 def test_zero_keeps_what_the_table_says(zero, within):
-    """Between backward and step, in bf16 with AdamW, on any device. The reference drops gradients when they are averaged,
-    of which each rank keeps its part."""
+    """Between backward and step, in bf16 with AdamW, on any device. The reference drops gradients when they are
+    averaged, and each rank keeps its part of the average."""
     config, before = model.GPTConfig(vocab_size=256, seq_len=16, n_layer=2, n_head=4, n_embd=64), bytes_alive()
     layout = train.Layout(dp=4, dtype=torch.bfloat16, zero=zero, zero_within=within)
     net = parallelize(config, layout, "cpu", optimizer=partial(torch.optim.AdamW, lr=0.1))
