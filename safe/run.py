@@ -349,7 +349,7 @@ class WatchedRun(Run):
             saved = self.train(device)
         except Exception as error:  # noqa: BLE001  the other ranks must hear of any error
             watch.give_up(error)
-        watch.done = True
+        watch.stop()
         dist.destroy_process_group()
         sys.exit(130 if self.interrupted else 0 if saved else 1)
 
@@ -374,8 +374,8 @@ class WatchedRun(Run):
         ends = [signal.SIGTERM, signal.SIGHUP, *[signal.SIGINT] * bool(self.s.out)]
         ends = [end for end in ends if signal.getsignal(end) != signal.SIG_IGN]
         before = [signal.signal(end, lambda number, _: setattr(trainer, "terminated", number)) for end in ends]
-        hint = "Ctrl-C   this step ends and is saved; a second Ctrl-C quits at once"
-        with launch.second_interrupt_quits(partial(trainer.say, hint)) if self.s.out else contextlib.nullcontext():
+        hint = "Ctrl-C   this step ends and is saved; a second Ctrl-C quits at once" * self.on_rank_0
+        with launch.second_interrupt_quits(hint) if self.s.out else contextlib.nullcontext():
             trainer.train(self.saved)
         for end, handler in zip(ends, before):  # after a stop all is saved: a scheduler's second signal is ignored
             is_late = trainer.stopping and end != signal.SIGINT
