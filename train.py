@@ -736,6 +736,7 @@ class Run:
     mode = "plain: the reference alone, which is what you read"
     flags = Flags
     trainer = Trainer
+    meet = staticmethod(dist.meeting_place)
 
     def __init__(self, arguments):
         try:
@@ -774,6 +775,8 @@ class Run:
             self.saved, self.source = read_checkpoint(s, self.config, config_of)
         if FURTHER:
             refusals.check_files(s, self.config, texts, *self.data, self.saved)
+            told = refusals.told(s, self.config, self.data, dashed, checkpoint=self.saved and self.saved["step"])
+            self.meet = partial(refusals.agreed, self.meet, told)
 
     def start(self):
         """Meet the other processes, train, part."""
@@ -785,7 +788,7 @@ class Run:
             from further.together import join
             device = join(processes_of(self.s, 1))
         else:
-            device = dist.initialize(self.s.device)
+            device = dist.initialize(self.s.device, rendezvous=self.meet)
         if dist.get_rank() == 0:
             print(f"mode     {self.mode}", flush=True)
         self.trainer(self.s, self.config, self.source, self.data, device, self.edition).train(self.saved)
