@@ -1,4 +1,4 @@
-"""`python -m lessons same`: right layouts are the same, and faults are seen, placed and named."""
+"""`python -m lessons same`: right layouts are the same, and faults are seen, placed and named. And `mutate`: what tests see."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ import model
 import parallel
 import train
 from further.experts import routers
-from lessons import same
+from lessons import mutate, same
 from tests import layouts
 from tests.pool import parametrize
 from tests.runs import ran
@@ -204,3 +204,15 @@ def test_a_test_may_call_it():
     """From a process that has done anything."""
     found = same.check(ADAPTERS / "zero.py")
     assert found["same"] is True and found["runs"]["fp64"]["steps"][0]["gradients"] == [14, 14]
+
+
+@parametrize("name, counts, code", [("blind", "3 faults: 1 seen, 0 hang, 1 survive, 1 not reached", 1),
+                                    ("seeing", "3 faults: 2 seen, 0 hang, 0 survive, 1 not reached", 0)])
+def test_mutate_says_what_tests_do_not_see(tmp_path, name, counts, code):
+    """Of a line that is called once: there is no call before it, so nothing is stale."""
+    shutil.copytree(ADAPTERS.parent / "mutated", tmp_path / "project")
+    words = [sys.executable, mutate.__file__, "--", sys.executable, "-m", "pytest", "-q", "-k", name, "tests"]
+    done = subprocess.run(words, cwd=tmp_path / "project", capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "-p no:cacheprovider"})
+    assert counts in done.stdout and done.returncode == code, done.stdout + done.stderr
+    assert ("average.py:7: all_reduce: the tests pass with its result times the ranks" in done.stdout) == (name == "blind")
