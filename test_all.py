@@ -50,6 +50,7 @@ from tests.plan import *  # noqa: E402, F403
 from tests.explore import *  # noqa: E402, F403
 from tests.pictures import *  # noqa: E402, F403
 from tests.checkpoints import *  # noqa: E402, F403
+from tests.daily import *  # noqa: E402, F403
 from tests.kernels import *  # noqa: E402, F403
 from tests.fp8 import *  # noqa: E402, F403
 from tests.attention import *  # noqa: E402, F403

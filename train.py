@@ -602,6 +602,7 @@ class Run:
     mode = "plain: the reference alone, which is what you read"
     flags = Flags
     trainer = Trainer
+    meet = staticmethod(dist.meeting_place)
 
     def __init__(self, arguments):
         try:
@@ -637,6 +638,8 @@ class Run:
             self.saved, self.source = idea("read_checkpoint")(s, self.config, config_of)
         if FURTHER:
             idea("check_files")(s, self.config, texts, *self.data, self.saved)
+            said = idea("told")(s, self.config, self.data, dashed, checkpoint=self.saved and self.saved["step"])
+            self.meet = partial(idea("agreed"), self.meet, said)
 
     def start(self):
         """Meet the other processes, train, part."""
@@ -647,7 +650,7 @@ class Run:
         if self.s.together:
             device = idea("join")(processes_of(self.s, 1))
         else:
-            device = dist.initialize(self.s.device)
+            device = dist.initialize(self.s.device, rendezvous=self.meet)
         if dist.get_rank() == 0:
             print(f"mode     {self.mode}", flush=True)
         self.trainer(self.s, self.config, self.source, self.data, device).train(self.saved)

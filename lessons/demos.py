@@ -314,6 +314,8 @@ def demo_types(**flags):
     for (axis, what, place), times in sorted(sent.items()):
         print(f"{axis:4} {what:36}{times:5} x  {place}")
     print(f"\n{ranks} ranks, {time.perf_counter() - start:.1f} s, no message sent. {wrong or 'Nothing is wrong.'}")
+    if wrong:
+        raise SystemExit(1)
 
 
 def context_work(rank, other, n, kind):

@@ -64,8 +64,8 @@ def noted(folder):
         seconds[test] += float(n)
     for line, name, test in rows(folder, "lines"):
         found[line, name].add(test)
-    return {site: sorted((test for test in tests if not test or seconds[test] < 1e9), key=lambda test: (seconds[test], test))
-            for site, tests in sorted(found.items())}
+    passed = {site: [test for test in tests if seconds[test] < 1e9] for site, tests in sorted(found.items())}
+    return {site: sorted(tests, key=lambda test: (seconds[test], test)) for site, tests in passed.items()}
 
 
 def seen(command, folder, site, fault, tests, limit):
@@ -101,7 +101,8 @@ def mutate(command, tests=2, only="", sample=0, limit=120):
             how = seen(command, folder, site, fault, sites[site][:tests], limit)
             counts[how] += 1
             survived += [(*site, fault)] * (how == "")
-            print(f"{ {'': 'SURVIVES', None: 'not reached'}.get(how, how):12} {fault:6} {site[1]:24} {site[0]}", flush=True)
+            told = {"": "SURVIVES", None: "not reached"}.get(how, how)
+            print(f"{told:12} {fault:6} {site[1]:24} {site[0]}", flush=True)
     print(f"\n{len(faults)} faults: {counts['fails']} seen, {counts['hangs']} hang, {counts['']} survive, "
           f"{counts[None]} not reached again; {(time.time() - start) / 60:.1f} minutes")
     for line, name, fault in survived:
@@ -115,7 +116,7 @@ def add_to(parser):
     parser.add_argument("--tests", type=int, default=2, help="that may see a fault, the shortest first (default: 2)")
     parser.add_argument("--only", default="", help="lines of files whose names have this")
     parser.add_argument("--sample", type=int, default=0, help="so many faults, drawn; left out, all")
-    parser.add_argument("--limit", type=float, default=120, help="seconds of a test; a hang counts as seen (default: 120)")
+    parser.add_argument("--limit", type=float, default=120, help="seconds of a test; a hang is seen (default: 120)")
     return parser
 
 

@@ -23,11 +23,11 @@ and, where it must,
     def whole(net, what): ...             {name: tensor} of all "weights" or "gradients", where shards hide them
     def clip(net, max_norm): ...          clip; returns the global norm before it, or None
     def optimizer(params): ...            of both sides, in place of SGD with rate 0.5
-    def update(net): ...                  a step of that in the parallel model, if it has one of its own; no gradients then
+    def update(net): ...                  a step of that in the parallel model, if it has its own; no gradients then
     micro_batches = 1, steps = 3, tolerance = 1e-9
 
 One process runs `build()` on the whole batch, then a process for each rank what `parallelize` made of that, in float64
-over gloo. Which numbers of a weight a rank has is learned, not guessed: `build()`'s weights are numbered, cut, and read.
+over gloo. Which numbers of a weight a rank has is learned: `build()`'s weights are numbered, cut, and read.
 Weights, losses, gradients, the norm, buffers, updates decide; what submodules return, and its gradients, say where the
 first fault is. What differs in float64 runs in fp32, and if need be in bf16, before it is called wrong. There a tensor
 may be off by FACTOR times as much as it moves where each weight of the one process moves by one unit in the last place.
@@ -158,7 +158,8 @@ def numbers(n):
 
 def tensors(net):
     """({name: parameter}, {name: buffer that a checkpoint would have})."""
-    cached = {f"{at}.{name}".strip(".") for at, part in net.named_modules() for name in part._non_persistent_buffers_set}
+    cached = {f"{at}.{name}".strip(".") for at, part in net.named_modules()
+              for name in part._non_persistent_buffers_set}
     return dict(net.named_parameters()), {name: t for name, t in net.named_buffers() if name not in cached}
 
 
@@ -192,8 +193,8 @@ def prepared(user, device, dtype, move, numbered):
 def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pieces=None):
     """Yields what each step computes, {kind: {name: numbers}}, and more.
 
-    move: a seed; each weight is then one unit in the last place larger or smaller. numbered: yields but the numbers that
-    a rank has. pieces: (a step, numbers of some samples, ...); yields but the gradients of each of these there."""
+    move: a seed; each weight is then one unit in the last place larger or smaller. numbered: yields but the numbers
+    that a rank has. pieces: (a step, numbers of some samples, ...); yields but the gradients of each of these there."""
     def has(what):
         if user.whole:
             return {(0, name): local(t) for name, t in user.whole(net, what).items()}
@@ -226,13 +227,14 @@ def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pi
             yield [*map(gradients_of, pieces[1:])]
             return
         n, drawn = len(batch[0]), torch.get_rng_state()
+        samples = torch.arange(n, device=device)[:, None].repeat(1, batch[0].numel() // n)
         loss = user.step(net, *map(user.part, batch))
         weights = has("weights")
         found = {
-            "samples": user.part(torch.arange(n, device=device)[:, None].repeat(1, batch[0].numel() // n))[:, 0].tolist(),
-            "draws": not drawn.equal(torch.get_rng_state()), "params": [*weights], "norm": {},
-            "held": weights | {key: local(t) for key, t in buffers.items()}, "gradients": has("gradients"),
-            "updates": {key: (weights[key] - t).where(weights[key] != t, torch.zeros(1)) for key, t in before.items()},
+            "samples": user.part(samples)[:, 0].tolist(), "draws": not drawn.equal(torch.get_rng_state()),
+            "params": [*weights], "norm": {}, "held": weights | {key: local(t) for key, t in buffers.items()},
+            "gradients": has("gradients"), "updates": {
+                key: (weights[key] - t).where(weights[key] != t, torch.zeros(1)) for key, t in before.items()},
             "forward": {name: torch.cat([call[0] for call in some]) for name, some in calls.items()},
             "backward": {name: torch.cat([call[1] for call in calls[name] if call[1:]]) for name in back},
             "loss": {} if loss is None else {"loss": local(torch.as_tensor(loss))},
@@ -291,7 +293,7 @@ def run(job, ranks=0, **more):
     return SimpleNamespace(**found[0][0]), [some for _, some in found]
 
 
-# ------------------------------------------------------------------------------------------ the ranks beside one process
+# ----------------------------------------------------------------------------------------- the ranks beside one process
 
 def largest(t):
     t = t[t.isfinite()]
@@ -341,8 +343,8 @@ def vector(rank, source):
 
 
 class Compared:
-    """What ranks have of a tensor, {place: (numbers, what they should be; None: some of the whole's)}. over: the axes over
-    which these are terms of a sum; None: they are wrong, and `words` say why."""
+    """What ranks have of a tensor, {place: (numbers, what they should be; None: some of the whole's)}. over: the axes
+    over which these are terms of a sum; None: they are wrong, and `words` say why."""
 
     def __init__(self, step, kind, name, whole, pairs, sums=False):
         self.step, self.kind, self.name, self.whole, self.pairs = step, kind, name, whole, pairs
@@ -388,7 +390,8 @@ class Compared:
         """What is wrong."""
         step, (most, size) = self.step, (self.off(), max(1e-12, largest(self.whole)))
         texts = {place: step.times(self.factor(*pair)) for place, pair in self.pairs.items()}
-        bad = [step.told(place) for place, (t, _) in self.pairs.items() if t.isfinite().all() < self.whole.isfinite().all()]
+        bad = [step.told(place) for place, (t, _) in self.pairs.items()
+               if t.isfinite().all() < self.whole.isfinite().all()]
         if bad or not texts:
             return f"infinite, or not a number, on {', '.join(bad)}" if bad else "no rank has one"
         if most < 1e-5 * size and not step.bounds:
@@ -396,7 +399,8 @@ class Compared:
         text, *others = dict.fromkeys(texts.values())
         if not others and text != "wrong" and ("=" in text or len(self.whole) > 1):
             mean = ": a sum where a mean is meant" if "= 1/" not in text else ": a mean where a sum is meant"
-            return ("zero on every rank" if text == "zero" else text) + mean * (self.kind == "gradients" and "=" in text)
+            mean *= self.kind == "gradients" and "=" in text
+            return "zero on every rank" if text == "zero" else text + mean
         for over in step.overs[1:]:
             ks = {step.times(self.factor(*pair)) for pair in self.summed(over)}
             for k, says in (1, "sum"), (step.size(over), "mean"):
@@ -408,7 +412,8 @@ class Compared:
 
     def counted(self):
         """How often each part of the batch is in a gradient: the solution of a linear system, beside the right one."""
-        found, pieces = [], [t for piece in self.step.pieces if (t := piece[0, self.name]) is not None] if self.kind == "gradients" else []
+        given = self.step.pieces if self.kind == "gradients" else []
+        found, pieces = [], [piece[0, self.name] for piece in given if piece[0, self.name] is not None]
         for place, pair in self.pairs.items() if pieces else ():
             index = self.step.layout[place][self.name][1]
             columns, both = torch.stack([t[index] for t in pieces if t.any()], 1), torch.stack(pair, 1)
@@ -441,7 +446,8 @@ class Step:
             "weights": {key[1]: one["held"][key] for key in params if not one["updates"]},
             "buffers": {key[1]: t for key, t in one["held"].items() if key not in params},
             "updates": {key[1]: t for key, t in one["updates"].items()},
-            "gradients": {key[1]: torch.zeros(len(one["held"][key])) if t is None else t for key, t in one["gradients"].items()}}
+            "gradients": {key[1]: torch.zeros(len(one["held"][key])) if t is None else t
+                          for key, t in one["gradients"].items()}}
         self.wholes |= {kind: one[kind] for kind in ("loss", "norm", *["forward", "backward"] * (not self.bounds))}
         self.found = {kind: [*getattr(self, kind, functools.partial(self.places, kind))()]
                       for kind in KINDS if kind in self.wholes}
@@ -449,7 +455,8 @@ class Step:
 
     def places(self, kind):
         """Of tensors whose numbers' places are known."""
-        found = {place: vector(rank, "held" if kind in ("weights", "buffers") else kind) for place, rank in self.ranks.items()}
+        source = "held" if kind in ("weights", "buffers") else kind
+        found = {place: vector(rank, source) for place, rank in self.ranks.items()}
         most = max((largest(t) for t in self.before["gradients"].values() if t is not None), default=0)
         for name, whole in self.wholes[kind].items():
             lies, pairs = {place: self.layout[place][name] for place in found}, {}
@@ -461,13 +468,15 @@ class Step:
                 if has.any():
                     pairs[place] = mine[has], whole[index[has]]
             n = len(torch.cat([index for _, index in lies.values()]).unique())
-            self.notes += [f"{name}: {len(whole) - n} of {len(whole)} numbers are on no rank"] * (kind == "weights" and n < len(whole))
+            if kind == "weights" and n < len(whole):
+                self.notes.append(f"{name}: {len(whole) - n} of {len(whole)} numbers are on no rank")
             if pairs or n and kind == "gradients" and whole.any() and self.user.trusted:
                 yield Compared(self, kind, name, whole, pairs)
 
     def forward(self):
         for name, whole in self.one["forward"].items():
-            pairs = {place: (rank["forward"][name], None) for place, rank in self.ranks.items() if name in rank["forward"]}
+            pairs = {place: (rank["forward"][name], None) for place, rank in self.ranks.items()
+                     if name in rank["forward"]}
             c = Compared(self, "forward", name, whole, pairs, True)
             for place, (t, _) in zip(pairs, c.summed(c.over or ())):
                 at, alone = nearest(t, whole, 2 * c.limit)
@@ -538,7 +547,8 @@ class Step:
 
     def cause(self):
         """The kind of the first that is wrong, of a step in which something is: right numbers come from right ones."""
-        skip = ["forward"] * bool(self.found.get("loss") and not self.wrong["loss"]) + ["backward"] * (not self.wrong["gradients"])
+        skip = ["forward"] * bool(self.found["loss"] and not self.wrong["loss"])
+        skip += ["backward"] * (not self.wrong["gradients"])
         return next(kind for kind, wrong in self.wrong.items() if wrong and kind not in skip)
 
     def says(self, kind):
@@ -550,7 +560,8 @@ class Step:
         for text, names in [*texts.items()][:4]:
             more = f" and {len(names) - 3} more" * (len(names) > 3)
             yield f"{(what or '{}').format(', '.join(names[:3]))}{more}: {text}"
-        if kind == "loss" and self.found.get("forward") and not self.wrong["forward"] or kind == "backward" and wrong[0] is found[0]:
+        modules = kind == "loss" and self.found.get("forward") and not self.wrong["forward"]
+        if modules or kind == "backward" and wrong[0] is found[0]:
             yield "what modules return is right, maybe in another order than the targets: look at the loss"
         for c in found[:found.index(wrong[0])][-1:] if what else ():
             terms = f": terms of a sum over {self.told_of(c.over)}, which nobody has added up before {wrong[0].name}"
@@ -578,7 +589,8 @@ def judged(steps, new=()):
     before = bad and not steps[0].user.trusted and steps[bad - 1].wrong["gradients"]  # a wrong update follows from them
     i, kind = (bad - 1, "gradients") if before else (bad, steps[bad].cause())
     wrong = steps[i].wrong[kind]
-    if kind == "weights" and all(c.name in new and len({tuple(t.tolist()) for t, _ in c.pairs.values()}) == 1 for c in wrong):
+    alike = all(len({tuple(t.tolist()) for t, _ in c.pairs.values()}) == 1 for c in wrong)
+    if kind == "weights" and alike and {c.name for c in wrong} <= {*new}:
         return None, (i, kind), "parallelize(net) has not taken net's weights"
     if kind != "weights" and any(run["draws"] for step in steps[:i + 1] for run in (step.one, *step.ranks.values())):
         return None, (i, kind), "the model draws random numbers, as dropout does: switch that off"
@@ -592,14 +604,16 @@ def parts(ranks, micro_batches):
 
 
 def compared(job, read):
-    """([Step], what `judged` says of them) of one dtype. read: numbered weights, as ranks read them; filled if empty."""
+    """([Step], what `judged` says of them) of one dtype. read: numbered weights, as ranks read them, once."""
     moves, eps = range(1 + MOVES * (job.dtype != "fp64")), torch.finfo(DTYPES[job.dtype]).eps
     user, (ones,) = run(job, moves=moves)
     size = math.prod(user.mesh.values())
     ranks = [found[0] for found in run(job, size)[1]]
     with contextlib.suppress(ValueError):  # then names must do
-        read += [found[0][0] for found in run(job, size, dtype="fp64", numbered=True)[1]] if not read + [0] * user.whole else []
-    places, new = zip(*(located(rank[0], ones[0][0], some) for rank, some in itertools.zip_longest(ranks, read, fillvalue={})))
+        if not read and not user.whole:
+            read += [found[0][0] for found in run(job, size, dtype="fp64", numbered=True)[1]]
+    both = itertools.zip_longest(ranks, read, fillvalue={})
+    places, new = zip(*(located(rank[0], ones[0][0], some) for rank, some in both))
     for gap in (0, 1e-6)[:1 + user.clips]:  # PyTorch divides by a norm that is 1e-6 larger
         one, *moved = ones if not gap else run(job, moves=moves, gap=gap)[1][0]
         steps = [Step(user, one[i], [rank[i] for rank in ranks], places, one[max(0, i - 1)],
@@ -614,8 +628,8 @@ def compared(job, read):
 
 
 def check(file, dtypes=("fp64",), device="cpu", timeout=180, method="forkserver", everything=False):
-    """{"same": True, False, or None where nobody can say, "why": text, "mesh": {axis: size}, "runs": {dtype: {...}}} of an
-    adapter's file. Raises ValueError if it cannot run."""
+    """{"same": True, False, or None where nobody can say, "why": text, "mesh": {axis: size}, "runs": {dtype: {...}}} of
+    an adapter's file. Raises ValueError if it cannot run."""
     must(os.path.isfile(file), "no such file; give an adapter, with mesh, build, parallelize, batch and loss")
     multiprocessing.set_forkserver_preload(["torch._dynamo"])
     runs, steps, read, given = {}, {}, [], [*dtypes]
@@ -643,12 +657,14 @@ def decided(runs, steps):
     right, wrong = ([dtype for dtype in runs if runs[dtype]["same"] is same] for same in (True, False))
     if len(right + wrong) < len(runs) or not wrong:
         return None if len(right + wrong) < len(runs) else True, max(run["why"] for run in runs.values())
-    both = zip(steps[wrong[0]], steps.get("bf16", ()))
-    seen = any(c.pairs and c.off() > 4 * there.bounds.get((c.source, c.name), math.inf)
-               for step, there in both for kind in step.decides() for c in step.wrong[kind])
-    if wrong[0] != "bf16" and ("fp32" in right or "bf16" in right and seen):
-        return True, (f"in {' and '.join(right)}. In {' and '.join(wrong)} a cast to as many bits is no copy, so what is "
-                      "written in place there is the tensor itself; or something is computed in 32 bits")
+    first = steps[wrong[0]]
+    bad = [(c, i) for i, step in enumerate(first) for kind in step.decides() for c in step.wrong[kind]]
+    fewer = [dtype for dtype in right if [*DTYPES].index(dtype) > [*DTYPES].index(wrong[0])]
+    seen = any(c.off() > 4 * steps[dtype][i].bounds.get((c.source, c.name), math.inf)  # as it would be, were it there
+               for dtype in fewer for c, i in bad)
+    if fewer and (seen or all(c.off() < 1e-5 * largest(c.whole) for c, _ in bad)):
+        return True, (f"in {' and '.join(right)}. In {' and '.join(wrong)} a cast to as many bits is no copy, so what "
+                      "is written in place there is the tensor itself; or something is computed in 32 bits")
     return False, f"although the same in {' and '.join(right)}" * bool(right)
 
 
@@ -664,7 +680,8 @@ def lines(found):
                 yield from (f"    {text}" for text in first["says"])
     yield from (f"  note: {note}" for note in first["notes"])
     for dtype, one in others:
-        yield f"in {dtype}: " + (f"step {one['step']}, {one['kind']}: {one['says'][0]}" if "step" in one else "the same")
+        told = f"step {one['step']}, {one['kind']}: {one['says'][0]}" if "step" in one else "the same"
+        yield f"in {dtype}: {told}"
     verdict = {True: "SAME", False: "NOT THE SAME", None: "NOT COMPARED"}[found["same"]]
     yield verdict + f": {found['why']}" * bool(found["why"])
 

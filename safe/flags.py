@@ -57,11 +57,12 @@ class Settings(Flags):
 
 def refuse(program, problem):
     """End this process with exit code 2. The first rank of each node says why, in one line, because a file may be
-    missing on one node alone."""
+    missing on one node alone. Another rank speaks if it has not been ended by then, because it alone refuses."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         tell(f"{program}: {problem}", sys.stderr)
     else:
         time.sleep(2)  # torchrun ends all ranks when one has exited, so the rank that prints has to be the first
+        tell(f"{program}: rank {os.environ.get('RANK')}: {problem}", sys.stderr)
     sys.exit(2)
 
 

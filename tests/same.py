@@ -1,4 +1,4 @@
-"""`python -m lessons same`: right layouts are the same, and faults are seen, placed and named."""
+"""`python -m lessons same`: right layouts are the same, faults are seen, placed and named. `mutate`: what tests see."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ import model
 import parallel
 import train
 from further.experts import routers
-from lessons import same
+from lessons import mutate, same
 from tests import layouts, pool
 from tests.pool import parametrize
 from tests.runs import ran
@@ -160,8 +160,9 @@ def in_new_python(flags, size, log, codes, folder, **_):
     return done.stdout + done.stderr
 
 
-@parametrize("name, flags", [("ddp", ()), ("fsdp_tp", ("--all",)), ("pipeline", ("--dtype", "bf16")), ("tensor", ("--all",)),
-                             ("hard", ("--all",)), ("cp", ("--dtype", "fp64", "fp32", "bf16")), ("zero", ("--all",))])
+@parametrize("name, flags", [("ddp", ()), ("fsdp_tp", ("--all",)), ("pipeline", ("--dtype", "bf16")),
+                             ("tensor", ("--all",)), ("hard", ("--all",)),
+                             ("cp", ("--dtype", "fp64", "fp32", "bf16")), ("zero", ("--all",))])
 def test_right_models_of_others_are_the_same(tmp_path, name, flags):
     text = said(tmp_path, name, 0, *flags, start=ran if flags else in_new_python)
     assert text.endswith("\nSAME\n"), text
@@ -193,7 +194,8 @@ def test_an_adapter_that_cannot_run_is_refused_in_a_line(tmp_path, old, new, wor
 
 def test_what_nobody_can_compare_is_said(tmp_path):
     """Dropout; weights that parallelize has drawn; for programs."""
-    text = said(tmp_path, "ddp", 2, change=("net = nn", "net.register_forward_hook(lambda m, a, o: nn.functional.dropout(o)); net = nn"))
+    drops = "net.register_forward_hook(lambda m, a, o: nn.functional.dropout(o)); net = nn"
+    text = said(tmp_path, "ddp", 2, change=("net = nn", drops))
     assert "NOT COMPARED: the model draws random numbers" in text
     text = said(tmp_path, "ddp", 2, "--json", change=("net = nn", "net[0].up.reset_parameters(); net = nn"))
     found = json.loads(text)
@@ -204,3 +206,16 @@ def test_a_test_may_call_it():
     """From a process that has done anything."""
     found = same.check(ADAPTERS / "zero.py")
     assert found["same"] is True and found["runs"]["fp64"]["steps"][0]["gradients"] == [14, 14]
+
+
+@parametrize("name, counts, code", [("blind", "3 faults: 1 seen, 0 hang, 1 survive, 1 not reached", 1),
+                                    ("seeing", "3 faults: 2 seen, 0 hang, 0 survive, 1 not reached", 0)])
+def test_mutate_says_what_tests_do_not_see(tmp_path, name, counts, code):
+    """Of a line that is called once: there is no call before it, so nothing is stale."""
+    shutil.copytree(ADAPTERS.parent / "mutated", tmp_path / "project")
+    words = [sys.executable, mutate.__file__, "--", sys.executable, "-m", "pytest", "-q", "-k", name, "tests"]
+    settings = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+    done = subprocess.run(words, cwd=tmp_path / "project", capture_output=True, text=True, env=os.environ | settings)
+    assert counts in done.stdout and done.returncode == code, done.stdout + done.stderr
+    survives = "average.py:7: all_reduce: the tests pass with its result times the ranks" in done.stdout
+    assert survives == (name == "blind")

@@ -1,7 +1,7 @@
 """What `python -m lessons mutate` puts into each process of the tests: Python imports it first, and pytest as a plugin.
 
-Each collective of torch.distributed and of collectives.py is called through `wrapped`, which notes the project's line that
-calls it and the tests that run, or makes the fault. Its settings are environment variables.
+Each collective of torch.distributed and of collectives.py is called through `wrapped`, which notes the project's line
+that calls it and the tests that run, or makes the fault. Its settings are environment variables.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Right in 16 bits alone, where the gradients in 32 bits are copies: in fp32 and fp64 they are the gradients themselves."""
+"""Right in 16 bits alone, where gradients in 32 bits are copies: in fp32 and fp64 they are the gradients themselves."""
 
 import torch, torch.distributed as dist
 from torch import nn

@@ -1,6 +1,6 @@
-"""What a tool that looks on must not disturb, and not take for wrong: dtypes that are fixed on import, a forward with a state,
-complex and infinite weights, files and draws in between, groups that may begin once, a rank's term of a loss, a clipping and an
-optimizer of one's own, a part whose name is a wrapper's."""
+"""What a tool that looks on must not disturb, and not take for wrong: dtypes that are fixed on import, a forward with a
+state, complex and infinite weights, files and draws in between, groups that may begin once, a rank's term of a loss, a
+clipping and an optimizer of one's own, a part whose name is a wrapper's."""
 
 import io, torch, torch.distributed as dist
 from torch import nn

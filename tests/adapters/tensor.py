@@ -1,5 +1,5 @@
-"""Tensor parallelism where no cut can be guessed: fewer heads of keys, which two ranks share, strided columns, ranks with 3
-and with 2 of them, a padded vocabulary, and a loss of logits that nobody has whole."""
+"""Tensor parallelism where no cut can be guessed: fewer heads of keys, which two ranks share, strided columns, ranks
+with 3 and with 2 of them, a padded vocabulary, and a loss of logits that nobody has whole."""
 
 import torch, torch.distributed as dist
 from torch import nn
@@ -26,7 +26,8 @@ class Attention(nn.Module):
         self.qkv, self.proj = nn.Linear(C, C + 16), nn.Linear(C, C, bias=False)
     def forward(self, x):
         heads = len(self.qkv.weight) // 4 - 2 * self.groups
-        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in self.qkv(x).split([4 * heads] + [4 * self.groups] * 2, -1))
+        parts = self.qkv(x).split([4 * heads] + [4 * self.groups] * 2, -1)
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in parts)
         k, v = (t.repeat_interleave(heads // self.groups, 1) for t in (k, v))
         return self.proj(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
     groups = 2
