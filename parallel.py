@@ -614,9 +614,6 @@ def refuse_unlike(layer, kind):
                          f"{' with ' * bool(more)}{', '.join(more)}: leave it out of the table")
 
 
-EMBEDDINGS = nn.Embedding, VocabParallelEmbedding  # their backward needs row indices, no weights
-
-
 def local_parameter(param, cut):
     """Leave of a parameter this rank's part, in place, so that whoever else holds it has the part, too: a tied layer,
     an optimizer. It knows how it was cut."""

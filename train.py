@@ -25,7 +25,6 @@ import os
 import pathlib
 import sys
 import sysconfig
-from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace

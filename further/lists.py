@@ -14,7 +14,7 @@ from collections import defaultdict
 
 from further.schedules import SCHEDULES
 from parallel import (
-    Action, carried, goes_to, in_order, lower, needs, ranks_of_stages, result_of, ScheduleError)
+    Action, carried, goes_to, in_order, lower, needs, ranks_of_stages, ScheduleError)
 
 
 OTHER_END = {"SF": "RF", "RF": "SF", "SB": "RB", "RB": "SB"}  # of a transfer

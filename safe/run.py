@@ -249,7 +249,7 @@ class WatchedRun(Run):
     processes were started), `processes` (how many the layout needs), `on_rank_0`, `came` (the Came of its weights),
     and, if checkpoints go to --out, there `lock` (the file that is locked), `log` and `page`; else None.
     """
-    mode = "safe; --plain runs what you read"
+    mode = "reference + safe: what you read, with checks around it; --plain leaves those out"
     flags = Settings
     trainer = WatchedTrainer
     lock = log = page = saved = None
