@@ -66,7 +66,10 @@ def timed(pipeline):
         if action:
             spans.append([action, now(), None])
         yield
-        spans[-1][2 if action else 1] = now()  # until the end of a wait the rank was idle
+        if action:
+            spans[-1][2] = now()
+        elif spans[-1][2] is None:  # else the list has ended, and averages are still on their way
+            spans[-1][1] = now()  # until the end of a wait the rank was idle
 
     if cuda:
         torch.cuda.synchronize()

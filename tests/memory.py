@@ -20,6 +20,7 @@ from tests.layouts import small_gpt, tokens_of
 from tests.pool import close, DEVICES, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
 from tests.runs import TINY, output_of, parse
 from fast.adamw import AdamW
+from fast.stages import StagedGPT
 from fast.tensor import BiasedOnce
 from further.schedules import SCHEDULES, zero_bubble_h1
 from further.recompute import recompute

@@ -90,7 +90,8 @@ def test_zero_keeps_what_the_table_says(zero, within):
         kept = bytes_alive() - before
         net.step()
     net.zero_grad()
-    table = memory_bytes(config, Settings(dp=within, zero=zero, dtype="bf16", batch_size=within))
+    table = memory_bytes(config, Settings(
+        dp=within, zero=zero, dtype="bf16", batch_size=within, fast="off" if is_plain() else "on"))
     stays, gradients = table["parameters"] + table["optimizer"], table["gradients"]
     if zero == 1 and is_plain():
         gradients //= 4
@@ -117,7 +118,7 @@ def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backwar
     net.optimizer.step()
     sent, times = dist.traffic()[name], len(x) if zero == 2 else 1
     assert sent.calls == in_backward > times
-    assert 0 <= sent.bytes - times * k <= 12  # of the loss
+    assert 0 <= sent.bytes - times * k <= 28  # of the loss and three counts
 
 
 @parametrize("compute_dtype", [None, torch.bfloat16], ids=str)

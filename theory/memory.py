@@ -32,7 +32,6 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     pieces = stages.values()
     count = local_elements(config, s.tp, tuple(pieces))
     narrow, wide = widths(s)
-    is_lecture = not is_fast(s)
     # Elements on this rank; mine: those that its optimizer steps; muons: of these Muon, which leaves tables to AdamW.
     matrices = vectors = mine = muons = 0
     _, _, first, last = contents(config, pieces)
@@ -44,13 +43,13 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
         v = count[experts, False] / shared
         matrices += m
         vectors += v
-        mine += m + v if s.zero == 0 else m / ranks + v / (1 if s.zero == 3 and not is_lecture else ranks)
+        mine += m + v if s.zero == 0 else m / ranks + v / (1 if s.zero == 3 and is_fast(s) else ranks)
         if s.optimizer == "muon":
             muons += (m - tables * (not experts)) / (ranks if s.zero else 1)
     whole = matrices + vectors
     masters = wide * mine if wide > narrow else 0
-    # At stage 3, where matrices are gathered. The lecture's has the vectors whole, and steps a shard of each.
-    between_steps = narrow * vectors if masters else wide * (mine + is_lecture * vectors)
+    # At stage 3, where matrices are gathered. In fast/'s edition the vectors are whole.
+    between_steps = narrow * vectors * is_fast(s) if masters else wide * mine
     actions = lists_of(s.schedule, s.pp, micro_batches or s.micro_batches, s.virtual_stages)[rank]
     sizes = {stage: activation_bytes(config, s, [run], fused, load) for stage, run in stages.items()}
     return {
