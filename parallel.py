@@ -278,7 +278,7 @@ class Unit:
         self.stepped = {param: self.make_stepped(param) for param in params}
         self.users = 0         # pieces that have gathered it and not dropped it: two, of a tied embedding
         self.gathering = None  # the handle of the gather under way
-        self.sending = None    # (handle, average) of the average under way
+        self.sending = None    # (handle, rows, average) of the average under way
         self.total = None      # the sum of the averages that have come, (K/N)
         self.views = [self.weights.view(-1)[start:start + param.numel()].view(param.shape)
                       for param, start in self.starts.items()]
@@ -393,14 +393,14 @@ class Unit:
         else:
             average = rows[0]
             handle = dist.all_reduce(rows, dist.ReduceOp.AVG, self.group, async_op=True)
-        self.sending = handle, average
+        self.sending = handle, rows, average
 
     @torch.no_grad()
     def finish_average(self):
         """Wait for the average under way, and add it to those of the micro-batches before."""
         if not self.sending:
             return
-        handle, average = self.sending
+        handle, _, average = self.sending
         self.sending = None
         handle.wait()
         if self.total is not None:

@@ -17,7 +17,7 @@ import theory.memory
 import train
 from tests.data import stepped_by
 from tests.layouts import small_gpt, tokens_of
-from tests.pool import close, DEVICES, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
+from tests.pool import BOTH, close, DEVICES, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
 from tests.runs import TINY, output_of, parse
 from fast.adamw import AdamW
 from fast.stages import StagedGPT
@@ -91,7 +91,7 @@ MEMORY = """
     0.01  2  --fast off --tp 2 --sp                                     what f has gathered
     0.01  2  --fast off --tp 2 --sp --loss-chunk 24 --recompute mlp --recompute-blocks 1
     0.01  2  --fast off --tp 2 --sp --recompute mlp
-    0.01  2  --fast off --tp 2 --sp --recompute block --arch llama --n-head 4
+    0.02  2  --fast off --tp 2 --sp --recompute block --arch llama --n-head 4     the table of angles, too
     0.01  2  --fast off --tp 2 --sp --experts 4 --n-embd 64 --batch-size 4 --shared-experts 2 --recompute mlp
     0.01  1  --fast off --arch llama --kernels triton --n-layer 1 --seq-len 16           the gate
     0.01  2  --fast off --pp 2 --n-layer 5 --micro-batches 2           cut elsewhere
@@ -111,7 +111,7 @@ def test_a_bias_that_is_not_cut_counts_whole_in_every_edition():
 
 @parametrize("pool, bound, size, flags", [
     (where, float(bound), size, flags) for bound, size, flags, *_ in table(MEMORY)
-    for where in (["plain"] if "--fast" in flags else DEVICES)], indirect=["pool"])
+    for where in (["plain"] if "--fast" in flags else DEVICES if "fp8" in flags else BOTH)], indirect=["pool"])
 @on_ranks()
 def test_memory_is_what_is_predicted(text, bound, flags):
     """Activations alive after forward, and what outlives the step. On the CPU PyTorch keeps statistics of a bf16 layer

@@ -1,7 +1,6 @@
 """A pipeline's schedule on a clock: a Timeline of any lists of actions, and its drawing."""
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import parallel
@@ -56,12 +55,17 @@ class Timeline(NamedTuple):
     peak: list          # `held_at_once`
 
 
-def most_held(actions, sizes=None):
-    """The most activations that a list holds at once: each from its F to its B or W. sizes: {stage: that of its
-    activations}; None: each counts 1."""
-    sign = {"F": 1, "B": -1, "W": -1}
-    changes = (sign.get(action.kind, 0) * (sizes[action.stage] if sizes else 1) for action in actions)
-    return max(itertools.accumulate(changes), default=0)
+def most_held(actions, sizes=None, waiting={}):
+    """The most activations that a list holds at once, behind an F: each from its F to its B or W. sizes: {stage: that
+    of its activations}; None: each counts 1. waiting: {stage: of what its I keeps for W besides}."""
+    held = most = 0
+    for kind, stage, _ in actions:
+        size = sizes[stage] if sizes else 1
+        more = waiting.get(stage, 0)
+        held += {"F": size, "B": -size, "I": more, "W": -size - more}.get(kind, 0)
+        if kind == "F":
+            most = max(most, held)
+    return most
 
 
 def held_at_once(lists):

@@ -23,6 +23,8 @@ from theory.traffic import (
 def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     """Predicted bytes of a pipeline rank of a layout: {"parameters", "gradients", "optimizer", "activations"}.
 
+    All but activations are what is left when a step ends. `most_in_a_step` has what the reference's list holds besides.
+
     s: train.py's settings. optimizer: AdamW's two moments, Muon's one, and float32 master weights if layers compute in
     bf16 or fp16. activations: the most that the rank holds at once, by its list of actions for so many `micro_batches`
     (None: all) and the activation_bytes of each of its stages. fused: our cross-entropy kernel computes the loss. load:
@@ -30,33 +32,41 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     """
     stages = stages_in(s, config, rank)
     pieces = stages.values()
-    count = local_elements(config, s.tp, tuple(pieces))
+    if not is_fast(s):  # the ends of a tied embedding, where a rank has both, are one parameter
+        pieces = [[i for run in pieces for i in run]]
+    count = local_elements(config, s.tp, tuple(map(tuple, pieces)))
     narrow, wide = widths(s)
     # Elements on this rank; mine: those that its optimizer steps; muons: of these Muon, which leaves tables to AdamW.
     matrices = vectors = mine = muons = 0
     _, _, first, last = contents(config, pieces)
     table = table_elements(config, s)
-    tables = first * (table + config.seq_len * config.n_embd) + last * table * (not config.tied or s.pp > 1)
+    is_one = config.tied and len(pieces) == 1 and first and last
+    tables = first * (table + config.seq_len * config.n_embd) + last * table * (not is_one)
     # Of experts ep ranks share out the parameters, and dp x cp / ep keep the same.
     for experts, shared, ranks in (False, 1, shards_of(s)), (True, s.ep, s.dp * s.cp // s.ep):
         m = count[experts, True] / shared
         v = count[experts, False] / shared
         matrices += m
         vectors += v
-        mine += m + v if s.zero == 0 else m / ranks + v / (1 if s.zero == 3 and is_fast(s) else ranks)
+        whole_vectors = s.zero == 3 and is_fast(s)
+        mine += m + v if s.zero == 0 else m / ranks + v / (1 if whole_vectors else ranks)
         if s.optimizer == "muon":
             muons += (m - tables * (not experts)) / (ranks if s.zero else 1)
     whole = matrices + vectors
     masters = wide * mine if wide > narrow else 0
-    # At stage 3, where matrices are gathered. In fast/'s edition the vectors are whole.
+    # At stage 3 weights are whole in a step alone, but for fast/'s vectors.
     between_steps = narrow * vectors * is_fast(s) if masters else wide * mine
+    gradients = whole if s.zero < (2 if is_fast(s) else 1) else mine  # the reference's are whole until A
+    if len(pieces) > 1 and config.tied and first and last:  # the two ends in fast/'s stages have one
+        gradients -= table / (shards_of(s) if s.zero > 1 else 1)
     actions = lists_of(s.schedule, s.pp, micro_batches or s.micro_batches, s.virtual_stages)[rank]
     sizes = {stage: activation_bytes(config, s, [run], fused, load) for stage, run in stages.items()}
+    waiting = {} if is_fast(s) else {stage: output_bytes(config, s, run) for stage, run in stages.items()}
     return {
         "parameters": int(narrow * whole if s.zero < 3 else between_steps),
-        "gradients": int(wide * (whole if s.zero < 2 else mine)),
+        "gradients": int(wide * gradients),
         "optimizer": int(wide * (2 * mine - muons) + masters),
-        "activations": most_held(actions, sizes)}
+        "activations": most_held(actions, sizes, waiting)}
 
 
 PLAN = {**gpt2_plan(None, None), **expert_plan(None, None), **shared_plan(GPTConfig(), None, None)}  # of what is cut
@@ -89,7 +99,7 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     softmax instead of the logits. The loss of a cut vocabulary keeps them as they are, and so does a `fused` one, which
     writes the gradient over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32
     numbers a token, too. With --loss-chunk it keeps the gradients of LN's output and of the head's weight, and no
-    logits. Where W comes after I, more than this is kept: the output gradients that W needs.
+    logits. Where W comes after I, more than this is kept: the output gradients that W needs (`output_bytes`).
     """
     tokens = tokens_of(config, s)
     c = config.n_embd
@@ -105,8 +115,15 @@ def activation_bytes(config, s, pieces, fused=True, load=1.0):
     ids = 8 * positions * (config.arch == "gpt2") + 9 * (tp > 1)
     targets = 8 + 12 * (fused or tp > 1)
     of_loss = wide * table_elements(config, s) if s.loss_chunk else tokens * (logits + targets)
-    last = (c * width + norm_bytes(config, s, c, fused)) / (tp if s.sp else 1) + c * width
+    last = (c * width + norm_bytes(config, s, c, fused, True)) / (tp if s.sp else 1) + c * width
     return int(blocks + tokens * (first * ids + head * last) + head * of_loss)
+
+
+def output_bytes(config, s, run):
+    """Bytes of the gradients of all pieces' outputs, which the reference's I keeps for W."""
+    blocks, _, first, head = contents(config, [run])
+    passed = (blocks + first) * config.n_embd / (s.tp if s.sp else 1)
+    return int(tokens_of(config, s) * widths(s)[0] * (passed + head * config.vocab_size / s.tp))
 
 
 def block_bytes(config, s, routed, again, fused, load):
@@ -152,7 +169,8 @@ def block_bytes(config, s, routed, again, fused, load):
     elif norms_go:
         mlp -= hidden * width
     of_attention, of_mlp = matrices(config, s.tp) if eight else (0, 0)
-    kept = 2 * own + 2 * norm_bytes(config, s, c, fused) / tokens_cut
+    norms = norm_bytes(config, s, c, fused, True) + norm_bytes(config, s, c, fused)
+    kept = 2 * own + norms / tokens_cut
     weights = 0
     parts = [(attention, of_attention, gathers)]
     if not again:  # else the MLP runs again
@@ -165,13 +183,15 @@ def block_bytes(config, s, routed, again, fused, load):
     return tokens * kept + weights
 
 
-def norm_bytes(config, s, n, fused):
+def norm_bytes(config, s, n, fused, first=False):
     """Bytes that a norm keeps of a row of n numbers besides x: mean and rstd, or rstd. PyTorch has no kernel of
-    RMSNorm on CPUs; there also x rstd, and x in float32."""
+    RMSNorm on CPUs; there also x rstd, and x in float32 in place of x. first: x is a piece's input, which the reference
+    keeps all the same."""
     width = widths(s)[0]
     if config.arch == "gpt2":
         return 8
-    return 4 + (not fused and s.device == "cpu") * n * (2 * max(width, 4) - width)
+    in_place = width >= 4 or not first or is_fast(s)
+    return 4 + (not fused and s.device == "cpu") * n * (2 * max(width, 4) - width * in_place)
 
 
 def attention_bytes(config, s, fused):
@@ -232,18 +252,37 @@ def reducers_of(net):
 
 def kept_tensors(net):
     """This rank's tensors that outlive a step, by kind: {"parameters", "gradients", "optimizer"}."""
+    units = [*dict.fromkeys(net.unit_of.values())]
     reducers = reducers_of(net)
     buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
-    units = [*dict.fromkeys(net.unit_of.values())]
     module = [p for piece in net.pieces.values() for p in piece.parameters()]
-    shards = net.params
+    stepped = [*net.params, *(unit.mine for unit in units)]
     mixed = net.layout.dtype != master_dtype(net.layout.dtype)
     kinds = {
-        "parameters": [module, [] if mixed else shards],
-        "gradients": [[p.grad for p in module + shards], [bucket.total for bucket in buckets],
-                      [list(reducer.under_way) for reducer in reducers], [(unit.total, unit.sending) for unit in units]],
-        "optimizer": [shards if mixed else [], list(net.optimizer.state.values())]}
+        "parameters": [module, [unit.weights for unit in units], [] if mixed else stepped],
+        "gradients": [[p.grad for p in module + net.params], [(unit.total, unit.sending) for unit in units],
+                      [bucket.total for bucket in buckets], [list(reducer.under_way) for reducer in reducers]],
+        "optimizer": [stepped if mixed else [], list(net.optimizer.state.values())]}
     return {kind: [t for t in tensors_in(parts) if t.dim()] for kind, parts in kinds.items()}
+
+
+def most_in_a_step(actions, net):
+    """(bytes of weights that are whole, of gradients that wait for an A): the most at once in a rank's list of the
+    reference. net: the Parallel that runs it."""
+    holders = Counter()  # unit -> pieces that have gathered it and not dropped it
+    waiting = set()
+    whole = [0]
+    wait = [0]
+    for kind, piece, _ in actions:
+        for unit in net.pipeline.units[piece] if kind in "GD" else ():
+            holders[unit] += 1 if kind == "G" else -1
+        if kind in "BW":
+            waiting |= {param for param in net.pieces[piece].parameters() if param.requires_grad}
+        if kind == "A":
+            waiting -= {param for unit in net.pipeline.averaged[piece] for param in unit.params}
+        whole.append(sum(unit.weights.nbytes for unit, held in holders.items() if held))
+        wait.append(sum(param.numel() * net.unit_of[param].mine.itemsize for param in waiting))
+    return max(whole), max(wait)
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
