@@ -21,7 +21,7 @@ OTHER_END = {"SF": "RF", "RF": "SF", "SB": "RB", "RB": "SB"}  # of a transfer
 LETTERS = {"G", "D", "A"}
 
 
-# ----------------------------------------------------------------------------------------------------------------- proof
+# ---------------------------------------------------------------------------------------------------------------- proof
 
 def check(lists, m=None, zero=None, lookups=(), shared={}):
     """Prove that lowered lists can run: raises ScheduleError unless they are complete, each action comes after what it

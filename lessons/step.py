@@ -92,7 +92,7 @@ def demo_step(dp, tp, pp, zero, micro_batches, schedule, more):
     several = s.micro_batches > 1
     for rank, rows, _ in stages:
         print(f"rank {rank}   " + " ".join(name_of(action, several) for action, *_ in rows))
-    print("\nwhole: pieces whose weights are there. alive: what waits for its backward. waiting: pieces whose gradients "
+    print("\nwhole: pieces whose weights are there. alive: what waits for its backward. waiting: whose gradients "
           "wait for an A.\n")
     for rank, rows, beside in stages:
         print(f"rank {rank}  {'':8}{'whole':14}{'alive':22}{'waiting':14}sent")

@@ -169,12 +169,12 @@ def side_by_side(ranks):
     print("\nA tensor at a time takes more messages than a piece at a time. Besides gradients and weights a step sends "
           "three\nnumbers: targets, micro-batches, their square. ZeRO-3 sends less than the table: an embedding's "
           "backward needs no\nweights, and the last piece keeps its weights from forward to backward.\n\n"
-          "The list of a step of one micro-batch. G gathers, D drops, A averages; nobody waits for an A until the end:\n")
+          "The list of a step of one micro-batch. G gathers, D drops, A averages; who computes waits for no A:\n")
     for zero, actions in lists(config, ranks).items():
         print(f"ZeRO-{zero}  " + " ".join(name_of(action, False) for action in actions))
 
 
-# ---------------------------------------------------------------------------------------------------- a large GPT's bytes
+# -------------------------------------------------------------------------------------------------- a large GPT's bytes
 
 def sent_by_list(config, zero, dp):
     """Bytes that a rank sends in a step of one micro-batch, in bf16: what G and A of its list send."""

@@ -207,7 +207,7 @@ def choose_edition(s):
         reject(is_muon and s.zero == 3, "--fast on --optimizer muon: Muon steps whole matrices, and --zero 3 of fast/ "
                "keeps parts of them: give --zero 2 or leave --fast out")
         reject(is_muon and s.zero and s.comm == "torch" and s.device == "cpu", "--fast on --comm torch --device cpu: "
-               "gloo gathers no parts of unlike sizes, as --optimizer muon with --zero has them there: leave --comm out")
+               "gloo gathers no parts of unlike sizes, as --optimizer muon with --zero has them: leave --comm out")
         reject(has_letters, f"--fast on --schedule-file {s.schedule_file}: fast/ takes no G, D and A of a list: leave "
                "--fast out")
 

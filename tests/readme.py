@@ -26,7 +26,7 @@ import safe.flags
 import theory.clock
 import train
 from further.lists import check, lower
-from parallel import make_mesh, Parallel
+from parallel import make_mesh, Parallel, Reference
 from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import small_gpt, tokens_of
 from tests.pool import close, HERE, in_new_process, parametrize
@@ -301,7 +301,7 @@ def sign_gradients(file):
         [p.fill_(0.5) for p in net.parameters()]
     sgd = partial(runpy.run_path(file)["SignSGD"], lr=0.1)
     n = dist.get_world_size()
-    gpt = small_gpt(optimizer=sgd, dp=n)
+    gpt = small_gpt(optimizer=sgd, edition=Reference, dp=n)
     gpt.forward_backward(*([t.to(gpt.device)] for t in tokens_of(0)))
     assert all(p.grad.abs().eq(1).logical_or(p.grad == 0).all() for p in gpt.params)
     ours = Parallel([net], lambda y, _: y.sum(), make_mesh("cpu", dp=n), optimizer=sgd, dtype=torch.float64,
