@@ -112,8 +112,10 @@ def test_trace_and_profile_hold_every_rank_s_actions(trained, tmp_path, layout, 
     assert run("seen", "--profile OUT/profile --trace OUT") == run("unseen")
     traced = events_of(tmp_path / "trace.json")
     assert all(e["dur"] >= 0 for e in traced)
-    lists = lower(zero_bubble_h1(2, 4)) if pipeline else 2 * parallel.one_f_one_b(1, 4)
-    for rank, actions in enumerate(lists):
+    schedule, p, shared = (zero_bubble_h1, 2, {}) if pipeline else (parallel.one_f_one_b, 1, {2: [0]})  # a tied head
+    lists = [parallel.with_weights(actions, 3 * ("--zero" in layout), (0,), shared)
+             for actions in parallel.lists_of_pieces(schedule, p, 4, 1, 3)]
+    for rank, actions in enumerate(lower(lists) * (2 // p)):
         names = [e["name"] for e in events_of(profile / f"rank-{rank}.json") if e.get("cat") == "user_annotation"]
         assert [name for name in names if " stage " in name] == [f"{action} stage {action.stage}" for action in actions]
         assert "add_up_gradients" in names and any(re.match(rf"{collective} [\d,]+ bytes$", name) for name in names)
