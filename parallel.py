@@ -823,7 +823,9 @@ def in_order(lists, can_run=None):
         waiting = {lists[rank][at[rank]] for rank in unfinished}
         turn = [rank for rank in unfinished if can_run(lists[rank][at[rank]], done, waiting)]
         if not turn:
-            raise ScheduleError(lists, {rank: at[rank] for rank in unfinished}, "deadlock: no rank can go on")
+            stuck = [f"rank {rank} waits at {names_of(lists[rank], rank)[at[rank]]}" for rank in unfinished]
+            raise ScheduleError(lists, {rank: at[rank] for rank in unfinished},
+                                f"deadlock: no rank can go on: {', '.join(stuck)}")
         for rank in turn:
             action = lists[rank][at[rank]]
             order.append((rank, action))

@@ -114,8 +114,9 @@ def test_the_critical_path_has_no_gap_and_is_as_long_as_the_schedule():
 
 EACH = "F and B, or F, I and W, must each be there"
 STUCK = [  # a text, check's reason, and the action at which each rank stops
-    ("rank 0  F0 F1 B0 B1\nrank 1  F0 B1 F1 B0", "deadlock: no rank can go on", {0: 2, 1: 1}),
-    ("rank 0  F0 W0 I0", "deadlock: no rank can go on", {0: 1}),
+    ("rank 0  F0 F1 B0 B1\nrank 1  F0 B1 F1 B0", "deadlock: no rank can go on: rank 0 waits at B0, "
+     "rank 1 waits at B1", {0: 2, 1: 1}),
+    ("rank 0  F0 W0 I0", "deadlock: no rank can go on: rank 0 waits at W0", {0: 1}),
     ("rank 0  F0 F1 B0 B1\nrank 1  F0 F1 B1 B1 B0", "B1 is there twice, on rank 1", {1: 3}),
     ("rank 0  F0 I0 F1 I1 W0", f"stage 0, micro-batch 1: {EACH}; it has F, I", {0: 3}),
     ("rank 0  F0 I0 B0 W0", f"stage 0, micro-batch 0: {EACH}; it has F, B, I, W", {0: 3}),

@@ -53,11 +53,13 @@ REFUSED = {
         --recompute-blocks 2                | give --recompute mlp, too
         --vocab-size 100                    | --vocab-size
         --schedule-file SHORT               | is no action: write F0, or F0/2 for that of stage 2; give
-        --schedule-file STUCK --pp 2        | at B0 for B0 of rank 1, rank 1 waits at B0 for F0 of rank 1; give
+        --schedule-file STUCK --pp 2        | at B0, rank 1 waits at B0; give
         --schedule-file MARKED              | of 2 ranks and 1 micro-batches: give --pp 2 --micro-batches 1
         --schedule-file MARKED --pp 2 --micro-batches 1 --schedule gpipe | leave one of them out
-        --plain --schedule-file STUCK       | deadlock: no rank can go on; give lists that can run
+        --plain --schedule-file STUCK       | deadlock: no rank can go on: rank 0 waits at B0
         --cuda-graphs on --device cpu       | --cuda-graphs on
+        --fast on --optimizer muon --dp 2 --zero 3 | give --zero 2 or leave --fast out
+        --fast on --optimizer muon --dp 2 --zero 1 --comm torch --device cpu | leave --comm out
         --dtype fp8 --device cpu            | on GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16
         --arch llama --model gpt2           | --model gpt2 is no preset of --arch llama: give --model tiny
         --n-kv-head 2                       | --n-kv-head 2 is for a Llama: give --arch llama, too
@@ -199,9 +201,7 @@ UNDIVIDED = """
     --pp 2 --virtual-stages 2               | is for --schedule interleaved and --pp 2 or more: leave it out
     --virtual-stages 7 --schedule interleaved | give --virtual-stages 6 or fewer
     --pp 2 --virtual-stages 4 --schedule interleaved | give --virtual-stages 3 or fewer
-    --fast on --optimizer muon --dp 2 --zero 3 | give --zero 2 or leave --fast out
-    --optimizer muon --arch llama --n-head 3 --n-kv-head 3 --n-embd 96 --tp 3 | the width of the MLP, 256: give --tp 1
-    --fast on --optimizer muon --dp 2 --zero 1 --comm torch --device cpu | leave --comm out"""
+    --optimizer muon --arch llama --n-head 3 --n-kv-head 3 --n-embd 96 --tp 3 | the width of the MLP, 256: give --tp 1"""
 
 
 class Started(BaseException):
