@@ -251,10 +251,10 @@ def test_programs_run_without_docstrings(tmp_path, program, word):
 # -------------------------------------------------------------------------------------------------- ranks must agree
 
 @parametrize("plain", ["", "--plain"])
-@parametrize("flags, name", [("--lr 0.5", "--lr is 0.5 on rank 1 and 0.002 on the others"),
-                             ("--data OTHER", "the training data is "),
-                              ("--eval-every 1", "--eval-every is 1 on rank 1 and 0"),
-                             ("--tp 2 --dp 1", "--dp is 1 on rank 1 and 2 on the others; --tp is 2 on rank 1 and 1")])
+@parametrize("flags, name", [
+    ("--lr 0.5", "--lr is 0.5 on rank 1 and 0.002 on the others"), ("--data OTHER", "the training data is "),
+    ("--eval-every 1", "--eval-every is 1 on rank 1 and 0 on the others"),
+    ("--tp 2 --dp 1", "--dp is 1 on rank 1 and 2 on the others; --tp is 2 on rank 1 and 1 on the others")])
 def test_a_rank_that_was_told_other_things_is_named(start, text, tmp_path, plain, flags, name):
     """The other text has the same length, and differs in its middle."""
     raw = pathlib.Path(text).read_bytes()

@@ -113,7 +113,7 @@ def test_no_row_of_layouts_is_called_wrong(plain_pool, row):
 
 # ----------------------------------------------------------------------------------------------------- models of others
 
-ADAPTERS = pathlib.Path(__file__).parent / "adapters"
+ADAPTERS = pathlib.Path(__file__).parents[1] / "docs" / "adapters"
 FAULTS = [  # an adapter, what stands there, what somebody wrote, what the tool says
     ("ddp", "/ 3\n", "\n", "loss: x 3 = micro-batches"),
     ("ddp", "i == 2", "i == 0", "terms of a mean over dp, which nobody has reduced"),
@@ -211,7 +211,7 @@ def test_a_test_may_call_it():
                                     ("seeing", "3 faults: 2 seen, 0 hang, 0 survive, 1 not reached", 0)])
 def test_mutate_says_what_tests_do_not_see(tmp_path, name, counts, code):
     """Of a line that is called once: there is no call before it, so nothing is stale."""
-    shutil.copytree(ADAPTERS.parent / "mutated", tmp_path / "project")
+    shutil.copytree(ADAPTERS / "project", tmp_path / "project")
     words = [sys.executable, mutate.__file__, "--", sys.executable, "-m", "pytest", "-q", "-k", name, "tests"]
     settings = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "-p no:cacheprovider"}
     done = subprocess.run(words, cwd=tmp_path / "project", capture_output=True, text=True, env=os.environ | settings)
