@@ -34,7 +34,7 @@ from tests.muon import *  # noqa: E402, F403
 from tests.graphs import *  # noqa: E402, F403
 from tests.further import *  # noqa: E402, F403
 from tests.data import *  # noqa: E402, F403
-from tests.forms import *  # noqa: E402, F403
+from tests.strategies import *  # noqa: E402, F403
 from tests.zero import *  # noqa: E402, F403
 from tests.memory import *  # noqa: E402, F403
 from tests.schedules import *  # noqa: E402, F403

@@ -55,8 +55,8 @@ def ring(rank):
 
 
 def zero0(rank):
-    """Data parallelism, of one parameter: make param.grad the mean of all ranks' gradients. `own_gradient(param)` is
-    this rank's, `averaging_group(param, group)` are the ranks."""
+    """Data parallelism, of one parameter: make param.grad the mean of all ranks' gradients. A rank that has not used
+    the parameter has None in place of a gradient."""
     from parallel import average_gradients
     net = nn.ParameterList(torch.arange(1.0, 5).split(2))
     loss = (rank + 1) * (net[0] + net[1] if rank else net[0])  # rank 0 does not use the second one
@@ -66,62 +66,53 @@ def zero0(rank):
 
 
 def zero1(rank):
-    """ZeRO-1's average: make `average`, a tensor like the shard, this rank's row of the mean of all ranks' gradients.
-    `own_gradient(param)` is this rank's, and `in_rows(tensor, ranks)` writes a tensor in as many rows."""
-    from parallel import ZeRO1
+    """A under ZeRO: each rank has its gradients in `rows` (N, K/N). Make `average`, a tensor like self.mine, for this
+    rank's row of the mean over self.group, and start the collective that writes it: `handle` is what that returns."""
+    from parallel import Unit
     weights = nn.Parameter(torch.arange(10.0, 60, 10))
-    optimizer = ZeRO1([weights], torch.optim.SGD, lr=1.0)
+    unit = Unit([weights], None, 1, torch.float32)
     ((rank + 1) * torch.arange(1, 6) * weights).sum().backward()
-    optimizer.finish_grad_sync()
-    yield "gradient of this rank's shard", optimizer.stepped[weights].grad
-    optimizer.step()
-    yield "weights after the step", weights
+    unit.start_average()
+    unit.finish_average()
+    yield "gradient of this rank's row", unit.stepped[weights].grad
 
 
 def zero2(rank):
-    """When ZeRO-2's gradients leave: let autograd call `self.average` with this parameter, as soon as it has added all
-    of a backward's gradient to param.grad. (A method of the parameter takes such a function.)"""
-    from parallel import ZeRO2
-    weights = nn.Parameter(torch.ones(4))
-    optimizer = ZeRO2([weights], torch.optim.SGD, lr=1.0)
-    for micro_batch in 1, 2:
-        ((rank + micro_batch) * weights).sum().backward()
-        yield f"after backward {micro_batch} the whole gradient", "is there" if weights.grad is not None else "is gone"
-    optimizer.finish_grad_sync()
-    yield "the shard's gradient", optimizer.stepped[weights].grad
+    """Where an A stands: note in `last` that action n is the last backward whose gradients an A of piece `averaged`
+    averages. Stages 0 and 1 have one A a piece and step, from stage 2 on there is one a micro-batch. The first part of
+    a key is the piece, the second tells its As apart."""
+    from parallel import gpipe, into_pieces, with_weights
+    [actions] = gpipe(1, 2)
+    for zero in 1, 2:
+        letters = with_weights(into_pieces(actions, {0: range(2)}), zero)
+        yield f"As of stage {zero}", " ".join(f"{a}/{a.stage}" for a in letters if a.kind in "BA")
 
 
 def zero3(rank):
-    """ZeRO-3's three moments of a layer: `self.gather(matrices)` before its forward, `self.free(matrices)` after it,
-    and `self.begin_backward(matrices)` before its backward, unless it is one of EMBEDDINGS. PyTorch's hooks call a
-    function with the layer and more, which these take, too: give them partial(self.gather, matrices), and so on."""
-    from parallel import ZeRO3
-    net, whole = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3))), []
-    optimizer = ZeRO3(net.parameters(), torch.optim.SGD, None, [net])
-
-    def look(*_):
-        whole.append(sum(rows.untyped_storage().nbytes() > 0 for rows in optimizer.whole.values()))
-
-    for layer in net:
-        layer.register_forward_pre_hook(look)
-        layer.register_full_backward_pre_hook(look)
-    net(torch.ones(1, 2)).sum().backward()
-    yield "whole matrices, in forward and in backward of 3 layers", str(whole)
+    """Where G and D stand: if action n needs weights that are neither there nor on their way, put a G of its piece
+    before the action that comes `ahead` actions earlier. Under ZeRO-3 put a D behind action n, unless the next action
+    is of the same piece. `before` and `after` have a list for each action, `whole` the pieces that were gathered. A
+    lookup's backward needs no weights."""
+    from parallel import into_pieces, one_f_one_b, with_weights
+    [actions] = one_f_one_b(1, 1)
+    for zero in 1, 3:
+        letters = with_weights(into_pieces(actions, {0: range(3)}), zero, lookups=(0,))
+        yield f"the list of stage {zero}", " ".join(f"{a.kind}{a.stage}" for a in letters)
 
 
-def hook(rank):
-    """When buckets leave: backward has computed this parameter's gradient. Take it out of `missing` (it may be out
-    already), and let every bucket leave that is complete, in the order of the list."""
-    from further.buckets import BucketDDP
-    factors = nn.ParameterList(map(torch.tensor, (2.0, 3.0, 5.0)))
-    net, under_way = BucketDDP(factors, bucket_mb=1e-9), []  # a bucket each, the last parameter's first
-    for p in factors:
-        p.register_post_accumulate_grad_hook(lambda p: under_way.append(len(net.reducers[0].under_way)))
-    product = math.prod(reversed(factors) if rank else factors)  # so on rank 1 gradients come in another order
-    ((rank + 1) * product).backward()
-    yield "buckets on their way after each gradient", str(under_way)
-    net.finish_grad_sync()
-    yield "averaged gradients", torch.stack([p.grad for p in factors])
+def gather(rank):
+    """G: give `weights` its memory back if `free` has taken it, and let the parameters be views of it again, which
+    `show` does. If the unit has a master, copy it into this rank's row. Then start the all-gather of the rows: its
+    handle is `gathering`."""
+    from parallel import Unit
+    matrix, vector = nn.Parameter(torch.arange(1.0, 5).view(2, 2)), nn.Parameter(torch.tensor([5.0]))
+    unit = Unit([matrix, vector], None, 3, torch.float32)
+    yield "a matrix that nobody has gathered", matrix
+    unit.mine += 10 * (rank + 1)
+    unit.gather()
+    unit.wait()
+    yield "the matrix, gathered", matrix
+    yield "the vector, gathered", vector
 
 
 def g(rank):
@@ -154,8 +145,9 @@ def order(rank):
 def transfers(rank):
     """Where sends and receives go: if another rank waits for the action's result, append the send (SF, SB) to this
     rank's list, and put the receive (RF, RB) into the other's, so that no ranks wait for each other."""
-    from further.lists import check, lower
+    from further.lists import check
     from further.schedules import SCHEDULES
+    from parallel import lower
     for schedule in SCHEDULES.values():
         check(lower(schedule(3, 3, 2)))
     yield "lowered lists", "can run"
@@ -202,12 +194,17 @@ def expert(rank):
     from further.expert_parallel import expert_parallel, split_experts
     from further.experts import ExpertsConfig
     from model import GPT
-    from parallel import average_gradients, make_mesh
+    from parallel import make_mesh, make_units
     layer = GPT(ExpertsConfig(n_layer=1, n_embd=2, n_head=1, experts=2)).h["0"].mlp
     expert_parallel(layer, *split_experts(make_mesh("cpu", dp=2), 2))
+    units = make_units({0: layer}, None, 0, torch.float32)
     layer(torch.ones(1, rank + 1, 2)).sum().backward()  # one token, two tokens
-    average_gradients(layer)
-    yield "gradient of its expert's bias", layer.experts.c_proj.bias.grad
+    bias = layer.experts.c_proj.bias
+    for _, unit in units:
+        unit.start_average()
+        unit.finish_average()
+        if bias in unit.stepped:
+            yield "gradient of its expert's bias", unit.stepped[bias].grad
 
 
 class Puzzle(NamedTuple):
@@ -223,11 +220,11 @@ class Puzzle(NamedTuple):
 
 PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(ring, 3, "collectives.py", "ring_reduce_scatter", "mine"),
-    Puzzle(zero0, 2, "parallel.py", "average_gradient", "own_gradient"),
-    Puzzle(zero1, 3, "parallel.py", "ZeRO1.average", "rows", 3),
-    Puzzle(zero2, 2, "parallel.py", "ZeRO2.__init__", "register_post_accumulate_grad_hook"),
-    Puzzle(zero3, 2, "parallel.py", "ZeRO3.__init__", "register_forward_pre_hook"),
-    Puzzle(hook, 2, "further/buckets.py", "Reducer.mark_ready", "discard"),
+    Puzzle(zero0, 2, "parallel.py", "average_gradients", "None"),
+    Puzzle(zero1, 3, "parallel.py", "Unit.start_average", "empty_like"),
+    Puzzle(zero2, 1, "parallel.py", "with_weights", "averaged"),
+    Puzzle(zero3, 1, "parallel.py", "with_weights", "lookups", 2),
+    Puzzle(gather, 2, "parallel.py", "Unit.gather", "size"),
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),
     Puzzle(order, 3, "parallel.py", "one_f_one_b", "return"),
@@ -252,7 +249,7 @@ def hole(puzzle):
     node = ast.parse(text)
     for name in puzzle.function.split("."):
         node = {getattr(inner, "name", ""): inner for inner in node.body}[name]
-    block = from_word(node.body, puzzle.word)[:puzzle.statements]
+    block = from_word(node.body[bool(ast.get_docstring(node)):], puzzle.word)[:puzzle.statements]
     return text.splitlines(), slice(block[0].lineno - 1, block[-1].end_lineno)
 
 

@@ -140,8 +140,10 @@ STRATEGIES = {  # name: (what a rank runs, elements that a step sends by the tab
     "ZeRO-3": (partial(sharded, 3), 3 * M)}
 
 
-def lists(config, ranks):
-    """The list of a step of one micro-batch, by stage: {stage: rank 0's}."""
+def lists(ranks):
+    """The list of a step of one micro-batch of a GPT of two blocks, by stage: {stage: rank 0's}."""
+    config = GPTConfig(vocab_size=64, n_layer=2, n_head=1, n_embd=16, tied=False)
+
     def on_rank(zero):
         net = train.parallelize(config, train.Layout(dp=ranks, zero=zero), "cpu", optimizer=SGD)
         return net.lists(1)[0]
@@ -169,8 +171,9 @@ def side_by_side(ranks):
     print("\nA tensor at a time takes more messages than a piece at a time. Besides gradients and weights a step sends "
           "three\nnumbers: targets, micro-batches, their square. ZeRO-3 sends less than the table: an embedding's "
           "backward needs no\nweights, and the last piece keeps its weights from forward to backward.\n\n"
-          "The list of a step of one micro-batch. G gathers, D drops, A averages; who computes waits for no A:\n")
-    for zero, actions in lists(config, ranks).items():
+          "The list of a step of one micro-batch, of a GPT of two blocks: pieces 0 to 3. G gathers, D drops, A averages, "
+          "and nobody\nwaits for an A until the end:\n")
+    for zero, actions in lists(ranks).items():
         print(f"ZeRO-{zero}  " + " ".join(name_of(action, False) for action in actions))
 
 
@@ -180,15 +183,16 @@ def sent_by_list(config, zero, dp):
     """Bytes that a rank sends in a step of one micro-batch, in bf16: what G and A of its list send."""
     pieces = range(config.n_layer + 2)
     own = [sum(param.numel() for param in GPT(config, seed=None, pieces=[i]).parameters()) for i in pieces]
-    gathered = [*own]
-    if config.tied:  # the head's table is the embedding's, and is gathered with all that its piece has
+    shared = {}
+    if config.tied:  # the head's table is the embedding's
         own[-1] -= config.vocab_size * config.n_embd
-        gathered[-1] = own[-1] + own[0]
-    shared = {pieces[-1]: [0]} if config.tied else {}
+        shared = {pieces[-1]: [0]}
+    again = own[0] if config.tied and zero == 3 else 0  # gathered for the head, with all that the embedding's piece has
+    gathered = [*own[:-1], own[-1] + again]
     [actions] = [into_pieces(actions, {0: pieces}) for actions in one_f_one_b(1, 1)]
     total = 0
     for action in with_weights(actions, zero, (0,), shared):
-        if action.kind == "G" and not (zero < 3 and config.tied and action.stage == pieces[-1]):
+        if action.kind == "G":
             total += sent("all_gather_into_tensor", gathered[action.stage], 2, dp)
         elif action.kind == "A":
             total += sent("reduce_scatter_tensor" if zero else "all_reduce", own[action.stage], 4, dp)

@@ -92,8 +92,6 @@ SHOWN = [
         micro-batch, 52.4 MB (docs/words.md), and receives as much. The playbook adds both up: 4 BTC, 104.9 MB.
         ...
         Of 27 ms of traffic 6 show"""),
-    # 53 tensors x 2 messages x 3 steps. Of ZeRO-3 34 vectors x 2, 19 matrices x 3, but 2 embeddings once less. In
-    # ZeRO-1 a rank keeps K and momentum for its half of K; a GPT's 8 K are 437.5 KiB.
     # 3 + 1 + 2 x 4; of the gated MLP three matrices, each 8/3 or 4; GQA halves two of q, k, v
     ("sizes", 1, """
         GPT-2 XL                                3.00        1.00        4.00        4.00   12.00
@@ -105,30 +103,6 @@ SHOWN = [
         ...
         16 heads of 128                        4,096
         half as many k and v                   2,048"""),
-    # 8 micro-batches, of which rank 0 holds 2 at a time in 1F1B and 8 in GPipe; an all-gather of 64 and of 32 hidden
-    # numbers, and an all-reduce of 32, for 4 x 32 tokens
-    ("forms", 2, """
-        ZeRO-0, lecture            ~0       318   1,344,000       875
-        ...
-        ZeRO-0, full               ~0         6   1,344,000       875
-        ...
-        ZeRO-0, fast               ~0         6   1,344,000       875
-        ...
-        ZeRO-1, lecture            ~0       318   1,344,000       656
-        ...
-        ZeRO-1, full               ~0         6   1,344,000       656
-        ...
-        ZeRO-2, lecture            ~0       318   1,344,000       656
-        ...
-        ZeRO-3, lecture            ~0       369   1,958,400       451
-        ...
-        ZeRO-3, full               ~0        60   1,933,824       451
-        ...
-        ZeRO-3, fast               ~0        60   1,933,824       451
-        ...
-        gpipe                      ~0         8      65,536       410
-        ...
-        one_f_one_b                ~0         9      65,544       102"""),
     # Of 12 x 128^2 weights a block and 256 x 128 of the head; they have 4,864 rows, and 12,800 groups of 64
     ("sampling", 1, """
         prefill: all tokens at once
@@ -177,55 +151,20 @@ SHOWN = [
                       query        (1, 4, 128, 32)      kept above
         ...
         kept in all 1,052,672 bytes, by the formula 1,052,672"""),
-    # The next unit is gathered under this one, and waited for when it computes; the last one stays whole, because
-    # backward begins with it. Embeddings' backward needs no weights.
-    ("fsdp", 2, """
-        forward of h.0.mlp.c_proj
-            gather h.0.mlp.c_proj
-            free h.0.mlp.c_proj
-        forward of lm_head
-            gather lm_head
-            free lm_head
-        backward of lm_head
-            gather lm_head
-            scatter lm_head
-            free lm_head
-        backward of h.0.mlp.c_proj
-            gather h.0.mlp.c_proj
-            scatter h.0.mlp.c_proj
-            free h.0.mlp.c_proj
+    # K parameters of 8 bytes, of which 101 tensors x 2 messages x 3 steps make 606. A head's F and B are neighbours, and
+    # an embedding's B needs no weights. Of the lecture's 34 bytes model.py lacks dropout's masks, 2; statistics of norms
+    # and heads are small.
+    ("zero", 1, """
+        average_gradients        606 
         ...
-        forward of h.1
-            wait for h.1
-            gather lm_head
-            free h.1
-        forward of ln_f
-        forward of lm_head
-            wait for lm_head
-        backward of lm_head
-            gather h.1
-            free lm_head
-            scatter lm_head
-        backward of ln_f
-        backward of h.1
-            wait for h.1
-            gather h.0
-            free h.1
-            scatter h.1
-        backward of h.0
-            wait for h.0
-            free h.0
-            scatter h.0
-        backward of wpe
-            scatter wpe
-        backward of wte
-            scatter wte"""),
-    # Of the lecture's 34 bytes model.py lacks dropout's masks, 2; statistics of norms and heads are small.
-    ("memory", 1, """
+        ZeRO-0  F0 F1 F2 F3 B3 A3 B2 A2 B1 A1 B0 A0
+        ZeRO-1  G0 G1 F0 G2 F1 G3 F2 F3 B3 A3 B2 A2 B1 A1 B0 A0
+        ZeRO-2  G0 G1 F0 G2 F1 G3 F2 F3 B3 A3 B2 A2 B1 A1 B0 A0
+        ZeRO-3  G0 G1 F0 D0 G2 F1 D1 G3 F2 D2 F3 G2 B3 D3 A3 G1 B2 D2 A2 B1 D1 A1 B0 A0
+        ...
           one GPU                             114.00 | 32.03
           --tp 8                               23.00 | 11.01
           --tp 8 --sp                          14.25 | 4.00
-          --tp 8 --sp, no scores                4.25 | 4.00
           --recompute block                     2.00 | 2.00"""),
     # Step s of reduce-scatter adds to chunk r-2-s of rank r, step s of all-gather completes chunk r-s-1.
     ("collectives", 4, """
@@ -272,19 +211,6 @@ SHOWN = [
           all_gather_into_tensor     3,145,728 |    3,145,728   (N-1)/N K
           broadcast                  8,388,608 |    8,388,608   ceil(log2 N) K at the root; all ranks together (N-1) K
           barrier                            2 |            2   ceil(log2 N)"""),
-    # Buckets leave one by one before backward ends, in fewer messages. Where 3 does not divide what is sent,
-    # the chunks that rank 0 does not send, 0 and 1, may be an element longer, so it sends a few bytes less.
-    ("data", 3, """
-          gradients ready   bucket of             backward still computes
-                 15 of 52   ln_f, h.3, h.2        h.2, h.1, h.0, wpe, wte
-                 27 of 52   h.2, h.1              h.1, h.0, wpe, wte
-                 39 of 52   h.1, h.0              h.0, wpe, wte
-                 52 of 52   h.0, wpe, wte         nothing
-
-          sent by rank 0           all-reduces  messages         bytes   gradients' error against one process
-          full, in buckets                   4        16     8,986,608   ~0
-          lecture, after backward           52       208     8,986,424   ~0
-          2(N-1)/N x K x 8 bytes (float64)                   8,986,624   in 2(N-1) messages an all-reduce"""),
     # 4 x 16 x 128 x 96 x 8 / 3 = 2,097,152
     ("tensor", 3, """
           f   forward   identity                                backward  all-reduce of dX, 2,097,152 bytes sent

@@ -1,0 +1,147 @@
+"""The strategies as the lecture has them, and a step as a list: each equals one process if its messages are sent."""
+
+import functools
+import re
+from collections import Counter
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import collectives as dist
+import parallel
+import train
+from further import together
+from lessons import lecture8, zero
+from lessons.demos import main
+from lessons.bench.timing import of_all_ranks, patched
+from lessons.step import settings_of
+from model import GPTConfig
+from tests.pool import close, in_new_process, on_plain, on_ranks, parametrize
+from tests.runs import output_of
+
+
+def without(names):
+    """Collectives, or kinds of messages, do nothing."""
+    return patched([(dist, name, lambda *_, **__: None) for name in names.split()])
+
+
+def without_averages(name, all_of_them):
+    """A collective does nothing; unless `all_of_them`, only where it is awaited later, as G and A are."""
+    real = getattr(dist, name)
+
+    def stand_in(*tensors, async_op=False, **more):
+        return dist.Handle() if async_op or all_of_them else real(*tensors, **more)
+
+    return patched([(dist, name, stand_in)])
+
+
+@on_plain
+@parametrize("strategy", [*zero.STRATEGIES])
+@on_ranks(2)
+def test_data_parallelism_and_zero_beside_one_process(strategy):
+    """Losses of 3 steps. What is kept and sent is the table's over parallel.with_weights: messages of three numbers are
+    8 x 3 bytes a step, and ZeRO-3 gathers neither for an embedding's backward nor twice for the last piece."""
+    config = zero.config_on(2)
+    K = config.parameters()
+    want = zero.in_one_process(config, 2)
+    run, shares = zero.STRATEGIES[strategy]
+    stage = -1 if strategy == "average_gradients" else int(strategy[-1])
+    found = run(config)
+    assert close(torch.stack(of_all_ranks(found.losses)).mean(0), want)
+    saved = zero.M * (64 + 32 + 2 + 64) * 32 * (stage == 3)  # wte, wpe; norm and head
+    nbytes = sum(log.bytes for log in found.traffic.values())
+    assert nbytes == zero.STEPS * (8 * (shares * K - saved) // 2 + 24 * (stage >= 0))
+    weights, momentum = (K // 2 if shard else K for shard in (stage == 3, stage >= 1))
+    units = config.n_layer + 2  # each has one NaN, which its parameters are while nobody has gathered them
+    assert found.kept == 8 * (weights + momentum + units * (stage == 3))
+    assert found.at_the_end == 8 * (K // 2 if stage >= 1 else K)
+    assert found.most == 8 * K if stage < 2 else found.at_the_end < found.most < 8 * K
+    for lost in ["reduce_scatter_tensor", "all_gather_into_tensor"] if stage > 0 else ["all_reduce"]:
+        with without_averages(lost, stage < 0):
+            losses = run(config).losses
+        assert not close(torch.stack(of_all_ranks(losses)).mean(0), want), lost
+
+
+@on_plain
+@parametrize("stage", range(4))
+@on_ranks(2)
+def test_bytes_of_the_large_table_are_those_of_a_list(stage):
+    """As counted of a GPT with a tied embedding, in bf16, but for the three numbers."""
+    config = GPTConfig(vocab_size=64, seq_len=32, n_layer=3, n_head=2, n_embd=32)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    net = train.parallelize(config, train.Layout(dp=2, zero=stage, dtype=torch.bfloat16), "cpu", optimizer=sgd)
+    dist.reset_traffic()
+    net.zero_grad()
+    x = torch.zeros(1, 32, dtype=torch.int64)
+    net.forward_backward([x], [x])
+    assert sum(log.bytes for log in dist.traffic().values()) == zero.sent_by_list(config, stage, 2) + 24
+
+
+def listed(words):
+    """[(what follows "rank r", the lists)] that `python -m lessons step` prints."""
+    printed = in_new_process(functools.partial(output_of, main, "step", *words.split()))
+    return printed, [line.split()[2:] for line in printed.splitlines() if re.match(r"rank \d   \S", line)]
+
+
+@parametrize("words, chain", [
+    ("--dp 2 --zero 3", parallel.one_f_one_b(1, 1)), ("--dp 2 --zero 1 --micro-batches 2", parallel.one_f_one_b(1, 2))])
+def test_the_printed_list_is_with_weights_and_its_bytes_are_the_traffic(words, chain):
+    """Of an embedding, two blocks and a head that is tied to it. Beside the list travel three numbers of 8 bytes, and
+    the norm, and whether a number was not finite."""
+    printed, [actions] = listed(words)
+    stage = int(words.split()[3])
+    right = parallel.with_weights(parallel.into_pieces(chain[0], {0: range(4)}), stage, (0,), {3: [0]})
+    several = "micro" in words
+    assert actions == [f"{a}/{a.stage}" if several else f"{a.kind}{a.stage}" for a in right]
+    table = printed.partition("sent\n")[2]
+    sent = Counter()
+    for op, nbytes in re.findall(r"(\w+) ([\d,]+) B", table):
+        sent[op] += int(nbytes.replace(",", ""))
+    s, _ = settings_of(2, 1, 1, stage, 1 + several, "1f1b", [])
+    assert sent == in_new_process(traffic_of_a_step, s)
+    assert "the norm: all_reduce 40 B\n" in table
+
+
+def traffic_of_a_step(s):
+    def on_rank():
+        data = *train.split(np.arange(4000) % 251), train.Bytes()
+        trainer = train.Trainer(s, train.config_of(s), None, data, torch.device("cpu"))
+        dist.reset_traffic()
+        trainer.step(0)
+        return {name: log.bytes for name, log in dist.traffic().items() if log.bytes}
+
+    return Counter(together.run(2, on_rank)[0])
+
+
+@on_plain
+@parametrize("lost", ["", "all_reduce"])
+@on_ranks(3)
+def test_f_and_g_as_the_lecture_has_them(lost):
+    """Y needs g, dX needs f."""
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(0)
+    x, A, B, dy = (torch.randn(size, dtype=torch.float64, generator=generator).to(torch.get_default_device())
+                   for size in ((2, 4, 5), (5, 6), (6, 7), (2, 4, 7)))
+    x.requires_grad_()
+    want = F.gelu(x @ A) @ B
+    want = want.detach(), *torch.autograd.grad(want, x, dy)
+    with without(lost):
+        hidden = F.gelu(parallel.CopyToGroup.apply(x, None) @ A.chunk(3, 1)[rank])
+        y = parallel.ReduceFromGroup.apply(hidden @ B.chunk(3)[rank], None)
+        have = y.detach(), *torch.autograd.grad(y, x, dy)
+    assert [close(a, b) for a, b in zip(have, want)] == [not lost] * 2
+
+
+@on_plain
+@parametrize("strategy, lost", [
+    (lecture8.data_parallel, "all_reduce"), (lecture8.pipeline, "send recv"),
+    (lecture8.all_gather_tensor_parallel, "all_gather_into_tensor"),
+    (lecture8.all_gather_tensor_parallel, "reduce_scatter_tensor")],
+    ids=lambda value: getattr(value, "__name__", value))
+@on_ranks(3)
+def test_strategies_as_the_lecture_has_them(strategy, lost):
+    """Gradients of its deep MLP; the pipeline is `gpipe_step`."""
+    for names in "", lost:
+        with without(names):
+            *_, error = lecture8.beside_one_process(strategy)
+        assert all(error < (1e-3 if names else 1e-12) for error in of_all_ranks(error)) == (not names)
