@@ -742,7 +742,15 @@ def meeting_place(device_type, timeout):
     store.set_timeout(timedelta(seconds=timeout))
     # A second world that met under the same keys would find the first one's sockets.
     process.worlds += 1
-    return {"store": torch_dist.PrefixStore(f"world {process.worlds}", store), "rank": rank, "world_size": size}
+    world = f"{attempt()}world {process.worlds}"
+    return {"store": torch_dist.PrefixStore(world, store), "rank": rank, "world_size": size}
+
+
+def attempt():
+    """What the keys of this process begin with in torchrun's store. With --max-restarts the store outlives the
+    processes, and still holds the addresses of those that have ended (pytorch #135712)."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"attempt {restarts} " * (os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def initialize(device_type, timeout=600, rendezvous=meeting_place):

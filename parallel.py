@@ -144,7 +144,7 @@ def average_gradients(module, group=None):
             dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)
 
 
-# ------------------------------------------------------------------------------------------------------ a step is a list
+# ----------------------------------------------------------------------------------------------------- a step is a list
 #
 # In data parallelism every rank keeps the same. ZeRO lets each keep 1/N. K parameters, float32, Adam; bytes a rank:
 #
@@ -192,8 +192,8 @@ class Action(NamedTuple):
 def with_weights(actions, zero, lookups=(), shared={}, ahead=1):
     """A rank's computations with G, D and A, as stage `zero` of ZeRO has them.
 
-    lookups: pieces whose backward needs no weights. shared: {piece: pieces whose A averages some of its gradients, too},
-    as an embedding's A those of a tied head. ahead: how many computations ahead of its own a G stands, 0 or 1.
+    lookups: pieces whose backward needs no weights. shared: {piece: pieces whose A averages some of its gradients}, as
+    an embedding's A those of a tied head. ahead: how many computations ahead of its own a G stands, 0 or 1.
     """
     before = defaultdict(list)
     after = defaultdict(list)
@@ -222,7 +222,7 @@ def into_pieces(actions, pieces_of):
             for piece in (pieces_of[stage] if kind == "F" else reversed(pieces_of[stage]))]
 
 
-# ------------------------------------------------------------------------------------ units: what G, D and A do to a piece
+# --------------------------------------------------------------------------------- units: what G, D and A do to a piece
 #
 # A piece's parameters travel in one message, as one `Unit`. The unit lays their numbers side by side, in N rows of
 # equal length, and row r is rank r's. A matrix of 6, one of 4 and a vector of 1, on 2 ranks:
@@ -376,7 +376,7 @@ class Unit:
 
     @torch.no_grad()
     def start_average(self):
-        """A. What no backward has used counts as zero. RuntimeError if a parameter was frozen since the unit was made."""
+        """A. What no backward has used counts as zero. RuntimeError if a parameter was frozen after it came here."""
         if any(param.requires_grad != self.trained for param in self.params):
             raise RuntimeError("freeze parameters, or let them train again, before the optimizer is made")
         self.finish_average()  # of the micro-batch before
@@ -612,9 +612,6 @@ def refuse_unlike(layer, kind):
     if more or not is_plain:
         raise ValueError(f"a plain {kind.__name__} can be cut over ranks, not {type(layer).__name__}"
                          f"{' with ' * bool(more)}{', '.join(more)}: leave it out of the table")
-
-
-EMBEDDINGS = nn.Embedding, VocabParallelEmbedding  # their backward needs row indices, no weights
 
 
 def local_parameter(param, cut):
@@ -1064,7 +1061,7 @@ class Pipeline:
     def receive(self, action):
         """Post a receive into a new buffer; `wait_for` waits for it. All transfers go through one group. NCCL runs a
         group's transfers one after the other. That cannot hang, because `lower` gives both ends the same order."""
-        between = min(action.stage, goes_to(action))  # an F's result, or its gradient, has the shape of this piece's output
+        between = min(action.stage, goes_to(action))  # this piece's output travels, or its gradient
         buffer = torch.empty(self.shape(between, self.x[action.micro_batch]), dtype=self.dtype, device=self.device)
         handle = dist.irecv(buffer, group=self.group, group_src=self.piece_to_rank[action.stage])
         self.results[carried(action)] = handle, buffer
@@ -1084,7 +1081,7 @@ class Pipeline:
             handle.wait()
 
 
-# -------------------------------------------------------------------------------------------- a model, spread over ranks
+# ------------------------------------------------------------------------------------------- a model, spread over ranks
 
 class Parallel:
     """A model that is a chain of pieces, and what a training loop does with this rank's part of it.

@@ -20,6 +20,7 @@ pytest.register_assert_rewrite("tests")
 pytest_plugins = ["tests.pool"]  # pytest calls that module's hooks
 
 from tests.pool import *  # noqa: E402, F403  first: it decides whether kernels are interpreted
+from tests.micro import *  # noqa: E402, F403
 from tests.collectives import *  # noqa: E402, F403
 from tests.windows import *  # noqa: E402, F403
 from tests.messages import *  # noqa: E402, F403
@@ -49,6 +50,7 @@ from tests.plan import *  # noqa: E402, F403
 from tests.explore import *  # noqa: E402, F403
 from tests.pictures import *  # noqa: E402, F403
 from tests.checkpoints import *  # noqa: E402, F403
+from tests.daily import *  # noqa: E402, F403
 from tests.kernels import *  # noqa: E402, F403
 from tests.fp8 import *  # noqa: E402, F403
 from tests.attention import *  # noqa: E402, F403

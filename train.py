@@ -25,7 +25,6 @@ import os
 import pathlib
 import sys
 import sysconfig
-from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -484,7 +483,9 @@ class Trainer:
         self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp, cp and pp take the same
 
     def optimizer_class(self):
-        return idea("Muon") if self.s.optimizer == "muon" else torch.optim.AdamW
+        if self.s.optimizer == "muon":
+            return idea("Muon")
+        return partial(torch.optim.AdamW, foreach=True)  # else PyTorch steps one PlacedParameter after the other
 
     def train(self, saved):
         """Run the steps after checkpoint `saved`, all if it is None; then show a sample. Steps count from 0."""
@@ -600,6 +601,7 @@ class Run:
     mode = "plain: the reference alone, which is what you read"
     flags = Flags
     trainer = Trainer
+    meet = staticmethod(dist.meeting_place)
 
     def __init__(self, arguments):
         try:
@@ -635,6 +637,8 @@ class Run:
             self.saved, self.source = idea("read_checkpoint")(s, self.config, config_of)
         if FURTHER:
             idea("check_files")(s, self.config, texts, *self.data, self.saved)
+            said = idea("told")(s, self.config, self.data, dashed, checkpoint=self.saved and self.saved["step"])
+            self.meet = partial(idea("agreed"), self.meet, said)
 
     def start(self):
         """Meet the other processes, train, part."""
@@ -645,7 +649,7 @@ class Run:
         if self.s.together:
             device = idea("join")(processes_of(self.s, 1))
         else:
-            device = dist.initialize(self.s.device)
+            device = dist.initialize(self.s.device, rendezvous=self.meet)
         if dist.get_rank() == 0:
             print(f"mode     {self.mode}", flush=True)
         self.trainer(self.s, self.config, self.source, self.data, device).train(self.saved)

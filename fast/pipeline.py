@@ -77,8 +77,8 @@ class CollectingMicroBatch(MicroBatch):
 
 
 class PatientPipeline(HalvedPipeline):
-    """A Pipeline of stages that posts receives late on CUDA, frees an output once it is sent, names a failed transfer, and
-    computes nothing twice in W.
+    """A Pipeline of stages that posts receives late on CUDA, frees an output once it is sent, names a failed transfer,
+    and computes nothing twice in W.
 
     On CUDA a waiting receive is a kernel that occupies multiprocessors. A product that needs all of them then takes two
     waves instead of one. So a receive is posted only when its value is needed, because the rank would idle then anyway.

@@ -847,25 +847,30 @@ class StagedGPT(train.ParallelGPT):
         return super().forward_backward(*args, **options)
 
     def twins(self):
-        """The shards of both ends of a tied embedding, where this rank has both in two stages."""
-        return [param for param in self.params if isinstance(param.placement, Twin)]
+        """The shards of both ends of a tied embedding, where this rank has both in two stages, and trains both."""
+        ends = [param for param in self.params if isinstance(param.placement, Twin)]
+        return ends if len(ends) == 2 else []
 
     @torch.no_grad()
     def add_up_gradients(self):
         self.optimizer.finish_grad_sync()
         super().add_up_gradients()
-        if len(twins := self.twins()) == 2:
+        if twins := self.twins():
             one, other = twins
             one.grad += other.grad
-            other.grad = one.grad
+            other.grad.copy_(one.grad)
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
         """With fast.adamw's AdamW, clipping only computes a factor: the kernel scales gradients as it reads them. Twins
-        have one gradient, so the norm takes one of them."""
-        params = [param for param in self.params if param not in {*self.twins()[1:]}]
+        have the same gradient, so the norm takes one of them."""
+        *first, other = self.twins() or [None]
+        params = [param for param in self.params if param is not other]
         inner = self.optimizer.inner
         if not isinstance(inner, AdamW):
-            return parallel.clip_grad_norm_(params, max_norm, [None], scale)
+            norm = parallel.clip_grad_norm_(params, max_norm, [None], scale)
+            for one in first:
+                other.grad.copy_(one.grad)
+            return norm
         norm = parallel.clip_grad_norm_(params, 0, [None]) / scale
         inner.scale = (max_norm / (norm + 1e-6) if max_norm else torch.ones_like(norm)).clamp(max=1) / scale
         return norm

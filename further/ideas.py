@@ -43,6 +43,8 @@ IDEAS = """
     check_flags           --dp               refusals
     check_layout          --dp               refusals
     check_files           --data             refusals
+    told                  --data             refusals
+    agreed                --data             refusals
 """
 FILE_OF = {name: file for name, _, file in map(str.split, IDEAS.strip().splitlines())}
 

@@ -14,14 +14,14 @@ from collections import defaultdict
 
 from further.schedules import SCHEDULES
 from parallel import (
-    Action, carried, goes_to, in_order, lower, needs, ranks_of_stages, result_of, ScheduleError)
+    Action, carried, goes_to, in_order, lower, needs, ranks_of_stages, ScheduleError)
 
 
 OTHER_END = {"SF": "RF", "RF": "SF", "SB": "RB", "RB": "SB"}  # of a transfer
 LETTERS = {"G", "D", "A"}
 
 
-# ----------------------------------------------------------------------------------------------------------------- proof
+# ---------------------------------------------------------------------------------------------------------------- proof
 
 def check(lists, m=None, zero=None, lookups=(), shared={}):
     """Prove that lowered lists can run: raises ScheduleError unless they are complete, each action comes after what it

@@ -133,7 +133,7 @@ def directions(every, u):
 
 # ------------------------------------------------------------------------------------------------------- with ZeRO
 #
-# ZeRO's rows cut through matrices. Here each row holds whole ones, so each rank steps its own. Four matrices on 2 ranks:
+# ZeRO's rows cut through matrices. Here each row holds whole ones, so each rank steps its own. Four on 2 ranks:
 #
 #     row 0      a a a a a a c c
 #     row 1      b b b b d d . .

@@ -5,6 +5,8 @@
 `--plain` looks here, and in further/fits.py for what must divide what. safe/ looks at more.
 """
 
+import dataclasses
+import json
 import math
 import os
 import pathlib
@@ -12,6 +14,7 @@ import shlex
 import sys
 import tempfile
 import time
+import zlib
 
 from further.fits import refuse_misfit
 from further.resume import lacking
@@ -82,6 +85,65 @@ def check_layout(s, config, world, processes, called):
     refuse_misfit(s, config, world, called)
     if processes != world and not s.together:
         raise ValueError(f"this layout needs torchrun --nproc_per_node {processes}; {world} were started")
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
+
+PATHS = "data", "tokenizer", "out", "resume", "init_from", "trace", "profile", "schedule_file"
+OF_ONE_RANK = "keep", "timeout"  # flags that decide neither numbers nor which collectives come
+
+
+def told(s, config, data, called, **more):
+    """{name: value} of what decides this rank's numbers and collectives. A path may be another on each node, so of a
+    path only counts whether there is one. data: (training tokens, held-out tokens, ...)."""
+    flags = {name: value for name, value in vars(s).items() if name not in OF_ONE_RANK}
+    flags |= {name: "given" if flags[name] else "left out" for name in PATHS if name in flags}
+    sizes = {f"the model's {name}": value for name, value in dataclasses.asdict(config).items()}
+    contents = {f"the {part} data": f"{len(tokens):,} tokens with CRC-32 {crc_of_tokens(tokens):08x}"
+                for part, tokens in zip(("training", "held-out"), data)}
+    return {called(name): value for name, value in flags.items()} | sizes | contents | more
+
+
+def crc_of_tokens(tokens, most=1024, size=1 << 16):
+    """Of all of them, or of this many blocks, spread evenly."""
+    crc = 0
+    for i in range(0, len(tokens), max(size, len(tokens) // most)):
+        crc = zlib.crc32(tokens[i:i + size], crc)
+    return crc
+
+
+def agreed(meet, here, device_type, timeout):
+    """As meet(device_type, timeout), for `dist.initialize`. But ranks that were told other things than the others end
+    here, before a collective of theirs could hang, and so do all others, with exit code 2. Each rank sends one message,
+    `here`, to rank 0, which says how they differ."""
+    place = meet(device_type, timeout)
+    store, rank = place["store"], place["rank"]
+    every = [f"told {r}" for r in range(place["world_size"])]
+    store.set(every[rank], json.dumps(here))
+    if rank == 0:
+        problem = how_ranks_differ([json.loads(text) for text in store.multi_get(every)])
+        if problem:
+            print(f"train.py: {problem}", file=sys.stderr, flush=True)
+        store.set("problem", problem)
+    if store.get("problem"):
+        store.set(f"heard {rank}", "")
+        if rank == 0:
+            store.wait([f"heard {r}" for r in range(place["world_size"])])  # it may be this process's own store
+        sys.exit(2)
+    return place
+
+
+def how_ranks_differ(every):
+    """In words, up to three differences between what the ranks were told; "" if there are none."""
+    found = []
+    for name in every[0]:
+        values = [there.get(name) for there in every]
+        most = max(values, key=values.count)
+        others = [rank for rank, value in enumerate(values) if value != most]
+        if others:
+            ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others[:8]))}"
+            found.append(f"{name} is {values[others[0]]!s:.60} on {ranks} and {most!s:.60} on the others")
+    return "; ".join(found[:3]) + ": start all ranks with the same flags, on the same data" * bool(found)
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

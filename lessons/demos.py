@@ -18,42 +18,40 @@ from further import expert_parallel, llama
 from further.context import own_tokens, seen
 from further.expert_parallel import split_experts
 from further.experts import count_of_each, ExpertsConfig
-from further.buckets import BucketDDP
-from further.lists import check, lower
+from further.lists import check
 from further.packed import pairs_of_ranks
 from further.schedules import SCHEDULES
-from lessons import kernels, links, pages, puzzles, same, turns
+from lessons import kernels, links, micro, mutate, pages, puzzles, same, turns
 from lessons.allocator import demo_allocator
-from lessons.bench.peers import token_loss
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.compiled import demo_compile
 from lessons.explore import explore
 from lessons.extension import demo_extension
-from lessons.forms import demo_forms
 from lessons.graph import demo_graph
 from lessons.ladder import demo_ladder
 from lessons.lecture8 import demo_lecture8
 from lessons.letters import check as check_letters
 from lessons.machine import demo_machine
 from lessons.measuring import demo_fp16, demo_measuring
-from lessons.moving import fsdp_step, ring_states, ring_steps, zero3_step
+from lessons.moving import ring_states, ring_steps
 from lessons.overlap import demo_overlap
 from lessons.path import demo_path
 from lessons.plan import KINDS
 from lessons.pictures import costs_of, spans_of
 from lessons.sampling import demo_sampling
+from lessons.step import demo_step
 from lessons.together import demo_together, function
+from lessons.zero import demo_zero
 from model import GPT, PRESETS, GPTConfig, shapes
-from parallel import average_gradients, make_mesh, tensor_parallel
+from parallel import lower, make_mesh, tensor_parallel
 import safe
 from safe import launch
 from safe.flags import check_layout, dashed, gpus_here, Parser, refuse, Settings
 from safe.sizes import BadInput
 from theory.clock import bubble, draw, simulate
-from theory.memory import activation_bytes, memory_bytes
 from theory.speed import MACHINES
-from theory.traffic import messages_of_buckets, messages_of_context, sent
+from theory.traffic import messages_of_context, sent
 from train import config_of, layout_of
 
 
@@ -134,43 +132,6 @@ def demo_sizes():
         print(f"{name:32}{2 * c.kv_heads * c.head_dim:12,}")
 
 
-def demo_memory(model, dp):
-    """The ZeRO table: bytes that a GPU keeps, and sends, at each stage."""
-    config = PRESETS[model]
-    K = config.parameters()
-    once = (config.vocab_size + config.seq_len) * config.n_embd  # elements that ZeRO-3 gathers once: the embeddings
-    print(f"{model}, {K:,} parameters, dp {dp}, bf16, AdamW: GiB a GPU, without activations\n\n"
-          f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}{'sent':>10}   sharded over dp")
-    for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
-        s = Settings(dp=dp, zero=zero, dtype="bf16", batch_size=dp)
-        *sizes, _ = memory_bytes(config, s).values()
-        sizes = [size / 2**30 for size in sizes]
-        # ZeRO-3's vectors are counted with the matrices, because here their all-reduce sends as many bytes.
-        buckets = [(K - once, 2), (once, 1)] if zero == 3 else [(K, 0)]
-        traffic = sum(sent(message.op, elements, message.width, dp)
-                      for message in messages_of_buckets(s, "shard", buckets, dp) for elements in message.elements)
-        print(f"ZeRO-{zero}  {''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):10.2f}{traffic / 2**30:10.2f}   {what}")
-    print("\nSent: in a step of one micro-batch. With m of them ZeRO-2 sends gradients m times, ZeRO-3 weights, too.\n"
-          "ZeRO-0 all-reduces gradients, in two halves of 4 bytes a parameter. ZeRO-1 sends one such half, and in\n"
-          "place of the other it gathers weights, 2 bytes a parameter.\n\n"
-          "Gradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
-          "float32 master. At stage 3 the master's shard, part of the optimizer here, is all that is kept of a\n"
-          "matrix: 16-bit weights exist only while its layer computes.\n\n"
-          "activations that a block of GPT-3 keeps, in bytes / BTC:  the lecture | here")
-    # The lecture's block keeps 34 + 5 heads T/C bytes for each of BTC elements, ours 32: model.py has no dropout, whose
-    # masks take 2, and flash attention keeps statistics instead of the T x T scores.
-    gpt3, t = GPTConfig(50257, 2048, 96, 96, 12288), 8
-    scores = 5 * gpt3.n_head * gpt3.seq_len / gpt3.n_embd
-    for name, lecture, flags in (
-            ("one GPU", 34 + scores, {}), ("--tp 8", 10 + (24 + scores) / t, {"tp": t}),
-            ("--tp 8 --sp", (34 + scores) / t, {"tp": t, "sp": True}),
-            ("--tp 8 --sp, no scores", 34 / t, {"tp": t, "sp": True}),
-            ("--recompute block", 2, {"recompute": "block"})):
-        kept = activation_bytes(gpt3, Settings(dp=1, batch_size=1, dtype="bf16", **flags), [range(1, 2)])
-        print(f"  {name:36}{lecture:6.2f} | {kept / gpt3.seq_len / gpt3.n_embd:.2f}")
-    print("Here there is no dropout, and no T x T scores are kept.")
-
-
 def costs_in(trace):
     """The median times of F, I and W in a trace of train.py, with a sum of 3."""
     advice = "train.py --pp 2 --micro-batches 4 --trace FOLDER writes FOLDER/trace.json, which can be read"
@@ -215,62 +176,6 @@ def both_ways(module, op, x, dy):
     return y, x.grad, forward, traffic_of(op).bytes
 
 
-def demo_data():
-    """Data parallelism in float64: when each bucket is sent, what a tensor at a time and buckets send, their errors."""
-    N, rank, config = dist.get_world_size(), dist.get_rank(), PRESETS["tiny"]
-    mine, K = slice(2 * rank, 2 * rank + 2), config.parameters()
-    x, y = torch.randint(config.vocab_size, (2, 2 * N, config.seq_len), generator=torch.Generator().manual_seed(0))
-    one, lecture, net = (GPT(config).double() for _ in range(3))
-    model, came = BucketDDP(net, bucket_mb=2), set()
-    piece = {p: re.match(r"h\.\d+|\w+", name)[0] for name, p in net.named_parameters()}
-
-    def pieces(params):
-        return ", ".join(dict.fromkeys(piece[p] for p in params))
-
-    def look(param):  # called when backward has computed this parameter's gradient
-        came.add(param)
-        bucket = model.reducers[0].bucket_of[param]
-        if came.issuperset(bucket.params):
-            missing = [p for p in reversed([*net.parameters()]) if p not in came]
-            say(f"  {len(came):9} of {len(piece)}   {pieces(bucket.params):22}{pieces(missing) or 'nothing'}")
-
-    def show(what, other):
-        sent = traffic_of("all_reduce")
-        error = max(off(p.grad, q.grad) for p, q in zip(other.parameters(), one.parameters()))
-        say(f"  {what:25}{sent.calls:11}{sent.messages:10}{sent.bytes:14,}   {error:.0e}")
-
-    for param in net.parameters():
-        param.register_post_accumulate_grad_hook(look)
-    say(f"{N} ranks, 2 of {2 * N} sequences each, the same GPT on all: K = {K:,} parameters in {len(piece)} tensors, "
-        f"float64; wte is the head, too.\n"
-        f"A bucket is sent when its last gradient is computed, while backward goes on:\n\n"
-        f"  gradients ready   bucket of             backward still computes")
-    traffic_of("all_reduce")
-    token_loss(one(x), y).backward()
-    token_loss(model(x[mine]), y[mine]).backward()
-    model.finish_grad_sync()
-    say("\n  sent by rank 0           all-reduces  messages         bytes   gradients' error against one process")
-    show("full, in buckets", net)
-    token_loss(lecture(x[mine]), y[mine]).backward()
-    average_gradients(lecture)
-    show("lecture, after backward", lecture)
-    say(f"  {'2(N-1)/N x K x 8 bytes (float64)':46}{2 * (N - 1) * 8 * K // N:14,}   in 2(N-1) messages an all-reduce")
-
-
-def demo_fsdp():
-    """ZeRO-3 at work, lecture's and full: what rank 0 gathers, frees and scatters while which layer computes."""
-    def tell(what, layer):
-        say(f"{'' if what.endswith(' of') else '    '}{what} {layer}")
-
-    say("wte and lm_head are two matrices here (tied=False). An embedding's backward needs no weights, so none are\n"
-        "gathered for it.\n\nlecture: each layer waits for its own weights; one block. First the optimizer takes its\n"
-        "rows, and frees the whole matrices\n")
-    zero3_step(tell)
-    say("\nfull: a block's weights are gathered together, while the one before computes; two blocks. What is computed\n"
-        "from \"gather\" to \"wait for\" hides the gather. A scatter stands where it starts\n")
-    fsdp_step(tell)
-
-
 def demo_tensor():
     """Tensor parallelism in float64: attention and an MLP cut over the ranks, what f and g send, and the errors."""
     N, rank = dist.get_world_size(), dist.get_rank()
@@ -300,7 +205,7 @@ def demo_tensor():
 def demo_types(**flags):
     """Letters of a step on all ranks, one after the other: replicated, varying, a term of a sum or of a mean."""
     start, cut, m = time.perf_counter(), flags["tp"] * flags["cp"], flags["micro_batches"]
-    s = Settings(device="cpu", form="lecture", vocab_size=64, seq_len=4 * cut, n_head=2 * cut, n_embd=16 * cut,
+    s = Settings(device="cpu", fast="off", vocab_size=64, seq_len=4 * cut, n_head=2 * cut, n_embd=16 * cut,
                  n_layer=2 * flags["pp"], experts=2 * flags["ep"] * (flags["ep"] > 1),
                  batch_size=2 * flags["dp"] * m, **flags)
     config = config_of(s)
@@ -314,6 +219,8 @@ def demo_types(**flags):
     for (axis, what, place), times in sorted(sent.items()):
         print(f"{axis:4} {what:36}{times:5} x  {place}")
     print(f"\n{ranks} ranks, {time.perf_counter() - start:.1f} s, no message sent. {wrong or 'Nothing is wrong.'}")
+    if wrong:
+        raise SystemExit(1)
 
 
 def context_work(rank, other, n, kind):
@@ -417,15 +324,14 @@ def positive(text, least=1):
 
 
 DEMOS = {  # name: (function, {flag: what it is if left out})
+    "micro": (micro.main, {}),
     "sizes": (demo_sizes, {}),
     "machine": (demo_machine, {"model": "gpt2-xl", "machine": "h100"}),
     "kernels": (kernels.main, {}),
     "compile": (demo_compile, {}),
     "collectives": (demo_collectives, {"ranks": 4}),
-    "forms": (demo_forms, {"ranks": 2}),
-    "memory": (demo_memory, {"model": "gpt2-xl", "dp": 8}),
-    "data": (demo_data, {"ranks": 2}),
-    "fsdp": (demo_fsdp, {"ranks": 2}),
+    "step": (demo_step, {"dp": 2, "tp": 1, "pp": 1, "zero": 0, "micro_batches": 1, "schedule": "1f1b"}),
+    "zero": (demo_zero, {"ranks": 2, "model": "gpt2-xl", "dp": 8}),
     "tensor": (demo_tensor, {"ranks": 2}),
     "types": (demo_types, {"dp": 2, "tp": 2, "sp": False, "cp": 1, "cp_kind": "ring", "ep": 1, "pp": 1, "zero": 0,
                            "zero_within": None, "schedule": "1f1b", "virtual_stages": 1, "micro_batches": 1}),
@@ -442,9 +348,9 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "ladder": (demo_ladder, {}),
     "sampling": (demo_sampling, {"model": "tiny", "steps": 60}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
-    "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "form": "lecture", "out": None, "many_ranks": 0,
+    "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "out": None, "many_ranks": 0,
                                  "break": None, "rank": None}),
-    "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0, "form": "lecture"}),
+    "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0}),
     "blind": (demo_blind, {"quick": False, "out": None}),
     "pages": (pages.pages, {"out": "runs/site"}),
     "explore": (explore, {"port": 0})}
@@ -455,9 +361,9 @@ HELP = {  # of the flags
     "tp": "ranks each layer is cut over", "pp": "ranks the layers are spread over", "stages": "of the pipeline",
     "micro_batches": "of a step", "virtual_stages": "stages a rank, of the schedule interleaved",
     "trace": "a trace.json of train.py --trace: its times in place of units", "tokens": "on each rank",
-    "form": "edition of the strategies", "out": "file for the picture, an .svg; of pages, their folder",
+    "out": "file for the picture, an .svg; of pages, their folder",
     "many_ranks": "run a ring of so many, FSDP, and a pipeline; 8 or more",
-    "break": "stop in pdb in this function, e.g. all_reduce, isend, ZeRO0.average, collectives.ring_all_reduce",
+    "break": "stop in pdb in this function, e.g. all_reduce, isend, Unit.gather, collectives.ring_all_reduce",
     "rank": "of --break: stop on this rank; left out, on the first that comes", "zero": "stage of ZeRO",
     "sp": "sequence parallelism", "cp": "ranks each sequence is cut over", "cp_kind": "of context parallelism",
     "ep": "ranks of dp that share out experts, which the blocks have then", "schedule": "of the pipeline",
@@ -465,8 +371,8 @@ HELP = {  # of the flags
     "json": "write the machine's rates there, for bench.py plan --machine",
     "steps": "of training before", "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
-ON_RANKS = (demo_collectives, demo_data, demo_fsdp, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
-            demo_forms, links.demo_links)
+ON_RANKS = (demo_collectives, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
+            links.demo_links)
 
 
 def main():
@@ -482,16 +388,22 @@ def main():
                 continue
             told = HELP[flag] + f" (default: {default})" * bool(default)
             kind = TYPES.get(flag, positive if isinstance(default, int) else str)
-            choices = {"model": [*PRESETS], "machine": [*MACHINES], "form": ["lecture", "full"],
+            choices = {"model": [*PRESETS], "machine": [*MACHINES],
                        "zero": range(4), "cp_kind": KINDS, "schedule": [*SCHEDULES]}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
     for many in (puzzles, turns):
         many.add_to(lessons)
     same.add_to(lessons.add_parser("same", help=same.main.__doc__)).set_defaults(demo=same.main)
+    mutate.add_to(lessons.add_parser("mutate", help=mutate.mutate.__doc__)).set_defaults(demo=mutate.mutate)
     try:
         launch.started()
-        flags = vars(parser.parse_args())
+        flags, more = parser.parse_known_args()
+        flags = vars(flags)
         demo = flags.pop("demo")
+        if demo is demo_step:
+            flags["more"] = more  # train.py's
+        elif more:
+            parser.error(f"unrecognized arguments: {' '.join(more)}")
         if demo is links.demo_links:
             links.check(**flags)
         if demo not in ON_RANKS:

@@ -9,6 +9,7 @@ import itertools
 from further import together
 from lessons.moving import ring_states, tensor_matrices, zero3_step
 from lessons.pictures import box, COLOURS, words
+from lessons.step import name_of
 
 WIDTH = 380
 GREY = "#8883"  # of what belongs to no rank
@@ -69,72 +70,63 @@ def ring_frames():
 # --------------------------------------------------------------------------------------------------------------- ZeRO-3
 
 def zero_picture(weights, grads, now="", moving=""):
-    """Rows are layers, columns ranks. weights, grads: how many quarters of each layer a rank has. now: the layer that
+    """Rows are pieces, columns ranks. weights, grads: how many quarters of each piece a rank has. now: the piece that
     works. moving: "weights" or "gradients" of it, if they are on their way."""
     n = 4
     for rank in range(n):
         yield words(108 + 76 * rank, 14, f"rank {rank}", 13)
-        for i, layer in enumerate(weights):
+        for i, piece in enumerate(weights):
             x, y = 78 + 76 * rank, 24 + 50 * i
             for kind, held, top in ("weights", weights, y), ("gradients", grads, y + 20):
                 yield box(x, top, 60, 17, GREY)
-                for k in range(n) if held[layer] == n else [rank] * held[layer]:
+                for k in range(n) if held[piece] == n else [rank] * held[piece]:
                     # A whole gradient is this rank's own; a quarter of it is summed over all ranks.
-                    colour = COLOURS[rank if kind == "gradients" and held[layer] == n else k]
+                    colour = COLOURS[rank if kind == "gradients" and held[piece] == n else k]
                     yield box(x + 15 * k, top, 15, 17, colour if k == rank else colour + "aa")
                     yield words(x + 15 * k + 7, top + 13, str(k), 12)
-                if layer == now and kind == moving:
+                if piece == now and kind == moving:
                     yield arrow(COLOURS[rank], (x + 60, top + 8), (x + 76, top + 8)) if rank < n - 1 else arrow(
                         COLOURS[rank], (x + 60, top + 8), (374, top + 8), (374, y + 42), (70, y + 42), (70, top + 8),
                         (78, top + 8))
-            if layer == now:
+            if piece == now:
                 yield outline(x - 1, y - 1, 62, 39)
-    for i, layer in enumerate(weights):
-        yield words(0, 37 + 50 * i, layer.removeprefix("h.0."), 12, "start")
+    for i, piece in enumerate(weights):
+        yield words(0, 37 + 50 * i, piece, 12, "start")
 
 
-THEN = {"forward": "Then each has the whole layer, and runs it forward on its own samples.",
-        "backward": "Then each runs the layer backward, and has the whole gradient of its own samples."}
+LETTERS = {  # of a list: what the action does with a piece
+    "G": "all ranks send their quarters of the {} round the ring, an all-gather. It travels while they compute on.",
+    "F": "each rank runs the {} forward on its own samples. All of its weights are there.",
+    "D": "the other ranks' quarters of the {} are freed.",
+    "B": "each rank runs the {} backward, and has the whole gradient of its own samples.",
+    "A": "a reduce-scatter averages the gradients of the {}: rank r keeps quarter r of the mean. Nobody waits for "
+         "it until the step ends."}
 
 
 def zero_frames():
-    """A step of the lecture's ZeRO-3: of each layer, as rank 0 told it, what comes and goes. All four do the same."""
-    def events():
-        told = []
-        zero3_step(lambda *event: told.append(event))
-        return told
+    """A step of ZeRO-3, action by action: what rank 0 then has of each piece. All four do the same."""
+    pieces, rows = together.run(4, zero3_step)[0]
+    averaged, frames = set(), []
 
-    told = together.run(4, events)[0]
-    layers = list(dict.fromkeys(layer for _, layer in told))
-    weights, grads = dict.fromkeys(layers, 1), dict.fromkeys(layers, 0)
-    frames = []
+    def frame(text, whole=(), waiting=(), *now):
+        weights = {piece: 4 if i in whole else 1 for i, piece in enumerate(pieces)}
+        grads = {piece: 4 if i in waiting else int(i in averaged) for i, piece in enumerate(pieces)}
+        frames.append((24 + 50 * len(pieces), [*zero_picture(weights, grads, *now)], text))
 
-    def frame(text, *now):
-        frames.append((24 + 50 * len(layers), [*zero_picture(weights, grads, *now)], text))
-
-    frame("Four ranks train one model, each on its own part of the batch. Of each layer's weights (upper row) rank r "
-          "keeps quarter r. There are no gradients yet (lower row).")
-    way = "forward"
-    for what, layer in told[len(layers):]:  # the first events free what initialisation has made
-        if what.endswith(" of"):
-            way = what.removesuffix(" of")
-            if way == "backward":
-                grads[layer] = 4
-                if layer in layers[:2]:
-                    frame(f"{layer} runs backward. An embedding's gradient needs no weights, so nothing is gathered. "
-                          "Each rank has the whole gradient of its own part of the batch.", layer)
-        elif what == "gather":
-            weights[layer] = 4
-            said = f"All ranks send their quarters of {layer} round the ring, an all-gather. {THEN[way]}"
-            frame(said, layer, "weights")
-        elif what == "scatter":
-            grads[layer], weights[layer] = 1, 1
-            frame(f"A reduce-scatter sums the gradients of {layer}: rank r keeps quarter r of the sum. "
-                  "Weights and gradients of the other quarters are freed.", layer, "gradients")
-        else:
-            weights[layer] = 1
-    frame("Backward is over. Each rank has a quarter of each layer, and the same quarter of its gradient, averaged over"
-          " all. The optimizer steps these quarters; its state exists for them alone, and nothing more is sent.")
+    frame("Four ranks train one model, each on its own part of the batch. Of each piece's weights (upper row) rank r "
+          "keeps quarter r. There are no gradients yet (lower row). What a rank does is this list: "
+          + " ".join(name_of(action, False) for action, *_ in rows) + ".")
+    for action, whole, _, waiting, _ in rows:
+        kind, i, _ = action
+        said = f"{name_of(action, False)}: " + LETTERS[kind].format(pieces[i])
+        if kind == "B" and i not in whole:
+            said += " An embedding's backward needs no weights, so nothing has gathered them."
+        if kind == "A":
+            averaged.add(i)
+        frame(said, whole, waiting, pieces[i], {"G": "weights", "A": "gradients"}.get(kind, ""))
+    frame("The step waits for all reduce-scatters. Each rank has a quarter of each piece, and the same quarter of its "
+          "gradient, averaged over all. The optimizer steps these quarters; its state exists for them alone, and "
+          "nothing more is sent.")
     return frames
 
 

@@ -72,9 +72,9 @@ def timeline(config, device):
 
 
 def tiny_trainer(**flags):
-    """A Trainer of the lecture's edition on all ranks, 2 sequences each."""
+    """A Trainer of the reference on all ranks, 2 sequences each."""
     n = dist.get_world_size()
-    s = Settings(dp=n, batch_size=2 * n, device="cpu", form="lecture", **flags)
+    s = Settings(dp=n, batch_size=2 * n, device="cpu", fast="off", **flags)
     return make_trainer(PRESETS["tiny"], s, torch.device("cpu"))
 
 

@@ -7,20 +7,19 @@ steps of ring, ZeRO-3 and tensor parallelism are the code's own, which runs here
 import argparse
 import functools
 import itertools
-import warnings
 
 import torch
 import torch.distributed as torch_dist
 
 import collectives as dist
 import parallel
-from further.lists import names_of, parse, ScheduleError, size_of_schedule
-from further import prefetch
-from further.prefetch import FlatFSDP, FlatParameter
+import train
+from further.lists import parse, size_of_schedule
 from further.schedules import SCHEDULES
-from lessons.bench.timing import patched
 from lessons.plan import rows_of
+from lessons.step import Watch
 from model import GPT, GPTConfig, PRESETS
+from parallel import names_of, ScheduleError
 from safe.reports import parameters_in_words
 from safe.sizes import reject
 from theory.clock import bubble, critical_path, simulate
@@ -141,68 +140,16 @@ def ring_steps(n):
             *(f"all-gather step {s}: chunk r-{s}, complete, goes right" for s in range(n - 1))]
 
 
-def zero3_step(tell):
-    """A step of ZeRO-3 as the lecture has it. Calls tell(what happens, to which layer) as this rank goes on."""
-    net = GPT(GPTConfig(n_layer=1, n_embd=32, tied=False), seed=0)
-    name_of = {param: name.removesuffix(".weight") for name, param in net.named_parameters() if param.dim() == 2}
-
-    class Telling(parallel.ZeRO3):
-        def refresh(self, param):
-            tell("gather", name_of[param])
-            super().refresh(param)
-
-        def free(self, matrices, *_):
-            matrices = list(matrices)
-            for param in matrices:
-                if param not in self.in_backward and self.whole[param].untyped_storage().size():
-                    tell("free", name_of[param])
-            super().free(matrices)
-
-        def average(self, param):
-            if param in name_of:
-                tell("scatter", name_of[param])
-            super().average(param)
-
-    optimizer = Telling(net.parameters(), torch.optim.SGD, None, [net])
-    for name, layer in net.named_modules():
-        if name in name_of.values():
-            layer.register_forward_pre_hook(lambda layer, *_, name=name: tell("forward of", name), prepend=True)
-            layer.register_full_backward_pre_hook(lambda layer, *_, name=name: tell("backward of", name), prepend=True)
-    warnings.filterwarnings("ignore", "Full backward hook is firing")  # tokens have no gradient, the hook needs none
-    net(torch.arange(32).view(2, 16)).sum().backward()
-    optimizer.finish_grad_sync()
-
-
-def fsdp_step(tell):
-    """The same as further/prefetch.py has it, whose units are blocks. Returns the units."""
-    net = FlatFSDP(GPT(GPTConfig(n_layer=2, n_embd=32, tied=False), seed=0))
-    name_of = {unit: name for name, unit in net.module.named_modules()}
-    unit_of = {flat: name_of[unit] for unit, flats in net.prefetcher.flats_of.items() for flat in flats}
-
-    def told(where, name, what, happens):
-        """Tell what the function does with a FlatParameter, when it happens."""
-        plain = getattr(where, name)
-
-        def tells(flat, **how):
-            if happens(flat, **how):
-                tell(what, unit_of[flat])
-            return plain(flat, **how)
-        return where, name, tells
-
-    def has_memory(flat):
-        return flat.weights is not None
-
-    warnings.filterwarnings("ignore", "Full backward hook is firing")  # tokens have no gradient, the hook needs none
-    for unit in net.prefetcher.flats_of:
-        unit.register_forward_pre_hook(lambda unit, inputs: tell("forward of", name_of[unit]), prepend=True)
-        unit.register_full_backward_pre_hook(lambda unit, grad: tell("backward of", name_of[unit]))
-    with patched([told(FlatParameter, "begin_gather", "gather", lambda flat: not has_memory(flat)),
-                  told(FlatParameter, "end_gather", "wait for", lambda flat: flat.handle),
-                  told(FlatParameter, "free", "free", lambda flat, keep=False: has_memory(flat) and not keep),
-                  told(prefetch, "reduce_scatter_bucket", "scatter", lambda flat: True)]):
-        net(torch.arange(32).view(2, 16)).sum().backward()
-        net.finish_grad_sync()
-    return [*unit_of.values()]
+def zero3_step():
+    """A step of ZeRO-3 on this rank, of a GPT of one block: (names of the pieces, rows as lessons/step.py has them).
+    Call on all ranks, which average their gradients."""
+    config = GPTConfig(n_layer=1, n_embd=32, tied=False)
+    layout = train.Layout(dp=dist.get_world_size(), zero=3)
+    net = train.parallelize(config, layout, "cpu", optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    net.pipeline.around = watch = Watch(net.pipeline)
+    x = torch.arange(32).view(2, 16)
+    net.forward_backward([x], [x])
+    return ["embedding", "block", "head"], watch.rows
 
 
 def tensor_matrices():

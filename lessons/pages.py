@@ -320,7 +320,7 @@ def stop_page(n):
 STEPPED = {  # name: (frames, title, what it shows)
     "ring": (ring_frames, "Ring all-reduce", "Four ranks add up their tensors. A colour for each rank whose numbers "
              "are in a chunk; an arrow from each sender to its receiver."),
-    "zero": (zero_frames, "ZeRO-3", "What four ranks keep of each layer in a step of the lecture's edition. A box is a "
+    "zero": (zero_frames, "ZeRO-3", "What four ranks keep of each piece of a model in a step. A box is a "
              "rank's weights, and below them its gradients, in quarters 0 to 3."),
     "tensor": (tensor_frames, "Tensor parallelism", "An MLP, Y = GeLU(X A) B, on two ranks. Blue is rank 0's, orange "
                "rank 1's, grey is the same on both. Multiply along: a row at the left with a column above.")}

@@ -50,11 +50,11 @@ def calls_of(frame):
     return found[::-1]
 
 
-def step(arguments, form):
+def step(arguments):
     """One step of a small GPT, on this rank."""
     s = train.parse(argparse.ArgumentParser(), train.Flags, arguments)
     data = *train.split(np.arange(4000) % 251), train.Bytes()
-    train.Trainer(s, train.config_of(s), None, data, torch.device("cpu"), train.edition_of(form)).step(0)
+    train.Trainer(s, train.config_of(s), None, data, torch.device("cpu")).step(0)
 
 
 def show(paths):
@@ -67,12 +67,12 @@ def show(paths):
         before = names
 
 
-def demo_path(dp, tp, pp, zero, form):
+def demo_path(dp, tp, pp, zero):
     """The calls of a step: from Trainer.step to each collective of rank 0, and from there to Link.exchange."""
     flags = (f"--dp {dp} --tp {tp} --pp {pp} --zero {zero} --micro-batches 2 --batch-size {4 * dp} --seq-len 16 "
              f"--n-layer {2 * pp} --n-head {2 * tp} --n-embd {16 * tp}")
     world = Calls()
-    together.run(dp * tp * pp, lambda: step(flags.split(), form), world)
+    together.run(dp * tp * pp, lambda: step(flags.split()), world)
     print("a function, and the line at which it calls the next one; a path that comes again is left out\n")
     show(world.above)
     print()

@@ -9,11 +9,12 @@ from collections import defaultdict
 
 import parallel
 from further import together
-from further.lists import parse, ScheduleError
+from further.lists import parse
 from further.schedules import SCHEDULES
 from lessons.bench.timing import say
 from lessons.moving import ring_states, stopped, text_of
 from model import PRESETS
+from parallel import ScheduleError
 from safe.files import check_file
 from safe.flags import Settings
 from theory.clock import simulate

@@ -2,9 +2,10 @@
 
     python -m lessons step --dp 2 --zero 3
     python -m lessons step --dp 1 --pp 2 --micro-batches 3 --schedule zb-h1
+    python -m lessons step --dp 1 --tp 2 --sp --recompute block              further flags of train.py
 """
 
-import argparse
+from collections import Counter
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import collectives as dist
 import train
 from further import together
+from safe.flags import check_layout, Parser, Settings
 
 
 class Watch:
@@ -30,51 +32,79 @@ class Watch:
             return
         before = sent()
         yield
+        self.wait_for_messages(action)
         more = {name: nbytes - before.get(name, 0) for name, nbytes in sent().items()}
         pieces = self.pipeline.pieces.items()
-        whole = [i for i in self.pipeline.units if all(unit.weights.untyped_storage().size() and (unit.users or not unit.zero)
-                                                      for unit in self.pipeline.units[i])]
+        whole = [i for i, units in self.pipeline.units.items() if all(map(is_whole, units))]
         waiting = [i for i, piece in pieces if any(param.grad is not None for param in piece.parameters())]
         alive = sorted((i, piece) for piece, i in self.pipeline.micro_batches)
         self.rows.append((action, whole, alive, waiting, {name: nbytes for name, nbytes in more.items() if nbytes}))
+
+    def wait_for_messages(self, action):
+        """Of G and A, so that their bytes are counted here. (A step does not wait.)"""
+        for unit in self.pipeline.units[action.stage] if action.kind == "G" else ():
+            if unit.gathering:
+                unit.gathering.wait()
+        for unit in self.pipeline.averaged[action.stage] if action.kind == "A" else ():
+            if unit.sending:
+                unit.sending[0].wait()
+
+
+def is_whole(unit):
+    """Whether the weights of a unit are there: gathered, and not dropped."""
+    return unit.weights.untyped_storage().size() and (unit.users or not unit.zero)
 
 
 def sent():
     return {name: log.bytes for name, log in dist.traffic().items()}
 
 
-def step(flags):
-    """One step of a small GPT on this rank: (its place in the pipeline, rows as Watch has them). Others than the first
-    of each stage of the pipeline do the same as these: None."""
-    s = train.parse(argparse.ArgumentParser(), train.Flags, flags)
+def step(s):
+    """One step of a small GPT on this rank: (its place in the pipeline, rows as Watch has them, {collective: bytes that
+    the step sends beside its list}). Others than the first of each stage of the pipeline do the same as these: None."""
     data = *train.split(np.arange(4000) % 251), train.Bytes()
     trainer = train.Trainer(s, train.config_of(s), None, data, torch.device("cpu"))
     net = trainer.net
     net.pipeline.around = watch = Watch(net.pipeline)
     dist.reset_traffic()
     trainer.step(0)
+    beside = Counter(sent())
+    for *_, bytes_sent in watch.rows:
+        beside.subtract(bytes_sent)
     rank = dist.get_rank(net.groups.pp)
-    return (rank, watch.rows) if dist.get_rank() == net.mesh.mesh[rank].min() else None
+    return (rank, watch.rows, +beside) if dist.get_rank() == net.mesh.mesh[rank].min() else None
+
+
+def settings_of(dp, tp, pp, zero, micro_batches, schedule, more):
+    """(train.py's settings for a step of a small GPT, how many ranks they take). more: further flags of train.py."""
+    flags = (f"--dp {dp} --tp {tp} --pp {pp} --zero {zero} --micro-batches {micro_batches} --schedule {schedule} "
+             f"--batch-size {dp * micro_batches} --seq-len 16 --n-layer {max(2, 2 * pp - 2)} --n-head 4 --n-embd 32 "
+             "--device cpu --fast off")
+    s = train.parse(Parser(add_help=False), Settings, flags.split() + more)
+    return s, check_layout(s, train.config_of(s), 1, 1)
 
 
 def demo_step(dp, tp, pp, zero, micro_batches, schedule, more):
-    """Print the lists of a step, and what each action leaves and sends."""
-    flags = (f"--dp {dp} --tp {tp} --pp {pp} --zero {zero} --micro-batches {micro_batches} --schedule {schedule} "
-             f"--batch-size {dp * micro_batches} --seq-len 16 --n-layer {max(2, 2 * pp - 2)} --n-head 4 --n-embd 32")
-    stages = filter(None, together.run(dp * tp * pp, lambda: step(flags.split() + more), together.World("eager")))
-    several = micro_batches > 1
-    lists = dict(stages)
-    for rank, rows in lists.items():
+    """The list of a step: what each rank does, in which order, what is there meanwhile, and what it sends. Further
+    flags are train.py's, e.g. --sp, --recompute block."""
+    s, ranks = settings_of(dp, tp, pp, zero, micro_batches, schedule, more)
+    stages = [*filter(None, together.run(ranks, lambda: step(s), together.World(worker="eager")))]
+    several = s.micro_batches > 1
+    for rank, rows, _ in stages:
         print(f"rank {rank}   " + " ".join(name_of(action, several) for action, *_ in rows))
-    print("\nwhole: pieces whose weights are there. alive: what waits for its backward. waiting: pieces whose gradients "
+    print("\nwhole: pieces whose weights are there. alive: what waits for its backward. waiting: whose gradients "
           "wait for an A.\n")
-    for rank, rows in lists.items():
+    for rank, rows, beside in stages:
         print(f"rank {rank}  {'':8}{'whole':14}{'alive':22}{'waiting':14}sent")
         for action, whole, alive, waiting, bytes_sent in rows:
             alive = " ".join(f"{i}/{piece}" if several else str(piece) for i, piece in alive)
-            what = ", ".join(f"{name} {nbytes:,} B" for name, nbytes in bytes_sent.items())
-            cells = [name_of(action, several), numbers(whole), alive, numbers(waiting), what]
+            cells = [name_of(action, several), numbers(whole), alive, numbers(waiting), in_bytes(bytes_sent)]
             print("        {:8}{:14}{:22}{:14}{}".format(*cells).rstrip())
+        print(f"        beside the list, such as targets, tied ends, the norm: {in_bytes(beside) or 'nothing'}")
+
+
+def in_bytes(sent):
+    return ", ".join(f"{name} {nbytes:,} B" for name, nbytes in sent.items())
 
 
 def numbers(pieces):

@@ -2,13 +2,11 @@
 
     python -m lessons together --dp 2 --tp 2 --out step.svg         a step's messages, and its picture on a clock
     python -m lessons together --dp 2 --tp 2 --break all_reduce     pdb in the rank that calls it first; `ranks[3]`, too
-    python -m lessons together --break ZeRO0.average --rank 2       in rank 2, in any function of the reference
-    python -m lessons together --form full --out step.svg          buckets leave while backward computes
+    python -m lessons together --break Unit.gather --rank 2         in rank 2, in any function of the reference
     python -m lessons together --many-ranks 256                    a ring of 256, FSDP on 64, 1F1B on 1,024
 """
 
 import argparse
-import contextlib
 import functools
 import inspect
 import math
@@ -30,7 +28,6 @@ import collectives as dist
 import parallel
 import train
 from further import together
-from further.prefetch import FlatFSDP
 from lessons.pictures import box, check_picture, COLOURS, legend, write_rows
 from lessons.puzzles import HERE
 from model import GPTConfig
@@ -90,7 +87,7 @@ class Computing(TorchDispatchMode):
 # ---------------------------------------------------------------------------------------------------------- in one rank
 
 def functions_called(name):
-    """The codes of the functions and methods of this name in the reference: all_reduce, ZeRO1.average,
+    """The codes of the functions and methods of this name in the reference: all_reduce, Unit.gather,
     collectives.isend. PyTorch's isend and irecv count, too, because a collective's messages go through them."""
     sent = map(inspect.unwrap, (torch_dist.isend, torch_dist.irecv))
     found = {function.__code__ for function in sent if function.__name__ == name}
@@ -110,7 +107,7 @@ def function(name):
     """For --break."""
     if not functions_called(name):
         raise argparse.ArgumentTypeError(f"{name} is no function of the five files or of further/: give e.g. --break "
-                                         "all_reduce or --break ZeRO1.average")
+                                         "all_reduce or --break Unit.gather")
     return name
 
 
@@ -136,18 +133,17 @@ class Debugger(pdb.Pdb):
         super().interaction(frame, traceback)
 
 
-def step_of(world, layout, edition):
+def step_of(world, layout):
     """A training step on one rank; its loss."""
     config = GPTConfig(vocab_size=256, seq_len=128, n_layer=4, n_head=8, n_embd=256)
-    net = train.parallelize(config, layout, "cpu", optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-                            edition=edition)
+    net = train.parallelize(config, layout, "cpu", optimizer=functools.partial(torch.optim.SGD, lr=0.1))
     x = torch.arange(8 * 128).view(8, 128).remainder(251).chunk(layout.dp)[dist.get_rank(net.groups.dp)].chunk(2)
     dist.barrier()
     world.begin()
     with Computing():
         loss = net.forward_backward(x, x)
         net.clip_grad_norm_(1.0)
-        net.optimizer.step()
+        net.step()
     return loss.item()
 
 
@@ -168,22 +164,25 @@ def ring():
 
 def fsdp():
     n = dist.get_world_size()
-    model = FlatFSDP(torch.nn.Sequential(*(torch.nn.Linear(n, n, bias=False) for _ in range(3))))
+    layers = [torch.nn.Linear(n, n, bias=False) for _ in range(3)]
+    net = parallel.Parallel(layers, lambda output, _: output.sum(), parallel.make_mesh("cpu", dp=n), zero=3)
     dist.reset_traffic()
-    model(torch.ones(1, n)).sum().backward()
-    model.finish_grad_sync()
+    net.pipeline.run(net.lists(1)[0], [torch.ones(1, n)], [None], torch.ones(()))
 
 
 def one_f_one_b(m=8):
     """A stage is a product of two numbers, so F takes one product, and B two."""
-    p, rank, mesh = dist.get_world_size(), dist.get_rank(), SimpleNamespace(get_group=lambda axis: None)
+    p, rank = dist.get_world_size(), dist.get_rank()
     stage = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(1, 1), torch.nn.Unflatten(1, (1, 1)))
-    pipeline = parallel.Pipeline({rank: stage}, {r: r for r in range(p)}, mesh, lambda y, target: y.sum(),
-                                 torch.float32, 1, torch.device("cpu"))
-    actions = parallel.lowered_lists(parallel.one_f_one_b, p, m, 1)[rank]
-    alone = SimpleNamespace(no_sync=contextlib.nullcontext)
+    pipeline = parallel.Pipeline({rank: stage}, {r: r for r in range(p)}, {rank: []}, {}, lambda y, target: y.sum(),
+                                 None, lambda piece, x: x.shape, torch.float32, torch.device("cpu"))
     with Computing():
-        pipeline.run(actions, [torch.ones(1, 1)] * m, [None] * m, torch.ones(()), alone)
+        pipeline.run(lowered(p, m)[rank], [torch.ones(1, 1)] * m, [None] * m, torch.ones(()))
+
+
+@functools.cache
+def lowered(p, m):
+    return parallel.lower(parallel.one_f_one_b(p, m))
 
 
 def many(n):
@@ -203,7 +202,7 @@ def many(n):
               f"({messages * nbytes:,}){clock}; took {time.perf_counter() - start:.1f} s")
 
 
-def demo_together(dp, tp, pp, form, out, many_ranks, rank, **stop):
+def demo_together(dp, tp, pp, out, many_ranks, rank, **stop):
     """All ranks as threads of one process: a step's messages, pdb in one rank, hundreds of ranks."""
     name = stop["break"]
     if out:
@@ -222,7 +221,7 @@ def demo_together(dp, tp, pp, form, out, many_ranks, rank, **stop):
         debugger = Debugger(name, rank)
         sys.settrace(debugger.trace_dispatch)
     try:
-        losses = together.run(n, functools.partial(step_of, world, layout, train.edition_of(form)), world)
+        losses = together.run(n, functools.partial(step_of, world, layout), world)
     except BdbQuit:
         return
     finally:

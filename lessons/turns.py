@@ -18,7 +18,6 @@ import torch.distributed as torch_dist
 
 import collectives as dist
 import safe
-from further.full import Full
 from further.lists import parse, size_of_schedule
 from lessons import moving
 from lessons.bench.timing import of_all_ranks, say
@@ -48,7 +47,7 @@ def trainers(lists, text, device):
     def trainer(schedule, v):
         s = Flags(pp=p, micro_batches=m, batch_size=2 * m, n_layer=layers, n_embd=256, seq_len=TOKENS, steps=STEPS,
                   schedule=schedule, virtual_stages=v, dp=1, device="cpu")
-        return Trainer(s, config, None, (*split(tokens), Bytes()), device, Full)
+        return Trainer(s, config, None, (*split(tokens), Bytes()), device)
     return {"yours": trainer(text, v), "1f1b": trainer("1f1b", 1)}
 
 

@@ -127,7 +127,11 @@ def warn_once(text):
 
 
 def crc_of_file(path):
-    return zlib.crc32(np.memmap(path, np.uint8, "r"))
+    crc = 0
+    with open(path, "rb") as file:  # not mapped, because it may be empty
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 @contextlib.contextmanager

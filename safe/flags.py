@@ -57,11 +57,12 @@ class Settings(Flags):
 
 def refuse(program, problem):
     """End this process with exit code 2. The first rank of each node says why, in one line, because a file may be
-    missing on one node alone."""
+    missing on one node alone. Another rank speaks if it has not been ended by then, because it alone refuses."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         tell(f"{program}: {problem}", sys.stderr)
     else:
         time.sleep(2)  # torchrun ends all ranks when one has exited, so the rank that prints has to be the first
+        tell(f"{program}: rank {os.environ.get('RANK')}: {problem}", sys.stderr)
     sys.exit(2)
 
 
@@ -177,14 +178,7 @@ def check_device(s, config, world, local_world, processes):
     reject(world > local_world and s.device == "auto" and 0 < gpus < local,  # not the CPU: other nodes may have GPUs
            f"--device auto: {local} processes on this node {short}")
     s.device = device_for(s.device, local)
-    cuts_matrices = s.zero == 3 and s.optimizer == "muon"
-    reject(s.fast == "on" and cuts_matrices, "--fast on --optimizer muon: Muon steps whole matrices, and --zero 3 of "
-           "fast/ keeps parts of them: give --zero 2 or leave --fast out")
-    reject(s.fast == "on" and s.device == "cpu" and s.optimizer == "muon" and s.zero and s.comm == "torch",
-           "--fast on --comm torch --device cpu: gloo gathers no parts of unlike sizes, as --optimizer muon with --zero "
-           "has them there: leave --comm out")
-    if s.fast == "auto":
-        s.fast = "on" if s.device == "cuda" and not cuts_matrices else "off"
+    choose_edition(s)
     able = s.device == "cuda" and s.fast == "on" and replayable(s, config)
     on_triton = kernels.HAVE_TRITON and s.dtype != "fp64" and (kernels.INTERPRETED or s.device == "cuda")
     reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --fast on, --zero 0 or 1 (2 or "
@@ -200,6 +194,22 @@ def check_device(s, config, world, local_world, processes):
     reject_misfit(what_muon_needs(s, config))
     checked_use(s.kernels)
     s.cuda_graphs = "on" if able and s.cuda_graphs != "off" else "off"
+
+
+def choose_edition(s):
+    """Reject what fast/ cannot do. Fills in s.fast, "on" or "off"."""
+    is_muon = s.optimizer == "muon"
+    lists = schedule_of(s.schedule)(s.pp, s.micro_batches, s.virtual_stages)
+    has_letters = any(action.kind in "GDA" for actions in lists for action in actions)
+    if s.fast == "auto":
+        s.fast = "on" if s.device == "cuda" and not (is_muon and s.zero == 3 or has_letters) else "off"
+    if s.fast == "on":
+        reject(is_muon and s.zero == 3, "--fast on --optimizer muon: Muon steps whole matrices, and --zero 3 of fast/ "
+               "keeps parts of them: give --zero 2 or leave --fast out")
+        reject(is_muon and s.zero and s.comm == "torch" and s.device == "cpu", "--fast on --comm torch --device cpu: "
+               "gloo gathers no parts of unlike sizes, as --optimizer muon with --zero has them: leave --comm out")
+        reject(has_letters, f"--fast on --schedule-file {s.schedule_file}: fast/ takes no G, D and A of a list: leave "
+               "--fast out")
 
 
 def replayable(s, config):

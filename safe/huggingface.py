@@ -13,7 +13,7 @@ import torch
 from further.kinds import resized, shapes_of_all
 from model import GPT, GPTConfig, materialize
 from safe import llamas
-from safe.files import read_safetensors, write_blocks, write_file, write_safetensors
+from safe.files import is_ours, OURS, read_safetensors, write_blocks, write_file, write_safetensors
 from safe.sizes import BadInput, check_fixed, check_sizes, reject
 
 KEYS = {  # field of GPTConfig: (key in config.json, value if the key is missing)
@@ -36,6 +36,7 @@ STAYS = r"\..*|(config|manifest)\.json|.*\.(safetensors|bin|pt|pth|h5|msgpack|gg
 OF_TOKENIZERS = r"(special_)?token.*|added_tokens\.json|vocab\.\w+|merges\.txt|chat_template.*"
 NO_IDS = {"bos_token_id": None, "eos_token_id": None}  # else transformers takes those of its GPT-2, or its Llama
 MOST_KEPT = 1 << 26  # bytes of a file that goes along
+LONGEST_NAME = 250  # bytes: .part comes behind it, and most filesystems take 255
 HF_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "elu": "elu"}
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
@@ -157,27 +158,46 @@ class Came(NamedTuple):
     """What came with weights, and goes out with them again."""
     config: dict    # the contents of config.json
     files: dict     # {name: bytes} of the other files
-    left_out: list  # names of files that do not go along, because they are too large
+    left_out: dict  # {name: why} of files that do not go along
 
 
-NOTHING = Came({}, {}, [])
+NOTHING = Came({}, {}, {})
 
 
 def came_with(folder, tokenizer=""):
     """The Came of a folder of weights ("": none). tokenizer: the folder whose tokenizer stands in for its own."""
-    found = Came({}, {}, [])
+    found = Came({}, {}, {})
     if folder:
         with contextlib.suppress(OSError, ValueError):  # a file of --plain's has none
             found.config.update(json.loads(pathlib.Path(folder, "config.json").read_text("utf-8-sig")))
     for where, of_tokenizers in (folder, False), (tokenizer or folder, True):
-        for file in sorted(pathlib.Path(where).iterdir()) if os.path.isdir(where) else ():
-            wanted = bool(re.fullmatch(OF_TOKENIZERS, file.name)) == of_tokenizers
-            if wanted and file.is_file() and not re.fullmatch(STAYS, file.name):
-                if file.stat().st_size <= MOST_KEPT:
-                    found.files[file.name] = file.read_bytes()
-                else:
-                    found.left_out.append(file.name)
+        try:
+            names = sorted(os.listdir(where)) if os.path.isdir(where) else []
+        except OSError as error:
+            found.left_out[f"all of {where}"] = error.strerror
+            continue
+        for name in names:
+            if bool(re.fullmatch(OF_TOKENIZERS, name)) == of_tokenizers and not re.fullmatch(STAYS, name):
+                take_along(pathlib.Path(where, name), found)
     return found
+
+
+def take_along(file, found):
+    """Put a file into a Came. What cannot go along stays behind: no checkpoint may suffer from it."""
+    try:
+        if not file.is_file():
+            return
+        size = file.stat().st_size
+        if is_ours(file) or file.name in OURS and not size:  # a run's log begins empty
+            return
+        if size > MOST_KEPT:
+            found.left_out[file.name] = "too large"
+        elif len(os.fsencode(file.name)) > LONGEST_NAME:
+            found.left_out[file.name] = "its name is too long"
+        else:
+            found.files[file.name] = file.read_bytes()
+    except OSError as error:  # it may not be read, say
+        found.left_out[file.name] = error.strerror
 
 
 def weight_files(folder):

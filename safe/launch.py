@@ -18,6 +18,7 @@ import torch.distributed as torch_dist
 
 from collectives import meeting_place
 from further.refusals import set_by_torchrun, started_by_tasks
+from safe.files import tell
 from safe.sizes import BadInput, reject
 
 
@@ -183,32 +184,36 @@ def forked():
 
 
 @contextlib.contextmanager
-def second_interrupt_quits(say=lambda: None):
-    """Inside, the first Ctrl-C calls `say()`, beside Python's handler, and the second one ends this process, also where
-    it waits in a receive, in which Python calls no handler. Within a second two are one: the terminal sends it to all
-    ranks, and torchrun hands it on to them."""
+def second_interrupt_quits(hint=""):
+    """Inside, the first Ctrl-C prints the hint, beside Python's handler, and the second one ends this process, also
+    where it waits in a receive, in which Python calls no handler. Within a second two are one: the terminal sends it to
+    all ranks, and torchrun hands it on to them."""
     heard, tell_it = os.pipe()
     os.set_blocking(tell_it, False)
 
     def listen():
         first = None
-        while number := os.read(heard, 1):
-            if number[0] != signal.SIGINT:
+        while number := ord(os.read(heard, 1)):
+            if number != signal.SIGINT:
                 continue
             if first and time.monotonic() - first > 1:
                 os._exit(130)
             if not first:
                 first = time.monotonic()
-                say()
-        os.close(heard)
+                if hint:
+                    tell(hint)
 
     before = signal.set_wakeup_fd(tell_it)
-    threading.Thread(target=listen, daemon=True).start()
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
+        os.write(tell_it, b"\0")  # not its closing, because a forked rank may have the pipe, too
+        listener.join()  # a thread that frees what has a C++ destructor while Python exits would abort the process
         os.close(tell_it)
+        os.close(heard)
 
 
 def end_after_sigterm():

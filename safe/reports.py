@@ -66,7 +66,10 @@ def timed(pipeline):
         if action:
             spans.append([action, now(), None])
         yield
-        spans[-1][2 if action else 1] = now()  # until the end of a wait the rank was idle
+        if action:
+            spans[-1][2] = now()
+        elif spans[-1][2] is None:  # else the list has ended, and averages are still on their way
+            spans[-1][1] = now()  # until the end of a wait the rank was idle
 
     if cuda:
         torch.cuda.synchronize()
@@ -208,7 +211,8 @@ def about_export(came, changed):
     """What goes out with each checkpoint again, and which keys of config.json do not stay as they came, in words."""
     keys = ", ".join(f"{key} {value!r} ({came.config.get(key)!r})" for key, value in changed.items())
     said = ["config.json with the keys that came" + f", but {keys}" * bool(keys)] * bool(came.config) + [*came.files]
-    return ", ".join(said) + f"; left out, as too large: {', '.join(came.left_out)}" * bool(came.left_out)
+    left_out = [f"{name} ({why})" for name, why in came.left_out.items()]
+    return ", ".join(said) + f"; left out: {', '.join(left_out)}" * bool(left_out)
 
 
 def parameters_in_words(config):

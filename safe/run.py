@@ -12,12 +12,13 @@ from functools import partial
 import torch
 
 import collectives as dist
+from further.refusals import agreed, told
 from further.resume import whole_tensors
 from further.sampling import show_sample
 from safe import launch
 from safe.checkpoints import (
-    check_optimizer, check_same_data, checkpoints, differences, find_checkpoint, fingerprint, lock, run_of, start_of,
-    write_checkpoint)
+    check_optimizer, check_same_data, checkpoints, crc_of, differences, find_checkpoint, fingerprint, lock, run_of,
+    start_of, write_checkpoint)
 from safe.data import (
     bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
 from safe.files import check_folder, Log, sync, tell, writable
@@ -59,7 +60,7 @@ class WatchedTrainer(Trainer):
     saved = True  # whether the last checkpoint was written
 
     def optimizer_class(self):
-        return partial(super().optimizer_class(), fused=True)
+        return partial(super().optimizer_class(), fused=True, foreach=False)
 
     # the loop
 
@@ -224,9 +225,6 @@ class WatchedTrainer(Trainer):
 
     def load(self, saved):
         first = saved["step"] if saved else 0
-        least, most = self.agree(-first, first)
-        reject(most != -least, f"ranks found checkpoints of steps {-least} to {most}: --out and --resume must be "
-               "folders that all nodes share")
         if saved and first < self.s.steps:
             changes = differences(saved["run"], self.run.identity, ("flags",))
             self.say(f"resume   {self.run.checkpoint.path}: " + ", ".join([f"after step {first}", *changes]))
@@ -251,7 +249,7 @@ class WatchedRun(Run):
     processes were started), `processes` (how many the layout needs), `on_rank_0`, `came` (the Came of its weights),
     and, if checkpoints go to --out, there `lock` (the file that is locked), `log` and `page`; else None.
     """
-    mode = "safe; --plain runs what you read"
+    mode = "reference + safe: what you read, with checks around it; --plain leaves those out"
     flags = Settings
     trainer = WatchedTrainer
     lock = log = page = saved = None
@@ -320,6 +318,10 @@ class WatchedRun(Run):
             self.saved = checkpoint.manifest
         weights = checkpoint.path if checkpoint else s.init_from
         self.came = came_with(weights, s.tokenizer)
+        there = checkpoint and f"of step {self.saved['step']} with CRC-32 {crc_of(self.saved.get('files')):08x}"
+        more = {"the checkpoint in the folder that all nodes share": there or "none",
+                "the weights' CRC-32": self.identity["start"]["weights"]}
+        self.meet = partial(agreed, launch.settled_rendezvous, told(s, config, data, dashed, **more))
         self.s = s
         self.config = config
         self.source = source
@@ -338,12 +340,12 @@ class WatchedRun(Run):
         watch = Watch(self.s.timeout, self.how_to_go_on, self.last_words)
         try:
             watch.start()
-            device = dist.initialize(self.s.device, FOR_EVER, launch.settled_rendezvous)
+            device = dist.initialize(self.s.device, FOR_EVER, self.meet)
             watch.connect()
             saved = self.train(device)
         except Exception as error:  # noqa: BLE001  the other ranks must hear of any error
             watch.give_up(error)
-        watch.done = True
+        watch.stop()
         dist.destroy_process_group()
         sys.exit(130 if self.interrupted else 0 if saved else 1)
 
@@ -368,8 +370,8 @@ class WatchedRun(Run):
         ends = [signal.SIGTERM, signal.SIGHUP, *[signal.SIGINT] * bool(self.s.out)]
         ends = [end for end in ends if signal.getsignal(end) != signal.SIG_IGN]
         before = [signal.signal(end, lambda number, _: setattr(trainer, "terminated", number)) for end in ends]
-        hint = "Ctrl-C   this step ends and is saved; a second Ctrl-C quits at once"
-        with launch.second_interrupt_quits(partial(trainer.say, hint)) if self.s.out else contextlib.nullcontext():
+        hint = "Ctrl-C   this step ends and is saved; a second Ctrl-C quits at once" * self.on_rank_0
+        with launch.second_interrupt_quits(hint) if self.s.out else contextlib.nullcontext():
             trainer.train(self.saved)
         for end, handler in zip(ends, before):  # after a stop all is saved: a scheduler's second signal is ignored
             is_late = trainer.stopping and end != signal.SIGINT

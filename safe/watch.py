@@ -11,6 +11,7 @@ import traceback
 import torch.distributed as torch_dist
 from torch.distributed import get_rank, get_world_size
 
+from collectives import attempt
 from safe.files import tell
 from safe.messages import PeerError, progress
 from safe.sizes import BadInput
@@ -28,7 +29,7 @@ class Watch:
 
         watch = Watch(timeout); watch.start(); initialize(...); watch.connect()
         except Exception as error: watch.give_up(error)
-        finally: watch.done = True
+        finally: watch.stop()
 
     how_to_go_on() is a line for the user, or "". The first rank that is alive prints it at the end. Each calls
     last_words(what it prints) before.
@@ -39,7 +40,7 @@ class Watch:
 
     store = None  # where the signs are, if there are other ranks
     end = None  # what this rank's sign says of its end: the error; "" if another rank is to blame
-    done = False
+    thread = None
 
     def __init__(self, timeout, how_to_go_on=str, last_words=str):
         self.timeout = timeout
@@ -47,26 +48,35 @@ class Watch:
         self.last_words = last_words
         self.pause = min(0.2, timeout / 10)
         self.ending = threading.Lock()
+        self.done = threading.Event()
 
     def start(self):
         if "RANK" in os.environ:
             progress(f"meeting the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
-            threading.Thread(target=self._live, daemon=True).start()
+            self.thread = threading.Thread(target=self._live, daemon=True)
+            self.thread.start()
 
     def connect(self):
         """Call after `initialize`."""
         if get_world_size() > 1:
             progress("starting")
             # A connection of its own, because the group's may be blocked.
-            self.store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
-                                             wait_for_workers=False)
+            store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                                        wait_for_workers=False)
+            self.store = torch_dist.PrefixStore(f"{attempt()}watch", store)
+
+    def stop(self):
+        """Call when all is done. The thread ends first, because it may not use the store while Python exits."""
+        self.done.set()
+        if self.thread:
+            self.thread.join()
 
     def _sign(self):
-        self.store.set(f"watch/{get_rank()}", json.dumps([time.time(), self.end, doing()]))
+        self.store.set(f"{get_rank()}", json.dumps([time.time(), self.end, doing()]))
 
     def _signs(self):
         """{rank: the last sign} of the other ranks."""
-        keys = {rank: f"watch/{rank}" for rank in range(get_world_size()) if rank != get_rank()}
+        keys = {rank: f"{rank}" for rank in range(get_world_size()) if rank != get_rank()}
         return {rank: json.loads(self.store.get(key)) if self.store.check([key]) else [0, None, "step 0, starting"]
                 for rank, key in keys.items()}
 
@@ -74,7 +84,7 @@ class Watch:
         seen = None
         last = time.monotonic()
         idle = 0.0
-        while not self.done:
+        while not self.done.is_set():
             if self.store:
                 with contextlib.suppress(torch_dist.DistError):  # it may have gone with its node
                     self._sign()
@@ -85,7 +95,7 @@ class Watch:
             last = now
             if idle > self.timeout:
                 self.give_up(f"no progress for {self.timeout} s")
-            time.sleep(self.pause)
+            self.done.wait(self.pause)
 
     def _others(self):
         """(the silent ranks among the others, which these are in words). If none is, the words say which have failed;

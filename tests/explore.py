@@ -114,15 +114,14 @@ def test_the_critical_path_has_no_gap_and_is_as_long_as_the_schedule():
 
 EACH = "F and B, or F, I and W, must each be there"
 STUCK = [  # a text, check's reason, and the action at which each rank stops
-    ("rank 0  F0 F1 B0 B1\nrank 1  F0 B1 F1 B0", "deadlock: no rank can go on: rank 0 waits at B0 for B0 of rank 1, "
-     "rank 1 waits at B1 for F1 of rank 1", {0: 2, 1: 1}),
-    ("rank 0  F0 W0 I0", "deadlock: no rank can go on: rank 0 waits at W0 for I0 of rank 0", {0: 1}),
+    ("rank 0  F0 F1 B0 B1\nrank 1  F0 B1 F1 B0", "deadlock: no rank can go on", {0: 2, 1: 1}),
+    ("rank 0  F0 W0 I0", "deadlock: no rank can go on", {0: 1}),
     ("rank 0  F0 F1 B0 B1\nrank 1  F0 F1 B1 B1 B0", "B1 is there twice, on rank 1", {1: 3}),
     ("rank 0  F0 I0 F1 I1 W0", f"stage 0, micro-batch 1: {EACH}; it has F, I", {0: 3}),
     ("rank 0  F0 I0 B0 W0", f"stage 0, micro-batch 0: {EACH}; it has F, B, I, W", {0: 3}),
     ("rank 0  F0 B0 F2 B2", f"stage 0, micro-batch 1: {EACH}; it has none", {0: 3}),
     ("rank 0  F0 B0 F1 B1\nrank 1  F0 B0", f"stage 1, micro-batch 1: {EACH}; it has none", {1: 2}),
-    ("rank 0  F0/0 B0/0 F0/7 B0/7", "stage 7 is there, and stage 1 is not", {0: 3})]
+    ("rank 0  F0/0 B0/0 F0/7 B0/7", "stage 7 is there, stage 1 is not", {0: 3})]
 
 
 def test_a_list_that_cannot_run_shows_where_in_check_s_words():
@@ -133,9 +132,9 @@ def test_a_list_that_cannot_run_shows_where_in_check_s_words():
 
 
 def test_rows_that_are_no_lists_say_what_is_wrong():
-    for text, why in (("rank 0", "ranks have [0] stages"), ("rank 0  F0 B0\nrank 1", "ranks have [0, 1] stages"),
-                      ("rank 0  F0 F0/1 B0/1 B0/0\nrank 1  F0/2 B0/2", "ranks have [1, 2] stages"), ("", "no schedule"),
-                      ("rank 1  F0", "'rank 1  F0' is not the row of rank 0"), ("rank 0  G3", "'G3' is no action")):
+    for text, why in (("rank 0", "a rank has no stage"), ("rank 0  F0 B0\nrank 1", "a rank has no stage"),
+                      ("", "no schedule"), ("rank 1  F0", "'rank 1  F0' is not the row of rank 0"),
+                      ("rank 0  X3", "'X3' is no action")):
         with pytest.raises(ValueError, match=re.escape(why)):
             moving.pipeline({"text": text})
 

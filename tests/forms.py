@@ -6,30 +6,14 @@ import torch.nn.functional as F
 
 import collectives as dist
 import parallel
-from further.kinds import resized
-from lessons import forms, lecture8
+from lessons import lecture8
 from lessons.bench.timing import of_all_ranks, patched
-from tests.layouts import SMALL
 from tests.pool import close, on_plain, on_ranks, parametrize
 
 
 def without(names):
     """Collectives, or kinds of messages, do nothing."""
     return patched([(dist, name, lambda *_, **__: None) for name in names.split()])
-
-
-@on_plain
-@parametrize("zero", range(4))
-@on_ranks(3)
-def test_data_parallelism_and_zero_as_the_lecture_has_them(zero):
-    """Losses of 3 steps of a GPT with a tied embedding; nothing divides by 3. (Of two ranks the demo shows it.)"""
-    config = resized(SMALL, n_layer=1)
-    want = forms.in_one_process(config)
-    for lost in ["", "reduce_scatter_tensor", "all_gather_into_tensor"] if zero else ["", "all_reduce"]:
-        with without(lost):
-            losses, *_, (functions, lines) = forms.trained(parallel.Lecture, zero, config)
-        assert close(torch.stack(of_all_ranks(losses)).mean(0), want) == (not lost), lost
-        assert functions <= 10 + 6 * (zero // 3) and lines <= 24 + 20 * (zero // 3)  # what a reader has to step through
 
 
 @on_plain

@@ -376,7 +376,7 @@ def test_replayed_graphs_send_and_keep_what_eager_steps_do(zero, micro_batches):
 @on_ranks(3)
 def test_padding_of_recorded_gradients_is_zero_in_every_step():
     net = nn.Linear(1, 1)  # two numbers for three ranks
-    optimizer = AheadOptimizer(net.parameters(), partial(torch.optim.SGD, lr=1.0))
+    optimizer = AheadOptimizer(net.parameters(), lambda params: torch.optim.SGD(params, lr=1.0))
     totals = Totals(optimizer)
     totals.begin(overwrite=False)
     optimizer.buckets[0].total.fill_(math.nan)

@@ -38,7 +38,8 @@ import parallel
 import train
 from tests.links import nodes_of
 from tests.pool import (
-    BOTH, close, DEVICES, in_new_process, needs_kernels, on_both, on_cpus_both, on_ranks, parallelize, parametrize, table)
+    BOTH, close, DEVICES, in_new_process, needs_kernels, on_both, on_cpus_both, on_ranks, parallelize, parametrize,
+    table)
 from fast.edition import Fast
 from fast.graphs import replay_micro_batches
 from further.experts import routers
@@ -261,8 +262,8 @@ def chunk_left_out():
 
 def positions_from_zero():
     """A Llama's ranks of cp turn queries and keys as if each had a sequence's first tokens."""
-    def cut(module, *options):
-        real(module, *options)
+    def cut(module, *args, **options):
+        real(module, *args, **options)
         for block in module.h.values():
             del block.attn.positions
     real = further.context.context_parallel
@@ -476,7 +477,7 @@ holes  holes=1
     pp=2 micro_batches=8 schedule=zb-h1
     dp=1 micro_batches=8 without=mean_of_micro_batches
     pp=2 micro_batches=4 without=mean_of_micro_batches
-    dp=4 without=mean_of_replicas,Parallel.weight_of_a_target
+    dp=4 without=mean_of_replicas
     cp=2 tokens=8 without=mean_of_replicas
     tp=2 without=VocabParallelCrossEntropy.forward
 # Head and loss take so many tokens at a time, and what is left over.
@@ -667,14 +668,19 @@ def proofs():
         for pool in DEVICES if "forced=" in row else BOTH:  # forced: fast/'s own ways
             yield pool, subject, row, ""
         for role in without:
-            for pool in "plain", "cpu":
-                yield pool, subject, row, role
+            yield "plain", subject, row, role
+            if role not in OTHER_IN_FAST:
+                yield "cpu", subject, row, role
+
+
+# Functions in whose place fast/ has others.
+OTHER_IN_FAST = "CopyToGroup.backward", "ReduceFromGroup.forward", "gather_tokens", "scatter_tokens"
 
 
 def test_how_many_rows_each_edition_has():
-    """None is lost in silence. Of 151 rows 5 force what fast/ alone has."""
+    """None is lost in silence. Of 150 rows 5 force what fast/ alone has."""
     pairs = Counter((pool, bool(without)) for pool, _, _, without in proofs() if pool != "cuda")
-    assert pairs == {("cpu", False): 151, ("plain", False): 146, ("plain", True): 67, ("cpu", True): 67}
+    assert pairs == {("cpu", False): 150, ("plain", False): 145, ("plain", True): 66, ("cpu", True): 55}
 
 
 @parametrize("pool, subject, row, without", [*proofs()], indirect=["pool"])

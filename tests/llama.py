@@ -224,7 +224,7 @@ def test_what_a_run_changes_in_config_json_is_named(tmp_path, monkeypatch):
     came = came_with(tmp_path).config
     monkeypatch.setattr(safe.huggingface, "MOST_KEPT", path.stat().st_size)
     (tmp_path / "large.txt").write_bytes(bytes(path.stat().st_size + 1))
-    assert came_with(tmp_path).left_out == ["large.txt"] and not came_with(tmp_path).files
+    assert came_with(tmp_path).left_out == {"large.txt": "too large"} and not came_with(tmp_path).files
     config, _ = shortened(*open_hf(tmp_path), 4)
     assert changes(config, torch.float64, came) == {"max_position_embeddings": 4, "dtype": "float64"}
     for kind in KINDS:

@@ -21,6 +21,7 @@ from tests.layouts import small_gpt, tokens_of
 from tests.pool import BOTH, close, DEVICES, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
 from tests.runs import TINY, output_of, parse
 from fast.adamw import AdamW
+from fast.stages import StagedGPT
 from fast.tensor import BiasedOnce
 from further.schedules import SCHEDULES, zero_bubble_h1
 from further.recompute import recompute
@@ -89,14 +90,14 @@ MEMORY = """
     0.02  4  --experts 4 --n-embd 64 --batch-size 4 --dp 2 --tp 2 --sp --ep 2 --expert-every 2
     0.01  1  --pack                                                     the mask
     0.01  2  --pack --cp 2 --cp-kind ulysses
-    0.01  2  --fast off --tp 2 --sp                                    what f has gathered
+    0.01  2  --fast off --tp 2 --sp                                     what f has gathered
     0.01  2  --fast off --tp 2 --sp --loss-chunk 24 --recompute mlp --recompute-blocks 1
     0.01  2  --fast off --tp 2 --sp --recompute mlp
     0.02  2  --fast off --tp 2 --sp --recompute block --arch llama --n-head 4     the table of angles, too
     0.01  2  --fast off --tp 2 --sp --experts 4 --n-embd 64 --batch-size 4 --shared-experts 2 --recompute mlp
     0.01  1  --fast off --arch llama --kernels triton --n-layer 1 --seq-len 16           the gate
     0.01  2  --fast off --pp 2 --n-layer 5 --micro-batches 2           cut elsewhere
-    0.02  2  --fast off --zero 3                                    vectors are sharded
+    0.02  2  --fast off --zero 3                                        vectors are sharded
 """
 
 

@@ -10,6 +10,7 @@ import shlex
 import signal
 import shutil
 import sys
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -25,6 +26,7 @@ import safe.flags
 import theory.clock
 import train
 from further.lists import check, lower
+from parallel import make_mesh, Parallel, Reference
 from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import small_gpt, tokens_of
 from tests.pool import close, HERE, in_new_process, parametrize
@@ -293,18 +295,20 @@ def test_somebody_s_own_script_goes_on_with_other_processes(tmp_path):
 
 
 def sign_gradients(file):
-    """SignSGD's of a linear layer; and an edition trains a GPT with it."""
+    """SignSGD's of a linear layer; and it trains a GPT."""
     net = nn.Linear(3, 2).double()
     with torch.no_grad():
         [p.fill_(0.5) for p in net.parameters()]
-    added = runpy.run_path(file)
-    strategy = added["SignSGD"](net.parameters(), torch.optim.SGD)
-    net(torch.tensor([[1.0, -1.0, 1.0 if dist.get_rank() else -5.0]], dtype=torch.float64)).sum().backward()
-    strategy.finish_grad_sync()
-    gpt = small_gpt(edition=added["Signs"], dp=dist.get_world_size())
+    sgd = partial(runpy.run_path(file)["SignSGD"], lr=0.1)
+    n = dist.get_world_size()
+    gpt = small_gpt(optimizer=sgd, edition=Reference, dp=n)
     gpt.forward_backward(*([t.to(gpt.device)] for t in tokens_of(0)))
     assert all(p.grad.abs().eq(1).logical_or(p.grad == 0).all() for p in gpt.params)
-    return [p.grad.tolist() for p in net.parameters()]
+    ours = Parallel([net], lambda y, _: y.sum(), make_mesh("cpu", dp=n), optimizer=sgd, dtype=torch.float64,
+                    units=sgd.func.make_units)
+    x = torch.tensor([[1.0, -1.0, 1.0 if dist.get_rank() else -5.0]], dtype=torch.float64)
+    ours.forward_backward([x], [x])
+    return [p.grad.tolist() for p in ours.params]
 
 
 def test_readme_code_does_what_it_says(pool, tmp_path, triton_kernels):

@@ -56,7 +56,7 @@ REFUSED = {
         --schedule-file STUCK --pp 2        | at B0 for B0 of rank 1, rank 1 waits at B0 for F0 of rank 1; give
         --schedule-file MARKED              | of 2 ranks and 1 micro-batches: give --pp 2 --micro-batches 1
         --schedule-file MARKED --pp 2 --micro-batches 1 --schedule gpipe | leave one of them out
-        --plain --schedule-file STUCK       | deadlock: no rank can go on: rank 0 waits at B0
+        --plain --schedule-file STUCK       | deadlock: no rank can go on; give lists that can run
         --cuda-graphs on --device cpu       | --cuda-graphs on
         --dtype fp8 --device cpu            | on GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16
         --arch llama --model gpt2           | --model gpt2 is no preset of --arch llama: give --model tiny

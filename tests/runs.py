@@ -149,18 +149,20 @@ def import_from(folder):
 class Ranks:
     """`size` processes of one run, of train.py or another program, which may be killed. What they print goes to `log`.
 
-    before: called in each of them first. folder: one with the reference's files alone, whose program runs in place of
-    the whole one. launcher: it starts processes of its own, by "fork" or from "new", and the test must see to its
-    end."""
+    others: {rank: flags that it has besides}. before: called in each of them first. folder: one with the reference's
+    files alone, whose program runs in place of the whole one. launcher: it starts processes of its own, by "fork" or
+    from "new", and the test must see to its end."""
 
-    def __init__(self, flags, size, log, before=None, program="train.py", folder=HERE, launcher=None):
+    def __init__(self, flags, size, log, before=None, program="train.py", folder=HERE, launcher=None, others=None):
         # Theirs; it survives them.
         self.store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         open(log, "a").close()
         self.log, self.since = str(log), os.path.getsize(log)  # of what comes, not of what another run has left there
-        settings = self.store.port, flags, self.log, before, program, folder, launcher == "fork"
-        self.processes = [forkserver().Process(target=_rank, args=(r, size, *settings), daemon=not launcher)
-                          for r in range(size)]
+        self.processes = []
+        for r in range(size):
+            own = [*flags, *(others or {}).get(r, "").split()]
+            settings = r, size, self.store.port, own, self.log, before, program, folder, launcher == "fork"
+            self.processes.append(forkserver().Process(target=_rank, args=settings, daemon=not launcher))
         for process in self.processes:
             process.start()
 

@@ -1,7 +1,12 @@
-"""`python -m lessons same`: right layouts are the same, and faults are seen, placed and named."""
+"""`python -m lessons same`: right layouts are the same, faults are seen, placed and named. `mutate`: what tests see."""
 
 import itertools
+import json
+import math
 import os
+import pathlib
+import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -13,9 +18,8 @@ import collectives as dist
 import model
 import parallel
 import train
-from further.context import own_tokens
 from further.experts import routers
-from lessons import same
+from lessons import mutate, same
 from tests import layouts, pool
 from tests.pool import parametrize
 from tests.runs import ran
@@ -47,12 +51,6 @@ def adapter_of(case, edition=parallel.Reference):
     def part(t):
         return t.chunk(mesh["dp"])[dist.get_rank(made[0].groups.dp)]
 
-    def rows(t):
-        groups = made[0].groups
-        if mesh["cp"] == 1:
-            return part(t)
-        return part(t)[:, own_tokens(tokens, dist.get_rank(groups.cp), mesh["cp"], made[0].layout.cp_kind)]
-
     def whole(_, what):
         names = model.shapes(config)
         if what == "weights":
@@ -65,8 +63,8 @@ def adapter_of(case, edition=parallel.Reference):
         made[0].zero_grad()
 
     return dict(
-        mesh=mesh, build=build, parallelize=parallelize, part=part, rows=rows, whole=whole, update=update,
-        micro_batches=m, exact=False, batch=lambda step: layouts.tokens_of(step, batch, tokens, config, holes),
+        mesh=mesh, build=build, parallelize=parallelize, part=part, whole=whole, update=update,
+        micro_batches=m, batch=lambda step: layouts.tokens_of(step, batch, tokens, config, holes),
         loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten().clamp(min=-1), ignore_index=-1),
         step=lambda _, x, y: made[0].forward_backward([*x.chunk(m)], [*y.chunk(m)]),
         clip=lambda _, most: made[0].clip_grad_norm_(most))
@@ -88,106 +86,67 @@ def told(case, ranks):
     """What the tool says of what ranks have observed; "" if they are the same as one process. Where fast/ is on, whose
     blocks call no submodules, it sees less."""
     user, alone = same.adapters(adapter_of(case))
-    rows = sorted({tuple(rank[0]["rows"][0].tolist()) for rank in ranks})
-    parts = [part for some in rows for part in torch.tensor(some).chunk(user.micro_batches)]
-    for number, (*ours, one) in enumerate(zip(*ranks, same.observed(alone, parts * (len(parts) > 1))), 1):
-        step = same.Step(user, one, ours)
-        if step.cause:
-            kind = step.cause[0][0].kind
-            lines = [line.strip() for line in step.says(kind, step.found[kind])]
-            return f"step {number}, {kind}: {'; '.join(lines)}"
-    return ""
+    steps, before = [], None
+    for *ours, one in zip(*ranks, same.observed(alone)):
+        before = before or one
+        places = [same.located(rank[0], one, {})[0] for rank in ranks]
+        steps.append(same.Step(user, one, ours, places, before))
+        before = one
+    _, first, _ = same.judged(steps)
+    if not first:
+        return ""
+    (number, kind), parts = first, same.parts([rank[first[0]] for rank in ranks], user.micro_batches)
+    if kind == "gradients" and len(parts) > 1:
+        steps[number].pieces = next(same.observed(alone, pieces=(number, *parts)))
+    return f"step {number + 1}, {kind}: {'; '.join(steps[number].says(kind))}"
+
+
+SAMPLE = 24  # each so many of LAYOUTS' rows
+
+
+@parametrize("row", [row for _, row, _ in layouts.rows() if not re.search("forced=|in-turns", row)][::SAMPLE])
+def test_no_row_of_layouts_is_called_wrong(plain_pool, row):
+    case = layouts.case_of(row)
+    found = plain_pool(math.prod(case.get(axis, 1) for axis in layouts.AXES)).run(on_rank, case)
+    assert not told(case, found)
 
 
 # ----------------------------------------------------------------------------------------------------- models of others
 
-MODEL = """
-import torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
-
-def build(): return nn.Sequential(Block(), Block(), nn.Linear(8, 6))
-def batch(step):
-    draw = torch.Generator().manual_seed(step)
-    return torch.randn(12, 4, 8, generator=draw), torch.randint(6, (12, 4), generator=draw)
-def loss(out, y): return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
-"""
-OTHERS = {
-    "ddp": """
-mesh, micro_batches = {"dp": 2}, 3
-def parallelize(net):
-    net = nn.parallel.DistributedDataParallel(net)
-    return net
-def part(t): return t.chunk(2)[dist.get_rank()]
-def step(net, x, y):
-    total = 0
-    for i, (a, b) in enumerate(zip(x.chunk(3), y.chunk(3))):
-        net.require_backward_grad_sync = i == 2
-        some = loss(net(a), b) / 3
-        some.backward()
-        total += some.detach()
-    return total
-def clip(net, most): return nn.utils.clip_grad_norm_(net.parameters(), most)
-""",
-    "fsdp x tp": """
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import *
-mesh = {"dp": 2, "tp": 2}
-def parallelize(net):
-    places = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for block in net[:2]:
-        parallelize_module(block, places["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=places["dp"])
-    return fully_shard(net, mesh=places["dp"])
-def part(t): return t.chunk(2)[dist.get_rank() // 2]
-""",
-    "pipeline": """
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-mesh, micro_batches = {"pp": 2}, 4
-def parallelize(net):
-    global schedule
-    rank = dist.get_rank()
-    mine = nn.Sequential()
-    for i in range(1) if rank == 0 else range(1, 3):
-        mine.add_module(str(i), net[i])
-    schedule = Schedule1F1B(PipelineStage(mine, rank, 2, torch.device("cpu")), 4, loss_fn=loss)
-    return mine
-def step(net, x, y):
-    losses = []
-    if dist.get_rank() == 0:
-        schedule.step(x)
-        return None
-    schedule.step(target=y, losses=losses)
-    return torch.stack(losses).mean()
-"""}
+ADAPTERS = pathlib.Path(__file__).parent / "adapters"
 FAULTS = [  # an adapter, what stands there, what somebody wrote, what the tool says
     ("ddp", "/ 3\n", "\n", "loss: x 3 = micro-batches"),
     ("ddp", "i == 2", "i == 0", "terms of a mean over dp, which nobody has reduced"),
     ("ddp", "some.backward", "net.zero_grad(); some.backward", "it has 0 0 1 0 0 1 times on dp 0"),
-    ("ddp", "most): return", "most): return 2 *", "its square: x 4"),
+    ("ddp", "return nn.utils", "return 2 * nn.utils", "its square: off by 3.0e+00"),
     ("ddp", "def step", "def update(net): pass\ndef step", "zero on every rank"),
     ("ddp", "return net\n", "net.module[1].up.weight.data += dist.get_rank()\n    return net\n",
      "1.up.weight: right on dp 0, wrong on dp 1"),
-    ("fsdp x tp", "for block in net[:2]:\n", """for block in net[:2]:
+    ("fsdp_tp", "for block in net[:2]:\n", """for block in net[:2]:
         block.norm.register_forward_hook(lambda m, a, o: o * 4)
 """, "what 0.norm returns: x 4 = dp x tp"),
-    ("fsdp x tp", "return t.chunk(2)[dist.get_rank() // 2]", "return t.chunk(2)[0]",
-     "what 0.norm returns: right on dp 0 tp 0"),
-    ("pipeline", "loss_fn=loss", "loss_fn=loss, scale_grads=False", "x 4 = micro-batches: a sum where a mean is meant")]
+    ("fsdp_tp", "return t.chunk(2)[dist.get_rank() // 2]", "return t.chunk(2)[0]",
+     "note: part(t) gives no rank sample 6"),
+    ("pipeline", "loss_fn=loss", "loss_fn=loss, scale_grads=False", "x 4 = micro-batches: a sum where a mean is meant"),
+    ("tensor", "module in net.attn, net.up, net.head", "module in net.attn, net.head",
+     "norm, is right: terms of a sum over tp, which nobody has added up before attn.proj"),
+    ("tensor", "G.apply(z.sum(-1)).log()", "z.sum(-1).log()", "the gradient of what head returns: off by"),
+    ("tensor", "        dist.all_reduce(shared, group=pairs[dist.get_rank() // 2])\n", "",
+     "the gradient of what attn.qkv returns: off by"),
+    ("hard", "l.backward()\n", "l.backward(); net.module.turn.grad.imag = 0\n", "    turn: off by 1.0e+00"),
+    ("cp", "        dist.all_reduce(grad)\n", "", "the gradient of what qkv returns: off by"),
+    ("zero", "        dist.broadcast(p.data, i % 2)\n", "", "step 2, updates: 0.norm.weight"),
+    ("zero", "p.grad / 2 if", "p.grad if", "x 2 = dp: a sum where a mean is meant")]
 
 
-def said(folder, text, code, *flags, start=ran):
+def said(folder, name, code, *flags, change=("", ""), start=ran):
     """What the tool prints, alone in a folder with an adapter, if it ends with this exit code. It is started in a copy
     of a process that has imported PyTorch."""
-    for name, lines in (("same.py", open(same.__file__).read()), ("mine.py", text)):
-        (folder / name).write_text(lines)
+    for file in [pathlib.Path(same.__file__), *ADAPTERS.glob("*.py")]:
+        shutil.copy(file, folder)
+    text = (ADAPTERS / f"{name}.py").read_text()
+    assert change[0] in text
+    (folder / "mine.py").write_text(text.replace(*change, 1))
     return start(["mine.py", *flags], 1, folder / "log", [code], program="same.py", folder=str(folder),
                  before=partial(os.chdir, folder), launcher="fork")
 
@@ -200,24 +159,62 @@ def in_new_python(flags, size, log, codes, folder, **_):
     return done.stdout + done.stderr
 
 
-@parametrize("kind, flags", [("ddp", ()), ("fsdp x tp", ("--all",)), ("pipeline", ("--dtype", "bf16"))])
-def test_right_models_of_others_are_the_same(tmp_path, kind, flags):
-    text = said(tmp_path, MODEL + OTHERS[kind], 0, *flags, start=ran if flags else in_new_python)
+@parametrize("name, flags", [("ddp", ()), ("fsdp_tp", ("--all",)), ("pipeline", ("--dtype", "bf16")),
+                             ("tensor", ("--all",)), ("hard", ("--all",)),
+                             ("cp", ("--dtype", "fp64", "fp32", "bf16")), ("zero", ("--all",))])
+def test_right_models_of_others_are_the_same(tmp_path, name, flags):
+    text = said(tmp_path, name, 0, *flags, start=ran if flags else in_new_python)
     assert text.endswith("\nSAME\n"), text
-    assert "--all" not in flags or "tp cuts dimension 0, dp cuts dimension 0" in text
+    assert not re.search("on no rank|weights +[0-9] of 0", text), text
 
 
-@parametrize("kind, old, new, words", FAULTS, ids=range(len(FAULTS)))
-def test_faults_are_seen_and_named(tmp_path, kind, old, new, words):
-    assert old in OTHERS[kind]
-    text = said(tmp_path, MODEL + OTHERS[kind].replace(old, new, 1), 1)
-    assert words in text, text
+def test_where_a_cast_is_no_copy_decides_nothing(tmp_path):
+    """Nor does it hide what is wrong in 16 bits, too."""
+    text = said(tmp_path, "alias", 0)
+    assert "zero on every rank" in text and "in bf16: the same\nSAME: in bf16." in text, text
+    text = said(tmp_path, "alias", 1, change=("g / 2", "g / 4"))
+    assert "in bf16: step 1, gradients" in text and text.endswith("\nNOT THE SAME\n"), text
+
+
+@parametrize("name, old, new, words", FAULTS, ids=range(len(FAULTS)))
+def test_faults_are_seen_and_named(tmp_path, name, old, new, words):
+    text = said(tmp_path, name, 1, change=(old, new))
+    assert words in re.sub(r"(?s)step 2\n.*?    ", "step 2, updates: ", text) and "\nNOT THE SAME" in text, text
 
 
 @parametrize("old, new, words", [
-    ("mesh,", "size,", "mine.py: the adapter has no mesh"),
+    ("mesh,", "size,", " of 1: the adapter has no mesh"),
     ("return net\n", "return None\n", " of 2: parallelize(net) returns None: give a module"),
-    ("total = 0", "total = x.no", "line 25, in step: AttributeError: 'Tensor' object has no attribute 'no'")])
+    ("return nn.utils", "return x.no, nn.utils", "line 30, in clip: NameError: name 'x' is not defined")])
 def test_an_adapter_that_cannot_run_is_refused_in_a_line(tmp_path, old, new, words):
-    text = said(tmp_path, MODEL + OTHERS["ddp"].replace(old, new, 1), 2)
+    text = said(tmp_path, "ddp", 2, change=(old, new))
     assert words in text and text.count("\n") == 1, text
+
+
+def test_what_nobody_can_compare_is_said(tmp_path):
+    """Dropout; weights that parallelize has drawn; for programs."""
+    drops = "net.register_forward_hook(lambda m, a, o: nn.functional.dropout(o)); net = nn"
+    text = said(tmp_path, "ddp", 2, change=("net = nn", drops))
+    assert "NOT COMPARED: the model draws random numbers" in text
+    text = said(tmp_path, "ddp", 2, "--json", change=("net = nn", "net[0].up.reset_parameters(); net = nn"))
+    found = json.loads(text)
+    assert found["same"] is None and found["why"] == "parallelize(net) has not taken net's weights"
+
+
+def test_a_test_may_call_it():
+    """From a process that has done anything."""
+    found = same.check(ADAPTERS / "zero.py")
+    assert found["same"] is True and found["runs"]["fp64"]["steps"][0]["gradients"] == [14, 14]
+
+
+@parametrize("name, counts, code", [("blind", "3 faults: 1 seen, 0 hang, 1 survive, 1 not reached", 1),
+                                    ("seeing", "3 faults: 2 seen, 0 hang, 0 survive, 1 not reached", 0)])
+def test_mutate_says_what_tests_do_not_see(tmp_path, name, counts, code):
+    """Of a line that is called once: there is no call before it, so nothing is stale."""
+    shutil.copytree(ADAPTERS.parent / "mutated", tmp_path / "project")
+    words = [sys.executable, mutate.__file__, "--", sys.executable, "-m", "pytest", "-q", "-k", name, "tests"]
+    settings = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+    done = subprocess.run(words, cwd=tmp_path / "project", capture_output=True, text=True, env=os.environ | settings)
+    assert counts in done.stdout and done.returncode == code, done.stdout + done.stderr
+    survives = "average.py:7: all_reduce: the tests pass with its result times the ranks" in done.stdout
+    assert survives == (name == "blind")

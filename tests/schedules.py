@@ -297,7 +297,8 @@ def test_weight_gradients_wait_for_w(first, frozen):
         params = {name: param for name, param in net.named_parameters()
                   if param.requires_grad_(not any(word in name for word in frozen)).requires_grad}
         micro_batch = make(net)
-        y = micro_batch.forward(torch.ones(2, 5, SMALL.n_embd).double() if first else tokens_of(0)[0].to(device))
+        x = torch.ones(2, 5, SMALL.n_embd).double().requires_grad_() if first else tokens_of(0)[0].to(device)
+        y = micro_batch.forward(x)
         kinds = "B" if make != halves_of else "IW"
         for kind in kinds:
             if kind == "W":
@@ -316,7 +317,7 @@ def test_w_keeps_what_it_computes_from_until_it_has():
     """After I neither the graph lives, nor the stage's input, whose gradient has been sent."""
     net = model.GPT(SMALL, pieces=range(1, 3))
     micro_batch = CollectingMicroBatch(net, None, WeightGradients(net))
-    x, kept, alive = torch.ones(2, 5, SMALL.n_embd), [], []
+    x, kept, alive = torch.ones(2, 5, SMALL.n_embd).requires_grad_(), [], []
     given, compute = weakref.ref(x), micro_batch.weight_gradients.compute
 
     def computed(*computed_from):
@@ -376,7 +377,7 @@ def test_i_and_w_of_shared_weights_and_of_several_outputs_are_b(kind):
     net = kind()
     x, grads = torch.rand(3, 4), []
     for micro_batch, kinds in (parallel.MicroBatch(net, None), "B"), (halves_of(net), "IW"):
-        y = micro_batch.forward(x.clone())
+        y = micro_batch.forward(x.clone().requires_grad_())
         if kinds == "B":
             dx = micro_batch.backward(torch.ones_like(y))
         else:
@@ -391,7 +392,7 @@ def test_i_and_w_of_shared_weights_and_of_several_outputs_are_b(kind):
 def test_a_failed_i_puts_nothing_off():
     block = model.GPT(SMALL, pieces=range(1, 2)).double().to(torch.get_default_device())
     micro_batch = halves_of(block)
-    micro_batch.forward(torch.ones(2, 5, SMALL.n_embd).double())
+    micro_batch.forward(torch.ones(2, 5, SMALL.n_embd).double().requires_grad_())
     with pytest.raises(RuntimeError):
         micro_batch.backward_input(torch.ones(1, 1, dtype=torch.float64))  # of another shape
     assert micro_batch.weight_gradients.later is None  # so that the next B computes its own

@@ -112,17 +112,21 @@ def test_trace_and_profile_hold_every_rank_s_actions(trained, tmp_path, layout, 
     assert run("seen", "--profile OUT/profile --trace OUT") == run("unseen")
     traced = events_of(tmp_path / "trace.json")
     assert all(e["dur"] >= 0 for e in traced)
-    lists = lower(zero_bubble_h1(2, 4)) if pipeline else 2 * parallel.one_f_one_b(1, 4)
-    for rank, actions in enumerate(lists):
+    schedule, p, shared = (zero_bubble_h1, 2, {}) if pipeline else (parallel.one_f_one_b, 1, {2: [0]})  # a tied head
+    lists = [parallel.with_weights(actions, 3 * ("--zero" in layout), (0,), shared)
+             for actions in parallel.lists_of_pieces(schedule, p, 4, 1, 3)]
+    for rank, actions in enumerate(lower(lists) * (2 // p)):
         names = [e["name"] for e in events_of(profile / f"rank-{rank}.json") if e.get("cat") == "user_annotation"]
         assert [name for name in names if " stage " in name] == [f"{action} stage {action.stage}" for action in actions]
-        assert "finish_grad_sync" in names and any(re.match(rf"{collective} [\d,]+ bytes$", name) for name in names)
+        assert "add_up_gradients" in names and any(re.match(rf"{collective} [\d,]+ bytes$", name) for name in names)
         assert [e["name"] for e in traced if e["tid"] == rank] == [
             f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions]
     span = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in traced}
     # Waiting for the stage before is no part of a span: 1 ms for clocks of two GPUs.
-    for (kind, first), i in itertools.product((("F", 0), ("I", 1)), range(4 * pipeline)):
-        there, here = (span[f"{kind} stage {stage} micro-batch {i}"] for stage in (first, 1 - first))
+    middle = 1  # rank 1's first piece
+    for (kind, first, second), i in itertools.product((("F", middle - 1, middle), ("I", middle, middle - 1)),
+                                                      range(4 * pipeline)):
+        there, here = (span[f"{kind} stage {stage} micro-batch {i}"] for stage in (first, second))
         assert here[0] > there[1] - 1e3
 
 

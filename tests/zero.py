@@ -78,8 +78,8 @@ def test_at_most_two_buckets_are_under_way(stage):
 @parametrize("zero, within", [(0, 4), (1, 4), (2, 2), (3, 4)])
 @on_ranks(4)
 def test_zero_keeps_what_the_table_says(zero, within):
-    """Between backward and step, in bf16 with AdamW, on any device. The reference drops gradients when they are averaged,
-    of which each rank keeps its part."""
+    """Between backward and step, in bf16 with AdamW, on any device. The reference drops gradients when they are
+    averaged, and each rank keeps its part of the average."""
     config, before = model.GPTConfig(vocab_size=256, seq_len=16, n_layer=2, n_head=4, n_embd=64), bytes_alive()
     layout = train.Layout(dp=4, dtype=torch.bfloat16, zero=zero, zero_within=within)
     net = parallelize(config, layout, "cpu", optimizer=partial(torch.optim.AdamW, lr=0.1))
@@ -90,7 +90,8 @@ def test_zero_keeps_what_the_table_says(zero, within):
         kept = bytes_alive() - before
         net.step()
     net.zero_grad()
-    table = memory_bytes(config, Settings(dp=within, zero=zero, dtype="bf16", batch_size=within))
+    table = memory_bytes(config, Settings(
+        dp=within, zero=zero, dtype="bf16", batch_size=within, fast="off" if is_plain() else "on"))
     stays, gradients = table["parameters"] + table["optimizer"], table["gradients"]
     if zero == 1 and is_plain():
         gradients //= 4
@@ -117,7 +118,7 @@ def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backwar
     net.optimizer.step()
     sent, times = dist.traffic()[name], len(x) if zero == 2 else 1
     assert sent.calls == in_backward > times
-    assert 0 <= sent.bytes - times * k <= 12  # of the loss
+    assert 0 <= sent.bytes - times * k <= 28  # of the loss and three counts
 
 
 @parametrize("compute_dtype", [None, torch.bfloat16], ids=str)

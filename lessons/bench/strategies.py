@@ -24,7 +24,7 @@ from fast.edition import Fast
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
 from fast.pipeline import PatientPipeline
-from fast.stages import EMBEDDINGS, FlatFSDP, FlatParameter, Prefetcher, StagedGPT
+from fast.stages import EMBEDDINGS, FlatParameter, Prefetcher, StagedGPT
 from further import experts
 from further.kinds import resized
 from further.schedules import SCHEDULES
