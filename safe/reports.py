@@ -23,7 +23,7 @@ from safe.huggingface import changes
 from safe.messages import Watched
 from safe.sizes import BadInput
 from theory import speed
-from theory.memory import kept_tensors, memory_bytes, reducers_of
+from theory.memory import kept_tensors, memory_bytes, most_in_a_step, reducers_of
 from train import Bytes
 
 
@@ -181,7 +181,7 @@ def describe_training(trainer):
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}{about_context(c)}")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
-    trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}")
+    trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}{about_list(trainer)}")
     if s.out:
         trainer.say(f"page     {s.out}/index.html: its curves, while the run goes on")
     if s.out and any(run.came):
@@ -189,6 +189,16 @@ def describe_training(trainer):
         trainer.say(f"export   {about_export(run.came, changed)}")
     if speed.half_counted(c) and speed.peak_flops(trainer.device):
         trainer.say(f"speed    {speed.HALF_COUNTED}")
+
+
+def about_list(trainer):
+    """What a step with ZeRO-3 holds besides at most, by its list, in words. fast/ has no such list."""
+    net = trainer.net
+    if net.zero < 3 or not net.unit_of:
+        return ""
+    actions = net.lists(trainer.s.micro_batches)[dist.get_rank(net.groups.pp)]
+    whole, waiting = map(size, most_in_a_step(actions, net))
+    return f"; in a step also whole weights {whole}, gradients that wait for an average {waiting}, at most"
 
 
 def about_context(config):
