@@ -196,7 +196,7 @@ def test_what_nobody_can_compare_is_said(tmp_path):
     drops = "net.register_forward_hook(lambda m, a, o: nn.functional.dropout(o)); net = nn"
     text = said(tmp_path, "ddp", 2, change=("net = nn", drops))
     assert "NOT COMPARED: the model draws random numbers" in text
-    text = said(tmp_path, "ddp", 2, "--json", change=("net = nn", "net[0].up.reset_parameters(); net = nn"))
+    text = said(tmp_path, "ddp", 2, "--json", change=("net = nn", "net[1].up.reset_parameters(); net = nn"))
     found = json.loads(text)
     assert found["same"] is None and found["why"] == "parallelize(net) has not taken net's weights"
 
