@@ -171,8 +171,8 @@ def side_by_side(ranks):
     print("\nA tensor at a time takes more messages than a piece at a time. Besides gradients and weights a step sends "
           "three\nnumbers: targets, micro-batches, their square. ZeRO-3 sends less than the table: an embedding's "
           "backward needs no\nweights, and the last piece keeps its weights from forward to backward.\n\n"
-          "The list of a step of one micro-batch, of a GPT of two blocks: pieces 0 to 3. G gathers, D drops, A averages, "
-          "and nobody\nwaits for an A until the end:\n")
+          "The list of a step of one micro-batch, of a GPT of two blocks: pieces 0 to 3. G gathers, D drops,\n"
+          "A averages, and nobody waits for an A until the end:\n")
     for zero, actions in lists(ranks).items():
         print(f"ZeRO-{zero}  " + " ".join(name_of(action, False) for action in actions))
 

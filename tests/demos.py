@@ -151,9 +151,9 @@ SHOWN = [
                       query        (1, 4, 128, 32)      kept above
         ...
         kept in all 1,052,672 bytes, by the formula 1,052,672"""),
-    # K parameters of 8 bytes, of which 101 tensors x 2 messages x 3 steps make 606. A head's F and B are neighbours, and
-    # an embedding's B needs no weights. Of the lecture's 34 bytes model.py lacks dropout's masks, 2; statistics of norms
-    # and heads are small.
+    # K parameters of 8 bytes, of which 101 tensors x 2 messages x 3 steps make 606. A head's F and B are neighbours,
+    # and an embedding's B needs no weights. Of the lecture's 34 bytes model.py lacks dropout's masks, 2; statistics of
+    # norms and heads are small.
     ("zero", 1, """
         average_gradients        606 
         ...

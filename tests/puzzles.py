@@ -15,8 +15,8 @@ from tests.runs import output_of, ran
 from tests.walls import REFERENCE, SOURCES, room_of
 
 # A mistake in each solution: what stands there, what somebody writes, and what a rank is told. The ring is a step
-# behind, gradients are added up, ZeRO-1 averages each micro-batch, a G comes too late, parameters stay NaN, all receives
-# come first.
+# behind, gradients are added up, ZeRO-1 averages each micro-batch, a G comes too late, parameters stay NaN, all
+# receives come first.
 MISTAKES = """
     ring | link.rank - 2 - s | link.rank - 1 - s | reduce-scatter: got [
     zero0 | ReduceOp.AVG | ReduceOp.SUM | got [[3.0, 3.0], [2.0, 2.0]], should have got [[1.5, 1.5], [1.0, 1.0]]

@@ -201,7 +201,7 @@ UNDIVIDED = """
     --pp 2 --virtual-stages 2               | is for --schedule interleaved and --pp 2 or more: leave it out
     --virtual-stages 7 --schedule interleaved | give --virtual-stages 6 or fewer
     --pp 2 --virtual-stages 4 --schedule interleaved | give --virtual-stages 3 or fewer
-    --optimizer muon --arch llama --n-head 3 --n-kv-head 3 --n-embd 96 --tp 3 | the width of the MLP, 256: give --tp 1"""
+    --optimizer muon --arch llama --n-head 3 --n-kv-head 3 --n-embd 96 --tp 3 | the width of the MLP, 256: give"""
 
 
 class Started(BaseException):
