@@ -37,6 +37,7 @@ class Step(Letters):
     def __init__(self, config, layout, rank, x, y, optimizer):
         super().__init__(grid_of(layout))
         self.means = {*self.grid} - {"tp", "pp"}  # the loss is the mean over these
+        self.units = []
         self.between = {}  # axis -> letters of what ranks send each other along it
         self.places, self.node = {}, ""  # number of a node of autograd -> where forward made it; where backward is
         links = {"ours": lambda group: SimpleNamespace(run=partial(self.collective, group))}
@@ -49,38 +50,63 @@ class Step(Letters):
             dist.process = kept
 
     def run(self, net, x, y):
-        modules = [net.module(stage) for stage in net.stages]
-        self.names = {id(part): name for module in modules for name, part in module.named_modules()}
+        self.names = {id(part): name for piece in net.pieces.values() for name, part in piece.named_modules()}
+        self.units = [*dict.fromkeys(net.unit_of.values())]
         inputs = dict.fromkeys(self.means | {"pp"}, "V")
         self.between["pp"] = inputs | {"tp": "V" if net.layout.sp else "R"}
-        old = dict.fromkeys(self.grid, "E\n    since the optimizer's step")
-        params = [(name, p, net.optimizer.stepped[p], getattr(net.optimizer, "whole", {}).get(p, p))
-                  for module in modules for name, p in module.named_parameters()]
-        for name, p, stepped, memory in params:
-            self.set(stepped, self.wanted(stepped))
-            self.set(memory, self.wanted(p) if memory.untyped_storage().nbytes() else old)
+        for unit in self.units:
+            self.written(unit)
+        for p, name in net.named_parameters().items():
             p.register_hook(partial(self.arrived, name, self.wanted(p)))
         for tokens in x + y:
             self.set(tokens, inputs)
+        net.seen.add(len(y))  # as nothing is sent, no rank can count the others' micro-batches
         net.pipeline.loss = partial(self.loss, net.pipeline.loss)
         with self:
             loss = net.forward_backward(x, y)
             self.must_be("the loss", loss, dict.fromkeys(self.means - self.axes_of(net.groups.cp), "M"))
-            for name, p, stepped, memory in params:
-                for held in p, stepped:
-                    if held.grad is not None:
+            for p, name in net.named_parameters().items():
+                for held in p, net.unit_of[p].stepped[p]:
+                    if held.grad is not None and held.numel():
                         self.must_be(f"at the optimizer the gradient of {name}", held.grad, self.wanted(held))
-                if stepped is not p:
-                    self.set(memory, old)
-                    self.set(stepped, self.wanted(stepped))  # it may be a view
-            net.optimizer.step()
-            for name, p, stepped, memory in params:
-                if memory.untyped_storage().nbytes():
-                    self.must_be(f"after a step {name}", memory, self.wanted(p))
+            for unit in self.units:
+                self.written(unit)
+            net.step()
+            sent = self.sent.copy()
+            self.check_weights(net)
+            self.sent = sent
             if net.config.experts:
                 balance(net, 0.02)
             for router in net.routers.values():
                 self.must_be("a router's bias", router.bias, {})
+
+    def written(self, unit):
+        """The optimizer has written this rank's row alone."""
+        if unit.zero:
+            self.set(unit.weights, dict.fromkeys(self.grid, "E\n    since the optimizer's step"))
+            self.set(unit.mine, dict.fromkeys(self.axes_of(unit.group), "V"))  # padding, too
+        for stepped in unit.stepped.values():
+            if stepped.numel():
+                self.set(stepped, self.wanted(stepped))
+
+    def collective(self, group, name, async_op, algorithm, output, *others):
+        """Over the axes along which nothing travels, gathered weights have their parameters' letters."""
+        handle = super().collective(group, name, async_op, algorithm, output, *others)
+        for unit in self.units:
+            if output is unit.weights:
+                letters = {axis: self.of(output)[axis] for axis in self.axes_of(group)}
+                for param, view in zip(unit.params, unit.views):
+                    self.set(view, self.wanted(param) | letters)
+        return handle
+
+    def check_weights(self, net):
+        """After a step: they are there, or the next G brings them."""
+        names = net.named_parameters()
+        for unit in self.units:
+            if unit.zero and not unit.users:
+                unit.gather()
+            for param, view in zip(unit.params, unit.views):
+                self.must_be(f"after a step {names[param]}", view, self.wanted(param))
 
     def wanted(self, param):
         """The letters of a parameter, and of its gradient at the optimizer, by its placement."""
