@@ -57,8 +57,6 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     # At stage 3 weights are whole in a step alone, but for fast/'s vectors.
     between_steps = narrow * vectors * is_fast(s) if masters else wide * mine
     gradients = whole if s.zero < (2 if is_fast(s) else 1) else mine  # the reference's are whole until A
-    if len(pieces) > 1 and config.tied and first and last and not is_fast(s):  # one parameter, in two stages
-        gradients -= table / (shards_of(s) if s.zero > 1 else 1)
     actions = lists_of(s.schedule, s.pp, micro_batches or s.micro_batches, s.virtual_stages)[rank]
     sizes = {stage: activation_bytes(config, s, [run], fused, load) for stage, run in stages.items()}
     waiting = {} if is_fast(s) else {stage: output_bytes(config, s, run) for stage, run in stages.items()}
