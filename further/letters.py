@@ -69,9 +69,11 @@ def last_of(letters, otherwise="R"):
 
 
 def extent(t):
-    """From which byte of its memory on a tensor lies, and up to which. One with gaps counts as the whole."""
+    """From which byte of its memory on a tensor lies, and up to which. One with gaps counts as the whole; a transposed
+    one has none."""
     start = t.storage_offset() * t.element_size()
-    return (start, start + t.nbytes) if t.is_contiguous() else WHOLE
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
+    return (start, start + t.nbytes) if t.is_contiguous() or reach == t.numel() else WHOLE
 
 
 def tensors_in(values):

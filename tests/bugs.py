@@ -53,5 +53,5 @@ def test_habits_see_what_they_look_at():
     seen = {name: "".join(".x"[is_seen] for _, is_seen in habits) for _, name, habits in found}
     mutants = {name: seen.pop(name) for name in [*seen] if name.startswith("all_reduce in ")}
     assert [*seen.values()] == ["..x..x.", "x......"] and len(mutants) == 12
-    assert mutants["all_reduce in average_gradient, op"] == "..xx.xx"
+    assert mutants["all_reduce in start_average, op"] == "..xx.xx"
     assert {mark for name, mark in mutants.items() if name.endswith(", one")} == {7 * "x"}
