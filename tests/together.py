@@ -108,8 +108,8 @@ def found(body):
     (not_all, {"rank 1 waits for rank 0 in all_reduce", "rank 0 has ended"}),
     (unlike_sizes, {"rank 0 has sent rank 1 8 bytes in all_reduce", "rank 1 has sent rank 0 12 bytes in all_reduce"}),
     (too_early, {"[4.0, 4.0]", "[4.0, 8.0]"}), (still_sent, {"[None, 4.0]", "[None, 0.0]"}),
-    (turned, {"rank 0's worker waits for rank 1 in all_reduce, 1.bias",
-              "rank 1's worker waits for rank 0 in all_reduce, 0.weight"})],
+    (turned, {"rank 0's worker waits for rank 1 in all_reduce, 0.weight",
+              "rank 1's worker waits for rank 0 in all_reduce, 1.weight"})],
     ids=lambda value: getattr(value, "__name__", ""))
 def test_orders_find_what_is_wrong_in_some_and_a_deadlock_is_named(body, some):
     assert some <= in_new_process(found, body)
