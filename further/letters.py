@@ -39,7 +39,7 @@ COLLECTIVES = {  # which letters it takes, over the axes of its group, and what 
     "all_reduce SUM": ("PV", "R"), "reduce_scatter_tensor SUM": ("PV", "V"), "all_reduce MAX": ("V", "R"),
     "all_reduce AVG": ("M", "R"), "reduce_scatter_tensor AVG": ("M", "V"),
     "all_gather_into_tensor": ("V", "R"), "all_to_all_single": ("V", "V")}
-IN_PARTS = "add add_ div_ mul_ copy_ clone _to_copy constant_pad_nd".split()  # each number is made of those in its place
+IN_PARTS = "add add_ div_ mul_ copy_ clone _to_copy constant_pad_nd".split()  # number by number
 WHOLE = 0, math.inf  # of a tensor's memory
 
 
