@@ -39,7 +39,7 @@ COLLECTIVES = {  # which letters it takes, over the axes of its group, and what 
     "all_reduce SUM": ("PV", "R"), "reduce_scatter_tensor SUM": ("PV", "V"), "all_reduce MAX": ("V", "R"),
     "all_reduce AVG": ("M", "R"), "reduce_scatter_tensor AVG": ("M", "V"),
     "all_gather_into_tensor": ("V", "R"), "all_to_all_single": ("V", "V")}
-IN_PARTS = "add add_ div_ mul_ copy_ clone _to_copy constant_pad_nd".split()  # each number is made of those in its place
+IN_PARTS = "add add_ div_ mul_ copy_ clone _to_copy constant_pad_nd".split()  # number by number
 WHOLE = 0, math.inf  # of a tensor's memory
 
 
@@ -69,9 +69,11 @@ def last_of(letters, otherwise="R"):
 
 
 def extent(t):
-    """From which byte of its memory on a tensor lies, and up to which. One with gaps counts as the whole."""
+    """From which byte of its memory on a tensor lies, and up to which. One with gaps counts as the whole; a transposed
+    one has none."""
     start = t.storage_offset() * t.element_size()
-    return (start, start + t.nbytes) if t.is_contiguous() else WHOLE
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
+    return (start, start + t.nbytes) if t.is_contiguous() or reach == t.numel() else WHOLE
 
 
 def tensors_in(values):
@@ -97,18 +99,25 @@ class Letters(TorchDispatchMode):
                 if len({rank // step % n for rank in ranks_of(group)}) > 1}
 
     def of(self, t):
-        """Letters of the smallest known part of the memory that has all of t."""
+        """Letters of the smallest known part of the memory that has all of t, or the last of those that make it up."""
         parts, (start, end) = self.parts.get(t.untyped_storage(), {}), extent(t)
+        within = [part for part in parts if start <= part[0] and part[1] <= end and part != WHOLE]
+        in_part = t.nbytes < t.untyped_storage().nbytes()
+        if in_part and within and sum(part[1] - part[0] for part in within) == end - start:
+            return {axis: last_of(parts[part][axis] for part in within) for axis in self.grid}
         around = [part for part in parts if part[0] <= start and end <= part[1]]
         return parts[min(around, key=lambda part: part[1] - part[0])] if around else dict.fromkeys(self.grid, "R")
 
     def set(self, t, letters):
-        """t was written. What it overlaps is known as part of the whole alone."""
+        """t was written. Of a part that it overlaps the rest is as before."""
         letters = {axis: letters.get(axis, "R") for axis in self.grid}
         parts, (start, end) = self.parts.setdefault(t.untyped_storage(), {}), extent(t)
         whole = parts.get(WHOLE, letters) if t.nbytes < t.untyped_storage().nbytes() else letters
         for part in [part for part in parts if part[0] < end and start < part[1]]:
-            del parts[part]
+            before = parts.pop(part)
+            for rest in ((part[0], start), (end, part[1])) if part != WHOLE else ():
+                if rest[0] < rest[1]:
+                    parts[rest] = before
         parts[start, end] = letters
         parts[WHOLE] = {axis: last_of([whole[axis], letters[axis]]) for axis in self.grid}
 

@@ -33,7 +33,7 @@ def wrong_in(row):
     with patch.dict(further.schedules.SCHEDULES, {"in-turns": layouts.in_turns}):
         return letters.check(config, train.Layout(**layout, **fields), range(0, ranks, ranks // layout.get("pp", 1)),
                              *(t.chunk(micro_batches) for t in layouts.tokens_of(0, *sizes)),
-                             lambda params: kind(params, lr=0.1))[1]
+                             partial(kind, lr=0.1))[1]
 
 
 def wrong_in_rows(rows):
