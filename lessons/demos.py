@@ -391,19 +391,16 @@ def main():
             choices = {"model": [*PRESETS], "machine": [*MACHINES],
                        "zero": range(4), "cp_kind": KINDS, "schedule": [*SCHEDULES]}.get(flag)
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
+        if demo is demo_step:
+            lesson.add_argument("more", nargs="*", help="behind --, further flags of train.py")
     for many in (puzzles, turns):
         many.add_to(lessons)
     same.add_to(lessons.add_parser("same", help=same.main.__doc__)).set_defaults(demo=same.main)
     mutate.add_to(lessons.add_parser("mutate", help=mutate.mutate.__doc__)).set_defaults(demo=mutate.mutate)
     try:
         launch.started()
-        flags, more = parser.parse_known_args()
-        flags = vars(flags)
+        flags = vars(parser.parse_args())
         demo = flags.pop("demo")
-        if demo is demo_step:
-            flags["more"] = more  # train.py's
-        elif more:
-            parser.error(f"unrecognized arguments: {' '.join(more)}")
         if demo is links.demo_links:
             links.check(**flags)
         if demo not in ON_RANKS:

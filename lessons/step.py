@@ -2,7 +2,7 @@
 
     python -m lessons step --dp 2 --zero 3
     python -m lessons step --dp 1 --pp 2 --micro-batches 3 --schedule zb-h1
-    python -m lessons step --dp 1 --tp 2 --sp --recompute block              further flags of train.py
+    python -m lessons step --dp 1 --tp 2 -- --sp --recompute block           further flags of train.py
 """
 
 from collections import Counter

@@ -162,7 +162,7 @@ def test_the_lesson_stops_in_a_rank_draws_and_runs_many(tmp_path):
                           *"--dp 2 --tp 1 --break isend --rank 1".split())
     assert "isend()\n" in said and "(rank 1) (1, 'ParallelGPT')\n(rank 1) " in said and "a step" not in said
     assert "no rank has called all_gather" in in_new_process(lesson, *"--dp 1 --tp 2 --break all_gather".split())
-    in_new_process(lesson, "--form", "full", "--out", str(tmp_path / "step.svg"))
+    in_new_process(lesson, "--out", str(tmp_path / "step.svg"))
     lanes = xml.etree.ElementTree.parse(tmp_path / "step.svg").getroot()
     assert {f"rank {r}" for r in range(4)} | {"rank 3's worker", "compute", "all_reduce", "wait"} <= {*lanes.itertext()}
     *counted, clock = re.findall(r"([\d.,]+) (?:messages|bytes|on the clock) \(([\d.,]+)\)",
