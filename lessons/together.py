@@ -177,7 +177,8 @@ def one_f_one_b(m=8):
     pipeline = parallel.Pipeline({rank: stage}, {r: r for r in range(p)}, {rank: []}, {}, lambda y, target: y.sum(),
                                  None, lambda piece, x: (1, 1, 1), torch.float32, torch.device("cpu"))
     with Computing():
-        pipeline.run(lowered(p, m)[rank], [torch.ones(1, 1)] * m, [None] * m, torch.ones(()))
+        x = torch.ones(1, 1, requires_grad=True)  # so that the first stage's B takes two products, too
+        pipeline.run(lowered(p, m)[rank], [x] * m, [None] * m, torch.ones(()))
 
 
 @functools.cache
