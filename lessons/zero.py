@@ -206,11 +206,14 @@ def zero_table(model, dp):
           f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}{'sent':>10}   sharded over dp")
     for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
         s = Settings(dp=dp, zero=zero, dtype="bf16", batch_size=dp, fast="off")
-        *sizes, _ = memory_bytes(config, s).values()
-        sizes = [size / 2**30 for size in sizes]
+        sizes = memory_bytes(config, s)
+        if zero == 1:  # of several micro-batches: until the last backward gradients add up, whole
+            sizes["gradients"] = 4 * config.parameters()
+        sizes = [sizes[kind] / 2**30 for kind in ("parameters", "gradients", "optimizer")]
         print(f"ZeRO-{zero}  {''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):10.2f}"
               f"{sent_by_list(config, zero, dp) / 2**30:10.2f}   {what}")
-    print("\nSent: in a step of one micro-batch. With m of them ZeRO-2 sends gradients m times, ZeRO-3 weights, too.\n"
+    print("\nGradients: while micro-batches add up. Sent: in a step of one micro-batch. With m of them ZeRO-2 sends\n"
+          "gradients m times, ZeRO-3 weights, too.\n"
           "ZeRO-0 all-reduces gradients, in two halves of 4 bytes a parameter. ZeRO-1 sends one such half, and in\n"
           "place of the other it gathers weights, 2 bytes a parameter. ZeRO-3 gathers them twice.\n\n"
           "Gradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"

@@ -36,17 +36,17 @@ from safe.run import WatchedTrainer
 
 def test_memory_table_is_the_lecture_s():
     """16-bit weights, float32 gradients and masters: 2 + 4 + 12 bytes for each of 1.56 billion parameters, in GiB,
-    divided by 8 stage by stage, but for some that stay whole at stage 3.
+    divided by 8 stage by stage.
 
-    (N-1)/N x K = 1,362,909,800 elements: ZeRO-0 sends 2 x 4 bytes for each, ZeRO-1 and 2 4 + 2. ZeRO-3 sends 4 + 2 x 2,
-    less 2 for the last unit's 50,257 x 1,600 x 7/8."""
+    (N-1)/N x K = 1,362,909,800 elements: ZeRO-0 sends 2 x 4 bytes for each, ZeRO-1 and 2 4 + 2, ZeRO-3 4 + 2 x 2, as it
+    gathers each weight twice. (The embeddings', once: a small part.)"""
     assert """
 stage     parameters   gradients   optimizer     total      sent   sharded over dp
 ZeRO-0          2.90        5.80       17.41     26.11     10.15   nothing
 ZeRO-1          2.90        5.80        2.18     10.88      7.62   optimizer
 ZeRO-2          2.90        0.73        2.18      5.80      7.62   optimizer, gradients
-ZeRO-3          0.00        0.73        2.19      2.92     10.02   optimizer, gradients, parameters
-""" in output_of(main, *"memory --model gpt2-xl --dp 8".split())
+ZeRO-3          0.00        0.73        2.18      2.90     10.15   optimizer, gradients, parameters
+""" in output_of(main, *"zero --model gpt2-xl --dp 8".split())
 
 
 def make_trainer(flags, reference=train.Trainer):
