@@ -93,7 +93,7 @@ def test_an_average_is_on_its_way_while_others_compute(rank):
     net(x * (rank + 1)).sum().backward()
     unit.start_average()
     if rank == 0:
-        handle, _ = unit.sending
+        handle, _, _ = unit.sending
         assert not handle.is_completed()
         dist.send(come_back, 1)
     unit.finish_average()
