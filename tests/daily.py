@@ -55,9 +55,10 @@ def red(reason):
 
 def test_no_thread_outlives_a_run_and_none_holds_its_groups(monkeypatch):
     """A thread that is left would free what has a C++ destructor while Python exits, which aborts."""
+    before = threading.active_count()  # of this process, which has run other tests
     with safe.launch.second_interrupt_quits("hint"):
-        assert threading.active_count() == 2
-    assert threading.active_count() == 1
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("MASTER_ADDR", ""), monkeypatch.setenv("MASTER_PORT", "")
     watch = Watch(60)
     watch.start()
