@@ -132,7 +132,7 @@ import os, signal, sys, time
 if "RANK" not in os.environ:
     import safe.launch
     safe.launch.start_again(2)
-print(f"pid {os.getpid()} of rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", *sys.argv[1:])
+print(f"pid {os.getpid()} of rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", *sys.argv[1:], flush=True)
 if os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600)
