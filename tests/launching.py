@@ -132,7 +132,9 @@ import os, signal, sys, time
 if "RANK" not in os.environ:
     import safe.launch
     safe.launch.start_again(2)
-print(f"pid {os.getpid()} of rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", *sys.argv[1:], flush=True)
+words = " ".join(sys.argv[1:])  # one write, or the lines of two ranks mix
+sys.stdout.write(f"pid {os.getpid()} of rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {words}\\n")
+sys.stdout.flush()
 if os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600)
