@@ -24,7 +24,8 @@ from parallel import placement_of
 
 @torch.no_grad()
 def average_between(shards, group):
-    """Average the gradients of shards, or parts, over the ranks that have the same. Call it after finish_grad_sync.
+    """Average the gradients of shards, or parts, over the ranks that have the same. Call it when the
+    ranks that shard have averaged theirs.
 
     It leaves experts out, because all ranks that keep an expert have averaged its gradient at once.
     """
