@@ -200,8 +200,8 @@ def test_a_copy_is_predicted_wherever_the_code_makes_one(config, sequences):
     def beside(start, x):
         return start(x, None, async_op=True)[1].flatten(0, -2)
 
-    ulysses = Message("", "all_to_all_single", "cp", [], 2)
-    gathers, scatters, again, meanwhile = (Message(what, op, "tp", [], 2) for what, op in (
+    ulysses = Message("", "all_to_all_single", "cp", 0, 2)
+    gathers, scatters, again, meanwhile = (Message(what, op, "tp", 0, 2) for what, op in (
         ("", GATHER), ("", SCATTER), (AGAIN, GATHER), (MEANWHILE, SCATTER)))
     cases = [
         ("--cp 4 --cp-kind ulysses", ulysses, heads_for_tokens, heads),

@@ -17,8 +17,8 @@ from further.pieces import matrices
 from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements, table_elements
 from theory.traffic import (
-    AGAIN, BESIDE, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, messages, messages_in_buckets, recomputed,
-    sent, sequences_of, shards_of, tokens_of, widths)
+    AGAIN, BESIDE, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, Message, messages, messages_of_bucket,
+    recomputed, sent, sequences_of, shards_of, tokens_of, widths)
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -318,11 +318,9 @@ def seconds_by_axis(config, s, machine, items):
             continue
         local = max(1, machine.node // distance)
         here = n if n <= local else local if n % local == 0 else 1  # how many of the group's ranks a node has
-        for elements, calls in Counter(item.elements).items():
-            call = item.op, elements, item.width
-            times = calls * item.times
-            spent[item.axis][item.what] += times * call_seconds(*call, machine, n, here)
-            touched[item.axis] += times * MOVED / machine.hbm * sent(*call, n)
+        call = item.op, item.elements, item.width
+        spent[item.axis][item.what] += item.times * call_seconds(*call, machine, n, here)
+        touched[item.axis] += item.times * MOVED / machine.hbm * sent(*call, n)
     return spent, touched
 
 
@@ -352,17 +350,29 @@ def copied_seconds(config, s, machine, items):
     copied = Counter()
     for item in items:
         if copies := copies_of(config, s, machine, item):
-            copied[item.axis] += copies * 2 * sum(item.elements) * item.width * item.times / machine.hbm
+            copied[item.axis] += copies * 2 * item.elements * item.width * item.times / machine.hbm
     return copied
 
 
 def buckets_of(s, elements, units):
-    """Buckets as for `messages`, of so many elements on a rank. units: of ZeRO-3, taken for equally large. (So the
-    embedding counts as gathered twice.)"""
+    """[(elements, how often a micro-batch gathers them)] of the buckets of so many elements on a rank. units: of
+    ZeRO-3, taken for equally large. (So the embedding counts as gathered twice.)"""
     if s.zero == 3:
         return [(elements // units, 2)] * (units - 1) + [(elements // units, 1)]
     count = max(1, math.ceil(elements * widths(s)[1] / (100 << 20)))
-    return [(elements // count, 0)] * count
+    return [(elements // count, 1)] * count
+
+
+def messages_of_parameters(config, s, buckets, of_experts, ends):
+    """Messages that gather weights and average gradients, and add up those of a tied embedding. ends: embeddings and
+    heads on this rank."""
+    for axis, some in ("shard", buckets), ("same_experts", of_experts):
+        for (elements, gathers), count in Counter(some).items():
+            for message in messages_of_bucket(s, axis, elements, gathers):
+                yield message._replace(times=count * message.times)
+    if config.tied and ends and s.pp > 1 and stage_to_rank_in(s)[len(stage_to_rank_in(s)) - 1]:
+        kept = table_elements(config, s) // (shards_of(s) if s.zero else 1)
+        yield Message("tied embedding", "all_reduce", "embedding", int(kept), widths(s)[1], ends)
 
 
 def data_seconds(s, spent, touched, count, forward, backward, updates):
@@ -417,7 +427,7 @@ def tensor_seconds_saved(config, s, machine, stages, spent, touched):
     if tokens * config.n_embd * widths(s)[0] < BESIDE_FROM and (s.dtype == "fp8" or not s.sp):
         gradients = 0.0
     tp = spent["tp"]
-    hidden = min((tp["gradients: 2 a block"] + tp[MEANWHILE]) / m, gradients) + min(tp[AGAIN] / m, product)
+    hidden = min((tp["f, backward"] * (not s.sp) + tp[MEANWHILE]) / m, gradients) + min(tp[AGAIN] / m, product)
     return hidden * (1 - min(1.0, touched["tp"] / tp.total()))
 
 
@@ -428,14 +438,14 @@ def predict(config, s, machine):
     stages = max((stages_in(s, config, rank) for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
-    blocks, routed, _, _ = contents(config, stages.values())
+    blocks, routed, first, last = contents(config, stages.values())
     count = local_elements(config, s.tp, tuple(stages.values()))
     experts = count[True, True] + count[True, False] if s.ep > 1 else 0  # those with buckets of their own
     others = count.total() - experts
     own = experts / s.ep
     buckets = buckets_of(s, int(others), blocks + 1)
     of_experts = buckets_of(s, int(own), routed) if own else []
-    of_parameters = messages_in_buckets(config, s, stages, buckets, of_experts=of_experts)
+    of_parameters = messages_of_parameters(config, s, buckets, of_experts, first + last)
     items = list(messages(config, s, stages, of_parameters))
     spent, touched = seconds_by_axis(config, s, machine, items)
     copied = copied_seconds(config, s, machine, items)

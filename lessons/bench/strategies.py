@@ -34,7 +34,7 @@ from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.run import WatchedTrainer
 from theory.clock import halves_backward, stages_in
 from theory.speed import describe_machine, mfu, mfu_note, predict
-from theory.traffic import messages, messages_in_buckets, messages_of_list
+from theory.traffic import messages, messages_of_bucket, messages_of_list, messages_of_sums
 
 
 # ----------------------------------------------------------------------------------------------------------- strategies
@@ -92,41 +92,32 @@ def routes_of_rows():
         yield routes
 
 
-def sent_together(net):
-    """(group, elements, how often a micro-batch gathers them) of each bucket of fast/'s."""
-    wrapped = net.optimizer.modules if net.layout.zero == 3 else []
+def messages_of_buckets(net, s):
+    """Messages of weights and gradients in fast/'s edition, which runs no list with G and A."""
+    wrapped = net.optimizer.modules if s.zero == 3 else []
     # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights.
     once = {flat for model in wrapped for flat in model.prefetcher.until_backward}
     once |= {model.bucket_of[unit.weight] for model in wrapped for unit in model.modules()
              if isinstance(unit, EMBEDDINGS)}
     for bucket in net.optimizer.buckets:
+        axis = "same_experts" if bucket.group == net.groups.same_experts else "shard"
         gathers = 0 if not isinstance(bucket, FlatParameter) else 1 if bucket in once else 2
-        yield bucket.group, bucket.numel, gathers
-
-
-def messages_of_parameters(trainer, of_stages):
-    """Messages that gather this rank's weights and average its gradients."""
-    s, net = trainer.s, trainer.net
-    pp_rank, _, _, tp_rank = net.mesh.get_coordinate()
-    if not isinstance(net, StagedGPT):
-        return messages_of_list(net.lists(s.micro_batches)[pp_rank], net)
-    sizes = {True: [], False: []}  # cut by ep, or not
-    for group, numel, gathers in sent_together(net):
-        sizes[group == net.groups.same_experts].append((numel, gathers))
-    return messages_in_buckets(trainer.config, s, of_stages, sizes[False], tp_rank, sizes[True])
+        yield from messages_of_bucket(s, axis, bucket.numel, gathers)
 
 
 def predicted_traffic(trainer, routes):
     """{collective: bytes} that this rank sends in a step, by its list and by formulas. routes: the step's, by
     `routes_of_rows`."""
     s, net = trainer.s, trainer.net
-    of_stages = stages_in(s, trainer.config, net.mesh.get_coordinate()[0])
+    rank = net.mesh.get_coordinate()[0]
+    of_parameters = messages_of_buckets(net, s) if isinstance(net, StagedGPT) else messages_of_list(
+        net.lists(s.micro_batches)[rank], net)
+    rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in ways] for ways in routes]
     where = vars(net.groups) | {"world": None, "all": trainer.control}
-    rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
     total = Counter()
-    for item in messages(trainer.config, s, of_stages, messages_of_parameters(trainer, of_stages), rows):
-        link = dist.link_of(where[item.axis])
-        total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width) for elements in item.elements)
+    for item in messages(trainer.config, s, stages_in(s, trainer.config, rank),
+                         [*of_parameters, *messages_of_sums(net)], rows):
+        total[item.op] += item.times * sent_in(dist.link_of(where[item.axis]), item.op, item.elements, item.width)
     return {op: n for op, n in total.items() if n}
 
 
