@@ -102,14 +102,9 @@ def widths(s):
     return dtype.itemsize, parallel.master_dtype(dtype).itemsize
 
 
-def sequences_of(s):
-    """Sequences of a micro-batch, B. A rank has tokens of each of them."""
-    return s.batch_size // s.dp // s.micro_batches
-
-
 def tokens_of(config, s):
     """Tokens of a micro-batch on a rank."""
-    return sequences_of(s) * config.seq_len // s.cp
+    return s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
 
 
 def chunks_of(config, s):
@@ -203,7 +198,7 @@ def messages_of_sums(net):
 #           g    reduce-scatter of terms                   all-gather of dy
 
 # Beside backward's products, with async_op, in fast/.
-BESIDE = AGAIN, MEANWHILE = "activations gathered again", "gradients scattered meanwhile"
+AGAIN, MEANWHILE = "activations gathered again", "gradients scattered meanwhile"
 
 
 def messages_of_tensors(config, s, stages):
