@@ -62,6 +62,7 @@ class RecordedPipeline(HalvedPipeline):
         self.weight_gradients = {piece: WeightGradients(module, unit_of) for piece, module in self.pieces.items()}
         self.channels = pipeline_channels(self.mesh, self.piece_to_rank)
         self.rank = dist.get_rank(self.group)
+        self.ranks = torch.distributed.get_process_group_ranks(self.group)
         self.steps = Counter()  # how often each list ran with these shapes
         self.recording = None   # (what it is of, the Recording)
 
@@ -93,14 +94,15 @@ class RecordedPipeline(HalvedPipeline):
     def receive(self, action):
         between = min(action.stage, goes_to(action))
         buffer = torch.empty(self.shape(between, self.x[action.micro_batch]), dtype=self.dtype, device=self.device)
-        channel = self.channels[self.piece_to_rank[action.stage], self.rank]
-        self.results[carried(action)] = dist.irecv(buffer, group=channel, group_src=0), buffer
+        source = self.piece_to_rank[action.stage]
+        handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
+        self.results[carried(action)] = handle, buffer
 
     def send(self, action):
         _, tensor = self.results.pop(carried(action))
         tensor = tensor.detach()
-        channel = self.channels[self.rank, self.piece_to_rank[goes_to(action)]]
-        self.sending.append((dist.isend(tensor, group=channel, group_dst=1), tensor))
+        target = self.piece_to_rank[goes_to(action)]
+        self.sending.append((dist.isend(tensor, self.ranks[target], self.channels[self.rank, target]), tensor))
         if self.device.type != "cuda":  # there a send that is waited for would hold up the stream
             self.wait_for_sent(2)
 
