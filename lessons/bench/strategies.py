@@ -24,6 +24,7 @@ from fast.nccl import Direct, NodeLink
 from fast.stages import EMBEDDINGS, FlatParameter, StagedGPT
 from further.kinds import resized
 from further.schedules import SCHEDULES
+from further.text import Bytes
 from lessons.bench import peers
 from lessons.bench.rates import measure_machine, sent_in
 from lessons.bench.timing import (
@@ -72,7 +73,7 @@ def make_trainer(config, s, device):
     """A trainer on random tokens, of fast/ or of the reference."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len)
     trainer = WatchedTrainer if s.fast == "off" else run.FastTrainer
-    return trainer(s, config, peers.random_source(config, device), (tokens, tokens, train.Bytes()), device)
+    return trainer(s, config, peers.random_source(config, device), (tokens, tokens, Bytes()), device)
 
 
 @contextlib.contextmanager
