@@ -53,13 +53,12 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
     from torch.optim with its options, as a partial; None: for evaluation. edition: whose layers it is made of.
     """
     device = torch.device(device)
-    piece_to_rank = piece_to_rank_of(config, layout)
+    runs, piece_to_rank = runs_of_stages(config, layout)
     mesh = parallel.make_mesh(device.type, layout.dp, layout.tp, layout.pp, layout.cp)
     groups = make_groups(mesh, layout, piece_to_rank, config)
     source = source or partial(initial_weight, config, seed=0)
     pieces = [None] * len(piece_to_rank)
-    stages = parallel.pieces_of_stages(schedule_of(layout.schedule), layout.pp, layout.virtual_stages, len(pieces))
-    first_block = {i: max(1, stage.start) for stage in stages.values() for i in stage}
+    first_block = {i: max(1, run.start) for run in runs for i in run}
     for i in parallel.stages_on(dist.get_rank(groups.pp), piece_to_rank):
         # 1. Shapes without memory, a piece at a time, because the model may not fit on one rank.
         pieces[i] = piece = GPT(config, seed=None, pieces=[i])
@@ -74,7 +73,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
         if config.tied and piece.lm_head and pieces[0]:
             piece.lm_head.weight = pieces[0].wte.weight  # one rank has both ends: one parameter
     # 5. Units, of what step 4 has made, and the optimizer, of what ZeRO leaves of them.
-    return ParallelGPT(config, layout, mesh, groups, pieces, optimizer)
+    return ParallelGPT(config, layout, mesh, groups, pieces, runs, optimizer)
 
 
 def keep_less(model, layout, before=0):
@@ -86,20 +85,22 @@ def keep_less(model, layout, before=0):
         idea("recompute")(model, layout.recompute, layout.recompute_blocks, before)
 
 
-def piece_to_rank_of(config, layout):
-    """{piece: rank}: which rank runs each of the model's L+2 pieces, embedding, blocks, head. The number of
-    micro-batches does not change it. ValueError if the model cannot be cut into the schedule's stages."""
+def runs_of_stages(config, layout):
+    """(of each stage its run of the model's L+2 pieces, embedding, blocks, head, so that all take about equally long;
+    {piece: its rank}). ValueError if the model cannot be cut into the schedule's stages."""
     p = layout.pp
     v = layout.virtual_stages
     pieces = config.n_layer + 2
     schedule = schedule_of(layout.schedule)
-    stages = len(parallel.ranks_of_stages(schedule(p, 2 * p, v)))
+    stage_to_rank = parallel.ranks_of_stages(schedule(p, 2 * p, v))
+    stages = len(stage_to_rank)
     if v not in (1, stages // p):
         raise ValueError(f"this schedule has {stages // p} stages a rank, not {v}: give virtual_stages 1")
     if stages > pieces:
         raise ValueError(f"{stages} stages are more than the model's {pieces} pieces, its layers with embedding and "
                          f"head: give a smaller pp")
-    return parallel.ranks_of_stages(parallel.lists_of_pieces(schedule, p, 2 * p, v, pieces))
+    runs = idea("split_pieces")(config, stages)
+    return runs, parallel.ranks_of_pieces(runs, stage_to_rank)
 
 
 OF_FURTHER = "replicate", "ep", "same_experts"
@@ -169,7 +170,7 @@ class ParallelGPT(parallel.Parallel):
     """
     lookups = (0,)
 
-    def __init__(self, config, layout, mesh, groups, pieces, optimizer):
+    def __init__(self, config, layout, mesh, groups, pieces, runs, optimizer):
         self.config = config
         self.layout = layout
         self.routers = {}
@@ -181,7 +182,7 @@ class ParallelGPT(parallel.Parallel):
             pipeline = idea("HalvedPipeline")
         units = getattr(getattr(optimizer, "func", None), "make_units", parallel.make_units)
         super().__init__(pieces, self.loss, mesh, layout.zero, schedule_of(layout.schedule), layout.virtual_stages,
-                         optimizer, layout.dtype, self.count, self.shape, groups, pipeline, units)
+                         optimizer, layout.dtype, self.count, self.shape, groups, pipeline, units, runs)
 
     def named_parameters(self):
         """{parameter: its name in the whole GPT} of this rank's pieces."""

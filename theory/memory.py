@@ -23,7 +23,7 @@ from theory.traffic import (
 def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     """Predicted bytes of a pipeline rank of a layout: {"parameters", "gradients", "optimizer", "activations"}.
 
-    All but activations are what is left when a step ends. `most_in_a_step` has what the reference's list holds besides.
+    All but activations are what is left when a step ends. `most_in_a_step` has what the list holds besides.
 
     s: train.py's settings. optimizer: AdamW's two moments, Muon's one, and float32 master weights if layers compute in
     bf16 or fp16. activations: the most that the rank holds at once, by its list of actions for so many `micro_batches`
@@ -31,16 +31,14 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     tokens of a rank's experts over an equal share.
     """
     stages = stages_in(s, config, rank)
-    pieces = stages.values()
-    if not is_fast(s):  # the ends of a tied embedding, where a rank has both, are one parameter
-        pieces = [[i for run in pieces for i in run]]
+    pieces = [[i for run in stages.values() for i in run]]  # the ends of a tied embedding there are one parameter
     count = local_elements(config, s.tp, tuple(map(tuple, pieces)))
     narrow, wide = widths(s)
     # Elements on this rank; mine: those that its optimizer steps; muons: of these Muon, which leaves tables to AdamW.
     matrices = vectors = mine = muons = 0
     _, _, first, last = contents(config, pieces)
     table = table_elements(config, s)
-    is_one = config.tied and len(pieces) == 1 and first and last
+    is_one = config.tied and first and last
     tables = first * (table + config.seq_len * config.n_embd) + last * table * (not is_one)
     # Of experts ep ranks share out the parameters, and dp x cp / ep keep the same.
     for experts, shared, ranks in (False, 1, shards_of(s)), (True, s.ep, s.dp * s.cp // s.ep):
@@ -48,21 +46,18 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
         v = count[experts, False] / shared
         matrices += m
         vectors += v
-        whole_vectors = s.zero == 3 and is_fast(s)
-        mine += m + v if s.zero == 0 else m / ranks + v / (1 if whole_vectors else ranks)
+        mine += (m + v) / (ranks if s.zero else 1)
         if s.optimizer == "muon":
             muons += (m - tables * (not experts)) / (ranks if s.zero else 1)
     whole = matrices + vectors
     masters = wide * mine if wide > narrow else 0
-    # At stage 3 weights are whole in a step alone, but for fast/'s vectors.
-    between_steps = narrow * vectors * is_fast(s) if masters else wide * mine
-    gradients = whole if s.zero < (2 if is_fast(s) else 1) else mine  # the reference's are whole until A
+    between_steps = 0 if masters else wide * mine  # at stage 3 weights are whole in a step alone
     actions = lists_of(s.schedule, s.pp, micro_batches or s.micro_batches, s.virtual_stages)[rank]
     sizes = {stage: activation_bytes(config, s, [run], fused, load) for stage, run in stages.items()}
     waiting = {} if is_fast(s) else {stage: output_bytes(config, s, run) for stage, run in stages.items()}
     return {
         "parameters": int(narrow * whole if s.zero < 3 else between_steps),
-        "gradients": int(wide * gradients),
+        "gradients": int(wide * (mine if s.zero else whole)),
         "optimizer": int(wide * (2 * mine - muons) + masters),
         "activations": most_held(actions, sizes, waiting)}
 
@@ -183,12 +178,12 @@ def block_bytes(config, s, routed, again, fused, load):
 
 def norm_bytes(config, s, n, fused, first=False):
     """Bytes that a norm keeps of a row of n numbers besides x: mean and rstd, or rstd. PyTorch has no kernel of
-    RMSNorm on CPUs; there also x rstd, and x in float32 in place of x. first: x is a piece's input, which the reference
-    keeps all the same."""
+    RMSNorm on CPUs; there also x rstd, and x in float32 in place of x. first: x is a piece's input, which is
+    kept all the same."""
     width = widths(s)[0]
     if config.arch == "gpt2":
         return 8
-    in_place = width >= 4 or not first or is_fast(s)
+    in_place = width >= 4 or not first
     return 4 + (not fused and s.device == "cpu") * n * (2 * max(width, 4) - width * in_place)
 
 

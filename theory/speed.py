@@ -17,7 +17,7 @@ from further.pieces import matrices
 from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import local_elements, table_elements
 from theory.traffic import (
-    AGAIN, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, Message, messages, messages_of_bucket,
+    AGAIN, GATHER, HALVES, MEANWHILE, SCATTER, chunks_of, contents, in_two_levels, Message, messages,
     recomputed, sent, shards_of, tokens_of, widths)
 
 
@@ -316,33 +316,35 @@ def seconds_by_axis(config, s, machine, items):
     return spent, touched
 
 
-def buckets_of(s, elements, units):
-    """[(elements, how often a micro-batch gathers them)] of the buckets of so many elements on a rank. units: of
-    ZeRO-3, taken for equally large. (So the embedding counts as gathered twice.)"""
-    if s.zero == 3:
-        return [(elements // units, 2)] * (units - 1) + [(elements // units, 1)]
-    count = max(1, math.ceil(elements * widths(s)[1] / (100 << 20)))
-    return [(elements // count, 1)] * count
+def messages_of_parameters(config, s, axis, elements, units, shards, ends):
+    """Messages that gather weights and average gradients over an axis, of so many units, taken for equally large, and
+    those that add up the gradients of a tied embedding. ends: embeddings and heads on this rank.
 
-
-def messages_of_parameters(config, s, buckets, of_experts, ends):
-    """Messages that gather weights and average gradients, and add up those of a tied embedding. ends: embeddings and
-    heads on this rank."""
-    for axis, some in ("shard", buckets), ("same_experts", of_experts):
-        for (elements, gathers), count in Counter(some).items():
-            for message in messages_of_bucket(s, axis, elements, gathers):
-                yield message._replace(times=count * message.times)
+    ZeRO-3 gathers a unit twice for a micro-batch, but the last one once: it stays whole from forward to backward. (So
+    the embedding counts as gathered twice.)
+    """
+    m = s.micro_batches
+    narrow, wide = widths(s)
+    each = elements // units
+    if s.zero:
+        yield Message("weights", GATHER, axis, each, narrow, m * (2 * units - 1) if s.zero == 3 else units)
+        yield Message("gradients", SCATTER, axis, each, wide, units * (m if s.zero > 1 else 1))
+        each //= shards
+    else:
+        yield Message("gradients", "all_reduce", axis, each, wide, units)
+    if axis == "shard" and shards < s.replicas:
+        yield Message("averages of shards", "all_reduce", "replicate", each, wide, units)
     if config.tied and ends and s.pp > 1 and stage_to_rank_in(s)[len(stage_to_rank_in(s)) - 1]:
         kept = table_elements(config, s) // (shards_of(s) if s.zero else 1)
         yield Message("tied embedding", "all_reduce", "embedding", int(kept), widths(s)[1], ends)
 
 
-def data_seconds(s, spent, touched, count, forward, backward, updates):
-    """Seconds of data parallelism's traffic that computation does not hide. count: buckets sent in a row; forward,
-    backward: seconds of a micro-batch; updates: seconds of work that goes on while weights are gathered.
+def data_seconds(s, spent, touched, count, forward, backward):
+    """Seconds of data parallelism's traffic that computation does not hide. count: units sent in a row; forward,
+    backward: seconds of a micro-batch.
 
-    Backward hides the traffic of gradients, except the last bucket's. ZeRO-1 and 2 gather a bucket's new weights while
-    AdamW updates the next ones and, with CUDA graphs, while forward computes the layers before. ZeRO-3 gathers each
+    Backward hides the traffic of gradients, except the last unit's. ZeRO-1 and 2 gather a unit's new weights while
+    forward computes the one before. ZeRO-3 gathers each
     unit while the one before computes: in forward nothing hides the first unit, and in backward the last unit is still
     whole.
     """
@@ -354,7 +356,7 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
         seen = m * (max(one, count * one - forward) + max(send / count, (count - 1) * one + send - backward))
     else:
         seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
-        seen += max(gather / count, gather - updates)
+        seen += max(gather / count, gather - forward)
     lost = min(1.0, (touched["shard"] + touched["same_experts"]) / max(gather + reduce, 1e-9))
     between = spent["replicate"].total()  # starts when all else has arrived
     return seen + (gather + reduce - seen) * lost + between
@@ -368,7 +370,7 @@ def tensor_seconds_saved(config, s, machine, stages, spent, touched):
         sp             dx, reduce-scattered    beside the same; where they do not wait, but for FP8, its own alone
         sp, but FP8    x, gathered again       beside dy W
 
-    They wait where CUDA graphs add up gradients, so not in ZeRO-2 and 3. An I leaves all of them to W.
+    An I leaves all of them to W.
     """
     if s.tp == 1 or not is_fast(s):
         return 0.0
@@ -379,10 +381,8 @@ def tensor_seconds_saved(config, s, machine, stages, spent, touched):
     product = 2 * columns * tokens / machine.matmul  # dy W; dy^T x takes as long
     if halves_backward(s.schedule, s.pp, s.virtual_stages):
         gradients = 0.0
-    elif s.cuda_graphs == "on" and s.zero < 2:  # so no block has experts
-        gradients = blocks * block_seconds(config, s, machine, False)[2]
     else:
-        gradients = product if s.sp and s.dtype != "fp8" else 0.0
+        gradients = (blocks - routed) * block_seconds(config, s, machine, False)[2]
     tp = spent["tp"]
     hidden = min((tp["f, backward"] * (not s.sp) + tp[MEANWHILE]) / m, gradients) + min(tp[AGAIN] / m, product)
     return hidden * (1 - min(1.0, touched["tp"] / tp.total()))
@@ -400,9 +400,10 @@ def predict(config, s, machine):
     experts = count[True, True] + count[True, False] if s.ep > 1 else 0  # those with buckets of their own
     others = count.total() - experts
     own = experts / s.ep
-    buckets = buckets_of(s, int(others), blocks + 1)
-    of_experts = buckets_of(s, int(own), routed) if own else []
-    of_parameters = messages_of_parameters(config, s, buckets, of_experts, first + last)
+    shards, copies = shards_of(s), s.dp * s.cp // s.ep
+    of_parameters = [*messages_of_parameters(config, s, "shard", int(others), blocks + 1, shards, first + last)]
+    if own:
+        of_parameters += messages_of_parameters(config, s, "same_experts", int(own), routed, copies, 0)
     items = list(messages(config, s, stages, of_parameters))
     spent, touched = seconds_by_axis(config, s, machine, items)
     tp = spent["tp"].total()
@@ -419,11 +420,10 @@ def predict(config, s, machine):
     pp = spent["pp"]["activations"] / m * (s.pp - 1) + spent["embedding"].total()
 
     # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
-    shards, copies = (shards_of(s), s.dp * s.cp // s.ep) if s.zero else (1, 1)
-    optimizer = (others / shards + own / copies) * (8 * wide + narrow * (narrow < wide)) / machine.hbm
-    in_a_row = len(buckets) + len(of_experts) * (s.zero < 3)
-    updates = optimizer + (f + waits) * (s.cuda_graphs == "on")
-    dp = data_seconds(s, spent, touched, in_a_row, f + waits, i + w + waits - saved, updates)
+    mine = others / shards + own / copies if s.zero else others + own
+    optimizer = mine * (8 * wide + narrow * (narrow < wide)) / machine.hbm
+    in_a_row = blocks + 1 + routed * (own > 0) * (s.zero < 3)
+    dp = data_seconds(s, spent, touched, in_a_row, f + waits, i + w + waits - saved)
     return Costs(m * (f + i + w), tp - m * saved, cp, ep, idle, pp, dp, optimizer)
 
 

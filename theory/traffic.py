@@ -153,25 +153,6 @@ def messages_of_muon(matrices):
                 yield Message("matrices", GATHER, "tp", part.cut.size * (here.stop - here.start), width)
 
 
-def messages_of_bucket(s, axis, elements, gathers):
-    """In fast/'s edition: messages of a bucket of so many elements, padding included, that goes over an axis.
-
-    gathers: how often ZeRO-3 gathers it for a micro-batch: twice, but once if it stays whole from forward to backward,
-    or is an embedding's, whose backward needs no weights; 0 for 1-D parameters, which it does not cut.
-    """
-    m = s.micro_batches
-    narrow, wide = widths(s)
-    shards = shards_of(s) if axis == "shard" else s.dp * s.cp // s.ep
-    if s.zero in (1, 2) or s.zero == 3 and gathers:
-        yield Message("weights", GATHER, axis, elements, narrow, m * gathers if s.zero == 3 else 1)
-        yield Message("gradients", SCATTER, axis, elements, wide, m if s.zero > 1 else 1)
-        elements //= shards
-    else:
-        yield Message("gradients", "all_reduce", axis, elements, wide)
-    if axis == "shard" and shards < s.replicas:
-        yield Message("averages of shards", "all_reduce", "replicate", elements, wide)
-
-
 def messages_of_sums(net):
     """Messages of gradients of which each rank has a term: of what saw some of the tokens, of a tied embedding."""
     names = {group: name for name, group in vars(net.groups).items()}
@@ -295,7 +276,7 @@ def messages(config, s, stages, of_parameters, rows=None):
     """All Messages of one rank in a training step of train.py in layout s.
 
     stages: this rank's {number: pieces}.
-    of_parameters: messages of weights and gradients, of messages_of_list or of buckets, with messages_of_sums.
+    of_parameters: messages of weights and gradients, of messages_of_list, and messages_of_sums.
     rows: how many rows this rank sends to each rank of ep and gets from each, for each forward in order: [((to rank 0,
         to rank 1, ...), (from rank 0, ...)), ...]; None: equally many for each expert.
     """

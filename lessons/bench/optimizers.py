@@ -11,7 +11,6 @@ import torch
 import kernels
 import parallel
 import train
-from fast import stages
 from fast.adamw import AdamW
 from fast.edition import Fast
 from further.muon import Muon
@@ -31,7 +30,7 @@ def optimizers(a, device):
         device)
     for zero, name in itertools.product((0, 1) if a.gpus > 1 else (0,), a.only):
         layout = train.Layout(dp=a.gpus, zero=zero, dtype=dtype)
-        net = stages.parallelize(a.config, layout, device, None, partial(kinds[name], lr=1e-3), Fast)
+        net = train.parallelize(a.config, layout, device, None, partial(kinds[name], lr=1e-3), Fast)
         grads = [torch.randn_like(p) for p in net.params]
 
         def step():
