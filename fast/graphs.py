@@ -88,6 +88,19 @@ class RecordedPipeline(HalvedPipeline):
         self.micro_batch = partial(CollectingMicroBatch, weight_gradients=self.weight_gradients[action.stage])
         super().forward(action)
 
+    def backward(self, action):
+        super().backward(action)
+        self.collect(action.stage)
+
+    def backward_input(self, action):
+        super().backward_input(action)
+        self.collect(action.stage)
+
+    @torch.no_grad()
+    def collect(self, piece):
+        for unit in self.units[piece]:
+            unit.collect()
+
     def every_unit(self):
         return dict.fromkeys(unit for units in [*self.units.values(), *self.averaged.values()] for unit in units)
 
