@@ -7,7 +7,7 @@ a rank's shard is a part of a bucket; with ZeRO-3 weights are gathered a unit ah
 
 import math
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -787,9 +787,16 @@ def parallelize(config, layout, device, source, optimizer, edition):
     return StagedGPT(config, layout, device, mesh, groups, stages, stage_to_rank, optimizer, edition)
 
 
+def average_between(shards, group):
+    for shard in shards:
+        if shard.grad is not None and not placement_of(shard).average_over:
+            dist.all_reduce(shard.grad, dist.ReduceOp.AVG, group)
+
+
 class StagedGPT(train.ParallelGPT):
     """A ParallelGPT whose pieces are stages: `pieces` {stage: module without its FSDP}."""
     unit_of = {}
+    units = []
 
     def __init__(self, config, layout, device, mesh, groups, stages, stage_to_rank, optimizer, edition):
         self.config = config
@@ -854,7 +861,18 @@ class StagedGPT(train.ParallelGPT):
     @torch.no_grad()
     def add_up_gradients(self):
         self.optimizer.finish_grad_sync()
-        super().add_up_gradients()
+        if self.groups.replicate:
+            average_between(self.params, self.groups.replicate)
+        together = defaultdict(list)
+        for param in self.params:
+            if param.grad is not None and (over := placement_of(param).partial_over):
+                together[over, param.grad.dtype].append(param.grad)
+        for (over, _), grads in together.items():
+            flat = torch.cat([grad.flatten() for grad in grads])
+            for group in over:
+                dist.all_reduce(flat, group=group)
+            for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads])):
+                grad.copy_(summed.view_as(grad))
         if twins := self.twins():
             one, other = twins
             one.grad += other.grad
@@ -867,11 +885,11 @@ class StagedGPT(train.ParallelGPT):
         params = [param for param in self.params if param is not other]
         inner = self.optimizer.inner
         if not isinstance(inner, AdamW):
-            norm = parallel.clip_grad_norm_(params, max_norm, [None], scale)
+            norm = parallel.clip_grad_norm_(params, max_norm, scale)
             for one in first:
                 other.grad.copy_(one.grad)
             return norm
-        norm = parallel.clip_grad_norm_(params, 0, [None]) / scale
+        norm = parallel.clip_grad_norm_(params, 0) / scale
         inner.scale = (max_norm / (norm + 1e-6) if max_norm else torch.ones_like(norm)).clamp(max=1) / scale
         return norm
 
@@ -888,3 +906,6 @@ def param_groups(stages):
             params = [named for named in model.named_parameters() if is_matrix(named[1]) == matrix]
             groups += [{"params": params, **options}] if params else []
     return groups
+
+
+Parallel = StagedGPT  # its add_up_gradients stands for the reference's

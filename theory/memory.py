@@ -250,7 +250,7 @@ def reducers_of(net):
 
 def kept_tensors(net):
     """This rank's tensors that outlive a step, by kind: {"parameters", "gradients", "optimizer"}."""
-    units = [*dict.fromkeys(net.unit_of.values())]
+    units = net.units
     reducers = reducers_of(net)
     buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
     module = [p for piece in net.pieces.values() for p in piece.parameters()]
