@@ -1218,7 +1218,8 @@ class Parallel:
         """Add up each gradient over its parameter's `partial_over`. (Rows of the ends of a tied embedding match, because
         each end is a unit by itself.)"""
         for unit in self.units:
-            for group in unit.partial_over if unit.total is not None else ():
+            over = unit.partial_over if unit.trained else ()
+            for group in over:
                 dist.all_reduce(unit.total, group=group)
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
