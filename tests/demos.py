@@ -81,9 +81,7 @@ SHOWN = [
         ...
         dp: a bucket of 25 MB takes 0.13 ms in a node (2(N-1)/N bucket / W), a block's backward 1.42 (4 tokens K / F).
         ...
-        micro-batch, 52.4 MB (docs/words.md), and receives as much. The playbook adds both up: 4 BTC, 104.9 MB.
-        ...
-        Of 27 ms of traffic 6 show"""),
+        micro-batch, 52.4 MB (docs/words.md), and receives as much. The playbook adds both up: 4 BTC, 104.9 MB."""),
     # 3 + 1 + 2 x 4; of the gated MLP three matrices, each 8/3 or 4; GQA halves two of q, k, v
     ("sizes", 1, """
         GPT-2 XL                                3.00        1.00        4.00        4.00   12.00
