@@ -280,8 +280,8 @@ class Unit:
         self.gathering = None  # the handle of the gather under way
         self.sending = None    # (handle, rows, average) of the average under way
         self.total = None      # the sum of the averages that have come, (K/N)
-        self.views = [self.weights.view(-1)[start:start + param.numel()].view(param.shape)
-                      for param, start in self.starts.items()]
+        self.views = self.views_of(self.weights)
+        self.nothing = self.weights.new_full((), math.nan)
         self.show(self.views)
         if zero == 3:
             self.free()
@@ -297,6 +297,10 @@ class Unit:
         """Tensors of the parameters' shapes side by side, (N, K/N), with padding behind them."""
         numbers = torch.cat([tensor.flatten() for tensor in tensors])
         return F.pad(numbers, (0, ranks * self.width - numbers.numel())).view(ranks, -1)
+
+    def views_of(self, rows):
+        """Each parameter's numbers in rows (N, K/N), in its shape."""
+        return [rows.view(-1)[start:start + param.numel()].view(param.shape) for param, start in self.starts.items()]
 
     def here(self, param):
         """From which to which of all numbers this rank's row has the parameter's."""
@@ -337,8 +341,7 @@ class Unit:
         if not self.weights.untyped_storage().size():
             self.weights.untyped_storage().resize_(self.weights.nbytes)
             self.show(self.views)
-        if self.has_master:
-            self.row.copy_(self.mine)
+        self.cast()
         self.gathering = dist.all_gather_into_tensor(self.weights, self.row, self.group, async_op=True)
 
     def wait(self):
@@ -356,9 +359,9 @@ class Unit:
     def free(self):
         self.wait()
         self.users = 0
-        nothing = torch.full((), math.nan).to(self.weights)
-        self.show([nothing.expand(param.shape) for param in self.params])
-        self.weights.untyped_storage().resize_(0)
+        if self.weights.untyped_storage().size():
+            self.show([self.nothing.expand(param.shape) for param in self.params])
+            self.weights.untyped_storage().resize_(0)
 
     def show(self, tensors):
         for param, tensor in zip(self.params, tensors):
@@ -369,7 +372,12 @@ class Unit:
         """After the optimizer's step. In stages 1 and 2 the weights are old until the next G."""
         if self.zero in (1, 2):
             self.users = 0
-        elif self.zero == 0 and self.has_master:
+        elif self.zero == 0:
+            self.cast()
+
+    def cast(self):
+        """Write this rank's row in the layers' dtype."""
+        if self.has_master:
             self.row.copy_(self.mine)
 
     # Gradients.
@@ -380,11 +388,7 @@ class Unit:
         if any(param.requires_grad != self.trained for param in self.params):
             raise RuntimeError("freeze parameters, or let them train again, before the optimizer is made")
         self.finish_average()  # of the micro-batch before
-        grads = [torch.zeros_like(param, dtype=self.mine.dtype) if param.grad is None else param.grad
-                 for param in self.params]
-        rows = self.in_rows(grads, len(self.weights))                                         # (N, K/N)
-        for param in self.params:
-            param.grad = None
+        rows = self.take_gradients()                                                          # (N, K/N)
         if self.divide_by > 1:
             rows /= self.divide_by
         if self.zero:
@@ -395,6 +399,14 @@ class Unit:
             handle = dist.all_reduce(rows, dist.ReduceOp.AVG, self.group, async_op=True)
         self.sending = handle, rows, average
 
+    def take_gradients(self):
+        """All gradients side by side; .grad is None then."""
+        grads = [torch.zeros_like(param, dtype=self.mine.dtype) if param.grad is None else param.grad
+                 for param in self.params]
+        for param in self.params:
+            param.grad = None
+        return self.in_rows(grads, len(self.weights))
+
     @torch.no_grad()
     def finish_average(self):
         """Wait for the average under way, and add it to those of the micro-batches before."""
@@ -403,9 +415,12 @@ class Unit:
         handle, _, average = self.sending
         self.sending = None
         handle.wait()
-        if self.total is not None:
+        if self.total is None:
+            self.show_average(average)
+        else:
             self.total += average
-            return
+
+    def show_average(self, average):
         self.total = average
         for param, stepped in self.stepped.items():
             stepped.grad = self.part_of(average, param)
@@ -449,7 +464,7 @@ def params_together(pieces, group):
 
 def make_units(pieces, group, zero, dtype):
     """Lay the parameters of pieces, {number: module}, into units: [(the piece whose A averages it, the unit)]."""
-    return [(piece, Unit(params, ranks, zero, dtype))
+    return [(piece, kernels.table[Unit](params, ranks, zero, dtype))
             for (piece, ranks, *_), params in params_together(pieces, group).items()]
 
 
@@ -948,19 +963,20 @@ class Pipeline:
 
     pieces: {number: module} of this rank. piece_to_rank: {number: rank} of all. units, averaged: as make_units returns
     them. loss(output, target): the last piece's. shape(i, x): of piece i's output, for an input x of the first piece.
-    group: the ranks of the pipeline.
+    mesh: its "pp" are the ranks of the pipeline.
     """
     around = nullcontext  # a profiler's: around(action) goes around an action, around(None) around a wait in an action
     micro_batch = MicroBatch
 
-    def __init__(self, pieces, piece_to_rank, units, averaged, loss, group, shape, dtype, device):
+    def __init__(self, pieces, piece_to_rank, units, averaged, loss, mesh, shape, dtype, device):
         self.pieces = pieces
         self.piece_to_rank = piece_to_rank
         self.last_piece = len(piece_to_rank) - 1
         self.units = units
         self.averaged = averaged
         self.loss = loss
-        self.group = group
+        self.mesh = mesh
+        self.group = mesh.get_group("pp")
         self.shape = shape
         self.dtype = dtype
         self.device = device
@@ -1134,8 +1150,8 @@ class Parallel:
         averaged = {i: [unit for piece, unit in made if piece == i] for i in self.pieces}
         used = {i: [*dict.fromkeys(self.unit_of[param] for param in piece.parameters())]
                 for i, piece in self.pieces.items()}
-        self.pipeline = pipeline(self.pieces, self.piece_to_rank, used, averaged, loss, self.groups.pp, shape,
-                                 dtype, self.device)
+        self.pipeline = kernels.table[pipeline](self.pieces, self.piece_to_rank, used, averaged, loss, mesh, shape, dtype,
+                                                self.device)
         self.shared = {i: [j for j in averaged if j != i and not {*averaged[j]}.isdisjoint(used[i])] for i in used}
         self.made = {}     # lists that have been made
         self.seen = set()  # numbers of micro-batches on which all replicas have agreed
@@ -1263,7 +1279,8 @@ class Parallel:
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
         """The function of this name, over the whole model."""
-        return clip_grad_norm_(self.params, max_norm, [None], scale)
+        clip = getattr(self.optimizer, "clip_grad_norm_", clip_grad_norm_)  # one may scale gradients as it reads them
+        return clip(self.params, max_norm, [None], scale)
 
     def step(self):
         """The optimizer's step, of this rank's parts. Then weights that layers compute with are made of them."""

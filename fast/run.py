@@ -11,10 +11,10 @@ import torch
 import kernels
 import parallel
 import safe
-from fast import edition, hopper, stages
+import train
+from fast import edition, hopper
 from fast.adamw import AdamW
 from fast.fp8 import use_fp8
-from fast.graphs import replay_micro_batches
 from further.sampling import CachedGPT
 from safe.run import WatchedRun, WatchedTrainer
 
@@ -22,7 +22,7 @@ from safe.run import WatchedRun, WatchedTrainer
 class FastTrainer(WatchedTrainer):
     """The WatchedTrainer that replays micro-batches from CUDA graphs, and steps float32 masters with our AdamW."""
     sampler = CachedGPT
-    build = staticmethod(partial(stages.parallelize, edition=edition.Fast))
+    build = staticmethod(partial(train.parallelize, edition=edition.Fast))
     unread = None  # (loss and norm of a step on their way to the CPU, the event at their end)
 
     def __init__(self, *args):
@@ -31,8 +31,11 @@ class FastTrainer(WatchedTrainer):
         if self.s.dtype == "fp8":
             for module in self.net.pieces.values():
                 use_fp8(module)
-        if self.s.cuda_graphs == "on":
-            replay_micro_batches(self.net)
+        self.net.pipeline.records = self.s.cuda_graphs == "on"
+        if isinstance(self.optimizer, AdamW):
+            for unit in self.net.pipeline.every_unit():
+                unit.cast_by = self.optimizer
+                self.optimizer.copies |= unit.copies()
 
     def optimizer_class(self):
         dtype = parallel.PRECISIONS[self.s.dtype]

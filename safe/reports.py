@@ -23,7 +23,7 @@ from safe.huggingface import changes
 from safe.messages import Watched
 from safe.sizes import BadInput
 from theory import speed
-from theory.memory import kept_tensors, memory_bytes, most_in_a_step, reducers_of
+from theory.memory import kept_tensors, memory_bytes, most_in_a_step
 from train import Bytes
 
 
@@ -125,11 +125,9 @@ def measured(trainer):
         if not action or action.kind != "F":
             return
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
-        gathered = [bucket.weights for reducer in reducers_of(net) for bucket in reducer.buckets
-                    if hasattr(bucket, "is_whole") and bucket.weights is not None]  # of FSDP
         # What is on its way. On a GPU the host does not wait until that has arrived.
         sent = [tensor for _, tensor in (*pipeline.sending, *pipeline.results.values())]
-        others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *gathered, *sent])
+        others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *sent])
         trainer.activations = max(trainer.activations, births.alive(others))
 
     with births, watching(pipeline, note):

@@ -25,7 +25,6 @@ import fast
 import fast.context
 import fast.experts
 import fast.nccl
-import fast.stages
 import further.chunked_loss
 import further.expert_parallel
 import further.context
@@ -41,7 +40,7 @@ from tests.pool import (
     BOTH, close, DEVICES, in_new_process, needs_kernels, on_both, on_cpus_both, on_ranks, parallelize, parametrize,
     table)
 from fast.edition import Fast
-from fast.graphs import replay_micro_batches
+from fast.graphs import RecordedPipeline
 from further.experts import routers
 from further.kinds import resized
 from further.llama import LlamaConfig
@@ -183,22 +182,17 @@ def small_gpt(config=SMALL, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
         return parallelize(config, train.Layout(**options), torch.get_default_device(), None, optimizer, edition)
 
 
-ROLES = {  # of a collective: the functions that call it in the reference, and in fast/'s edition
-    "averaging": (["Unit.start_average"], ["all_reduce_bucket"]),
-    "scattering": (["Unit.start_average"], ["Bucket.reduce_scatter", "OwnedBucket.reduce_scatter"]),
-    "gathering": (["Unit.gather"], ["Bucket.all_gather", "OwnedBucket.all_gather"])}
+ROLES = {"averaging": "Unit.start_average", "scattering": "Unit.start_average", "gathering": "Unit.gather"}
 
 
-def without_collective(where, edition):
-    """Take the collectives out of one function, or of those that have a role in the edition: calls from its code return
+def without_collective(where):
+    """Take the collectives out of one function, or of the one that has a role: calls from its code return
     at once, having done nothing."""
-    names = ROLES[where][issubclass(edition, Fast)] if where in ROLES else [where]
+    name, *method = ROLES.get(where, where).split(".")
     files = [importlib.import_module(f"further.{file.name}") for file in pkgutil.iter_modules(further.__path__)]
-    codes = set()
-    for name, *method in (name.split(".") for name in names):
-        targets = [getattr(file, name) for file in (parallel, train, fast.stages, *files) if hasattr(file, name)]
-        assert targets, f"without={where}: neither parallel.py, nor train.py, nor further/, nor fast/stages.py has it"
-        codes |= {inspect.unwrap(functools.reduce(getattr, method, target)).__code__ for target in targets}
+    targets = [getattr(file, name) for file in (parallel, train, *files) if hasattr(file, name)]
+    assert targets, f"without={where}: neither parallel.py, nor train.py, nor further/ has it"
+    codes = {inspect.unwrap(functools.reduce(getattr, method, target)).__code__ for target in targets}
 
     return intercepted(lambda name, code, given: None if code in codes else given)
 
@@ -240,15 +234,14 @@ def mean_of_replicas():
 
 @contextlib.contextmanager
 def ends_apart():
-    """Of a tied embedding whose ends are on one rank the head's gradient is lost. (In fast/'s edition these are two
-    parameters, which are not added up.)"""
+    """Of a tied embedding whose ends are on one rank the head's gradient is lost."""
     def do(pipeline, action):
         real(pipeline, action)
-        if type(pipeline) is HalvedPipeline and action.stage == pipeline.last_piece and action.kind in "BW":
+        if action.stage == pipeline.last_piece and action.kind in "BW":
             pipeline.pieces[action.stage].lm_head.weight.grad = None
 
     real = HalvedPipeline.do
-    with patch.object(HalvedPipeline, "do", do), patch.object(fast.stages.StagedGPT, "twins", lambda net: []):
+    with patch.object(HalvedPipeline, "do", do):
         yield
 
 
@@ -336,7 +329,7 @@ def in_layout(edition, *args, without=None, node=None, choice="auto", forced=Non
         if forced:
             around.enter_context(FORCED[forced]())
         if without:
-            broken = BREAKS[without]() if without in BREAKS else without_collective(without, edition)
+            broken = BREAKS[without]() if without in BREAKS else without_collective(without)
             around.enter_context(broken)
         around.enter_context(patch.dict(further.schedules.SCHEDULES, {"in-turns": in_turns}))
         kernels.use(choice)
@@ -359,7 +352,7 @@ def train_steps(edition, layout, optimizer, micro_batches, change, steps, batch,
     for group in net.all_groups():
         dist.use(group, comm)
     if cuda_graphs:
-        replay_micro_batches(net)
+        net.pipeline.records = True
     losses, norms, grads, shapes = [], [], {}, model.shapes(config)
     mine = batch // dist.get_world_size(net.groups.dp)
     for step in range(steps):
@@ -849,9 +842,7 @@ def refused(message, *args, **options):
 
 @parametrize("row, message", [
     ("virtual_stages=2", "this schedule has 1 stages a rank, not 2"),
-    ("pp=2 virtual_stages=2 schedule=1f1b", "give virtual_stages 1"),
-    ("zero=2 cuda_graphs=1 schedule=gpipe micro_batches=4", "give schedule 1f1b"),
-    ("pp=2 zero=2 cuda_graphs=1", "ZeRO-2 need one stage, not 2")])
+    ("pp=2 virtual_stages=2 schedule=1f1b", "give virtual_stages 1")])
 def test_a_layout_that_cannot_run_is_refused(pool, row, message):
     place, options = arguments_of(case_of(row))
     pool(math.prod(place[0].values())).run(refused, message, pool.edition, *place, **options)

@@ -15,8 +15,8 @@ import collectives as dist
 import model
 import parallel
 import train
-from fast.stages import FSDPOptimizer, make_buckets
-from fast.zero import AheadOptimizer, FastFSDP
+
+
 from further.sampling import whole_model
 from tests.data import stepped_by
 from tests.layouts import SMALL, small_gpt, tokens_of

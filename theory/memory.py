@@ -243,23 +243,15 @@ def routed_bytes(config, s, load, fused):
     return rows + router / tokens_cut + k * sorting
 
 
-def reducers_of(net):
-    """What sends gradients under backward in fast/'s edition. The reference has none."""
-    return getattr(net.optimizer, "reducers", [])
-
-
 def kept_tensors(net):
     """This rank's tensors that outlive a step, by kind: {"parameters", "gradients", "optimizer"}."""
     units = [*dict.fromkeys(net.unit_of.values())]
-    reducers = reducers_of(net)
-    buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
     module = [p for piece in net.pieces.values() for p in piece.parameters()]
     stepped = [*net.params, *(unit.mine for unit in units)]
     mixed = net.layout.dtype != master_dtype(net.layout.dtype)
     kinds = {
         "parameters": [module, [unit.weights for unit in units], [] if mixed else stepped],
-        "gradients": [[p.grad for p in module + net.params], [(unit.total, unit.sending) for unit in units],
-                      [bucket.total for bucket in buckets], [list(reducer.under_way) for reducer in reducers]],
+        "gradients": [[p.grad for p in module + net.params], [(unit.total, unit.sending) for unit in units]],
         "optimizer": [stepped if mixed else [], list(net.optimizer.state.values())]}
     return {kind: [t for t in tensors_in(parts) if t.dim()] for kind, parts in kinds.items()}
 
