@@ -19,9 +19,8 @@ import kernels
 import model
 import parallel
 import train
-from fast import attention, hopper, linear, norm, run
+from fast import attention, graphs, hopper, linear, norm, run
 from fast.nccl import Direct, NodeLink
-from fast.stages import EMBEDDINGS, FlatParameter, StagedGPT
 from further.kinds import resized
 from further.schedules import SCHEDULES
 from lessons.bench import peers
@@ -34,7 +33,7 @@ from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.run import WatchedTrainer
 from theory.clock import halves_backward, stages_in
 from theory.speed import describe_machine, mfu, mfu_note, predict
-from theory.traffic import messages, messages_of_bucket, messages_of_list, messages_of_sums
+from theory.traffic import messages, messages_of_list
 
 
 # ----------------------------------------------------------------------------------------------------------- strategies
@@ -92,31 +91,16 @@ def routes_of_rows():
         yield routes
 
 
-def messages_of_buckets(net, s):
-    """Messages of weights and gradients in fast/'s edition, which runs no list with G and A."""
-    wrapped = net.optimizer.modules if s.zero == 3 else []
-    # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights.
-    once = {flat for model in wrapped for flat in model.prefetcher.until_backward}
-    once |= {model.bucket_of[unit.weight] for model in wrapped for unit in model.modules()
-             if isinstance(unit, EMBEDDINGS)}
-    for bucket in net.optimizer.buckets:
-        axis = "same_experts" if bucket.group == net.groups.same_experts else "shard"
-        gathers = 0 if not isinstance(bucket, FlatParameter) else 1 if bucket in once else 2
-        yield from messages_of_bucket(s, axis, bucket.numel, gathers)
-
-
 def predicted_traffic(trainer, routes):
     """{collective: bytes} that this rank sends in a step, by its list and by formulas. routes: the step's, by
     `routes_of_rows`."""
     s, net = trainer.s, trainer.net
     rank = net.mesh.get_coordinate()[0]
-    of_parameters = messages_of_buckets(net, s) if isinstance(net, StagedGPT) else messages_of_list(
-        net.lists(s.micro_batches)[rank], net)
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in ways] for ways in routes]
     where = vars(net.groups) | {"world": None, "all": trainer.control}
     total = Counter()
     for item in messages(trainer.config, s, stages_in(s, trainer.config, rank),
-                         [*of_parameters, *messages_of_sums(net)], rows):
+                         messages_of_list(net.lists(s.micro_batches)[rank], net), rows):
         total[item.op] += item.times * sent_in(dist.link_of(where[item.axis]), item.op, item.elements, item.width)
     return {op: n for op, n in total.items() if n}
 
@@ -124,10 +108,10 @@ def predicted_traffic(trainer, routes):
 def communication(trainer, device, seconds, repeats, calls):
     """The percentage of a step that its collectives cost: what it takes less when they send nothing. Then gradients are
     wrong, but the time is right. seconds: a step's."""
-    trainer.net.pipeline.graphs = None  # a recorded graph would call the real collectives
+    trainer.net.pipeline.recording = None  # a recorded graph would call the real collectives
     with without_collectives():
         without = interleaved({"": lambda: trainer.step(2)}, device, repeats, calls)[""]
-    trainer.net.pipeline.graphs = None  # the graphs just recorded send nothing
+    trainer.net.pipeline.recording = None  # the graph just recorded sends nothing
     return 100 - 100 * without / seconds
 
 
@@ -202,11 +186,14 @@ def never(*args, **more):
     return False
 
 
+NEVER = property(never, lambda *_: None)  # an attribute that stays False
+
+
 def pieces():
     """{piece of fast/: [(object, attribute, what stands in its place), ...]}, as for `patched`"""
     norms = [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", norm.add_and_norm)]
     return {
-        "graphs": [(run, "replay_micro_batches", lambda net: None)],                # kernels launched one by one
+        "graphs": [(graphs.RecordedPipeline, "records", NEVER)],                    # kernels launched one by one
         "kernels": [(kernels, "on_triton", never)],                                 # PyTorch's operations
         "tuning": [*norms, *plain_kernels(                                          # the reference's
             F.linear, parallel.RowParallelLinear, kernels.flash_attention, kernels.attention_forward,
@@ -216,7 +203,7 @@ def pieces():
         "specialized": [(attention, "specialized_takes", never), (hopper, "specialized_takes", never)],  # Triton's
         "reading": [(run.FastTrainer, "all_finite", WatchedTrainer.all_finite)],    # a step waits for its own norm
         "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
-        "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
+        "adamw": [(run.FastTrainer, "optimizer_class", WatchedTrainer.optimizer_class)],  # PyTorch's
         "links": [(dist.LINKS, "ours", Watched)],                                   # rings
         "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
         "fp8": [(run, "use_fp8", lambda stage: None)]}                              # of --dtype fp8: bf16
