@@ -217,7 +217,7 @@ def with_weights(actions, zero, lookups=(), shared={}, ahead=1):
 
 def into_pieces(actions, pieces_of):
     """A rank's actions of stages as actions of pieces: F goes through the stage's pieces, and backward comes back
-    through them. pieces_of: {stage: range of its pieces}."""
+    through them. pieces_of: of each stage the range of its pieces."""
     return [Action(kind, piece, i) for kind, stage, i in actions
             for piece in (pieces_of[stage] if kind == "F" else reversed(pieces_of[stage]))]
 
@@ -911,18 +911,15 @@ def carried(transfer):
     return transfer._replace(kind=transfer.kind[1])
 
 
-def pieces_of_stages(schedule, p, v, pieces):
-    """Cut a chain of pieces into a schedule's stages, runs of about equal length: {stage: range of its pieces}."""
-    stages = len(ranks_of_stages(schedule(p, 2 * p, v)))
+def even_runs(pieces, stages):
+    """Cut a chain of pieces into as many runs of about equal length: [range of the first stage's pieces, ...]."""
     starts = [pieces * stage // stages for stage in range(stages + 1)]
-    return {stage: range(starts[stage], starts[stage + 1]) for stage in range(stages)}
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
-@functools.cache
-def lists_of_pieces(schedule, p, m, v, pieces):
-    """A schedule's lists for a chain of so many pieces, which callers must not change."""
-    pieces_of = pieces_of_stages(schedule, p, v, pieces)
-    return [into_pieces(actions, pieces_of) for actions in schedule(p, m, v)]
+def ranks_of_pieces(runs, stage_to_rank):
+    """{piece: its rank}. runs: as of even_runs."""
+    return {piece: stage_to_rank[stage] for stage, run in enumerate(runs) for piece in run}
 
 
 # ------------------------------------------------------------------------------------------------------- running a list
@@ -1121,12 +1118,13 @@ class Parallel:
     optimizer   a class from torch.optim with its options, as a partial; None: for evaluation
     dtype       the layers'; with 16 bits the optimizer steps float32 masters
     shape       (i, x) -> of piece i's output for an input x of the first piece; left out, it is found
+    runs        of each stage the range of its pieces; left out, about equally long
     groups      of this rank: pp; dp_cp, the replicas; shard, the ranks that ZeRO cuts over; left out, the mesh's
     """
     lookups = ()  # pieces whose backward needs no weights, as an embedding's
 
     def __init__(self, pieces, loss, mesh, zero=0, schedule=one_f_one_b, stages=1, optimizer=None, dtype=torch.float32,
-                 count=None, shape=None, groups=None, pipeline=Pipeline, units=make_units):
+                 count=None, shape=None, groups=None, pipeline=Pipeline, units=make_units, runs=None):
         self.mesh = mesh
         self.zero = zero
         self.schedule = schedule
@@ -1134,7 +1132,10 @@ class Parallel:
         self.dtype = dtype
         self.count = count or (lambda target: torch.tensor(target.numel(), device=target.device))
         self.groups = groups or groups_of_mesh(mesh)
-        self.piece_to_rank = ranks_of_stages(lists_of_pieces(schedule, mesh["pp"].size(), 2, stages, len(pieces)))
+        p = mesh["pp"].size()
+        stage_to_rank = ranks_of_stages(schedule(p, 2 * p, stages))
+        self.runs = runs or even_runs(len(pieces), len(stage_to_rank))
+        self.piece_to_rank = ranks_of_pieces(self.runs, stage_to_rank)
         self.pieces = {i: pieces[i] for i in stages_on(dist.get_rank(self.groups.pp), self.piece_to_rank)}
         self.device = next(param.device for piece in self.pieces.values() for param in piece.parameters())
         self.shapes = {f"{i}.{name}": whole_shape(param) for i, piece in enumerate(pieces) if piece
@@ -1142,7 +1143,7 @@ class Parallel:
         shape = shape or Shapes(pieces)
         if not groups:
             self.start_alike()
-        if mesh["pp"].size() > 1:
+        if p > 1:
             for param in self.named_parameters():  # other ranks have other pieces
                 set_placement(param, sharded_over=placement_of(param).sharded_over + (self.groups.pp,))
         made = units(self.pieces, self.groups.shard, zero, dtype)
@@ -1192,7 +1193,7 @@ class Parallel:
         """All ranks' lists of a step with m micro-batches; without `training`, of forwards alone."""
         if (m, training) not in self.made:
             p = self.mesh["pp"].size()
-            lists = lists_of_pieces(self.schedule, p, m, self.stages, len(self.piece_to_rank))
+            lists = [into_pieces(actions, self.runs) for actions in self.schedule(p, m, self.stages)]
             if not training:
                 lists = [[action for i in stages_on(rank, self.piece_to_rank) for action in whole_batch("F", i, m)]
                          for rank in range(p)]

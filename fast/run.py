@@ -15,18 +15,23 @@ import train
 from fast import edition, hopper
 from fast.adamw import AdamW
 from fast.fp8 import use_fp8
-from further.sampling import CachedGPT
 from safe.run import WatchedRun, WatchedTrainer
+
+
+def optimizer_of(s, device):
+    """{"optimizer": our AdamW} where it steps float32 masters, else {}."""
+    dtype = parallel.PRECISIONS[s.dtype]
+    masters = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=device))
+    return {"optimizer": AdamW} if masters and s.optimizer == "adamw" else {}
 
 
 class FastTrainer(WatchedTrainer):
     """The WatchedTrainer that replays micro-batches from CUDA graphs, and steps float32 masters with our AdamW."""
-    sampler = CachedGPT
-    build = staticmethod(partial(train.parallelize, edition=edition.Fast))
     unread = None  # (loss and norm of a step on their way to the CPU, the event at their end)
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, s, config, source, data, device, **parts):
+        super().__init__(s, config, source, data, device, **{
+            "build": partial(train.parallelize, edition=edition.Fast), **optimizer_of(s, device)} | parts)
         hopper.ANY_ORDER = not self.s.deterministic
         if self.s.dtype == "fp8":
             for module in self.net.pieces.values():
@@ -36,11 +41,6 @@ class FastTrainer(WatchedTrainer):
             for unit in self.net.pipeline.every_unit():
                 unit.cast_by = self.optimizer
                 self.optimizer.copies |= unit.copies()
-
-    def optimizer_class(self):
-        dtype = parallel.PRECISIONS[self.s.dtype]
-        masters = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=self.device))
-        return AdamW if masters and self.s.optimizer == "adamw" else super().optimizer_class()
 
     def all_finite(self, loss, norm):
         """As in WatchedTrainer. On GPUs with --on-nan stop a step looks at the numbers of the step before, which have
@@ -60,10 +60,10 @@ class FastTrainer(WatchedTrainer):
             arrived.synchronize()
         return super().all_finite(*numbers)
 
-    def report(self, done, loss, norm):
+    def report(self, done, found):
         if self.unread and (self.stopping or self.due("save", done)):
             self.read()  # nothing that is not finite is saved
-        super().report(done, loss, norm)
+        super().report(done, found)
 
 
 class FastRun(WatchedRun):

@@ -48,7 +48,7 @@ from safe.sizes import BadInput
 from theory.clock import bubble, draw, simulate
 from theory.speed import MACHINES
 from theory.traffic import sent
-from train import config_of, layout_of
+from further.flags import config_of, layout_of
 
 
 def shown(tensors):

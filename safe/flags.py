@@ -14,12 +14,12 @@ import torch
 import kernels
 import parallel
 from further.fits import multiple, what_muon_needs, what_ranks_divide, what_stages_divide
+from further.flags import config_of, dashed, device_for, flag, Flags, processes_of
 from further.lists import check, lower, read_schedule, schedule_of
 from further.refusals import AT_LEAST_1
 from safe.files import tell
 from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, checked_use, reject, reject_misfit
-from train import config_of, dashed, device_for, flag, Flags, processes_of
 
 
 # -------------------------------------------------------------------------------------------------- settings, bad input

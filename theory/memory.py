@@ -42,7 +42,7 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     masters = wide * mine if wide > narrow else 0
     actions = lists_of(s.schedule, s.pp, micro_batches or s.micro_batches, s.virtual_stages)[rank]
     sizes = {stage: activation_bytes(config, s, [run], fused, load) for stage, run in stages.items()}
-    waiting = {stage: output_bytes(config, s, run) for stage, run in stages.items()}
+    waiting = {} if is_fast(s) else {stage: output_bytes(config, s, run) for stage, run in stages.items()}
     return {
         # ZeRO-3's are whole in a step alone, but for the row that the optimizer steps
         "parameters": int(narrow * whole if s.zero < 3 else 0 if masters else wide * mine),
@@ -180,12 +180,12 @@ def block_bytes(config, s, routed, again, fused, load):
 
 def norm_bytes(config, s, n, fused, first=False):
     """Bytes that a norm keeps of a row of n numbers besides x: mean and rstd, or rstd. PyTorch has no kernel of
-    RMSNorm on CPUs; there also x rstd, and x in float32 in place of x. first: x is a piece's input, which the reference
-    keeps all the same."""
+    RMSNorm on CPUs; there also x rstd, and x in float32 in place of x. first: x is a piece's input, which is
+    kept all the same."""
     width = widths(s)[0]
     if config.arch == "gpt2":
         return 8
-    in_place = width >= 4 or not first or is_fast(s)
+    in_place = width >= 4 or not first
     return 4 + (not fused and s.device == "cpu") * n * (2 * max(width, 4) - width * in_place)
 
 
@@ -248,7 +248,7 @@ def kept_tensors(net):
     mixed = net.layout.dtype != master_dtype(net.layout.dtype)
     kinds = {
         "parameters": [module, [unit.weights for unit in units], [] if mixed else stepped],
-        "gradients": [[p.grad for p in module + net.params], [(unit.total, unit.sending) for unit in units]],
+        "gradients": [[p.grad for p in module + net.params], [(unit.total, unit.sending, getattr(unit, "message", None)) for unit in units]],
         "optimizer": [stepped if mixed else [], list(net.optimizer.state.values())]}
     return {kind: [t for t in tensors_in(parts) if t.dim()] for kind, parts in kinds.items()}
 

@@ -317,18 +317,20 @@ def seconds_by_axis(config, s, machine, items):
 
 
 def messages_of_parameters(config, s, stages):
-    """Messages of G and A of this rank's units, and of the sum of a tied embedding's ends. (As if each experts' piece
-    were a unit, and both ends of the embedding.)"""
+    """Messages of G and A of this rank's pieces, and of the sum of a tied embedding's ends."""
     pieces = [i for run in stages.values() for i in run]
-    ends = 0, config.n_layer + 1
-    for i, count in Counter(min(i, 1) if i <= config.n_layer and not config.experts else i for i in pieces).items():
-        for experts, axis in (False, "shard"), (True, "same_experts"):
-            n = sum(n for (of_experts, _), n in elements_of_piece(config, s.tp, i).items() if of_experts == experts)
-            for message in messages_of_unit(s, axis, int(n / (s.ep if experts else 1)), 1 if i in ends else 2):
-                yield message._replace(times=count * message.times)
-    if config.tied and s.pp > 1 and stage_to_rank_in(s)[len(stage_to_rank_in(s)) - 1]:
+    last = config.n_layer + 1
+    both_ends = config.tied and 0 in pieces and last in pieces
+    for i in pieces:
+        sizes = Counter()
+        for (experts, _), n in elements_of_piece(config, s.tp, i).items():
+            sizes["same_experts" if experts else "shard"] += n / (s.ep if experts else 1)
+        sizes["shard"] -= table_elements(config, s) * (both_ends and i == last)
+        for axis, n in sizes.items():
+            yield from messages_of_unit(s, axis, int(n), 1 if i in (0, last) else 2)
+    if config.tied and not both_ends and (ends := pieces.count(0) + pieces.count(last)):
         kept = table_elements(config, s) // (shards_of(s) if s.zero else 1)
-        yield Message("tied embedding", "all_reduce", "embedding", int(kept), widths(s)[1], sum(map(pieces.count, ends)))
+        yield Message("tied embedding", "all_reduce", "embedding", int(kept), widths(s)[1], ends)
 
 
 def data_seconds(s, spent, touched, count, forward, backward):
@@ -360,7 +362,7 @@ def tensor_seconds_saved(config, s, machine, stages, spent, touched):
         sp             dx, reduce-scattered    beside the same; where they do not wait, but for FP8, its own alone
         sp, but FP8    x, gathered again       beside dy W
 
-    They wait where CUDA graphs add up gradients, so not in ZeRO-2 and 3. An I leaves all of them to W.
+    An I leaves all of them to W.
     """
     if s.tp == 1 or not is_fast(s):
         return 0.0
@@ -371,10 +373,8 @@ def tensor_seconds_saved(config, s, machine, stages, spent, touched):
     product = 2 * columns * tokens / machine.matmul  # dy W; dy^T x takes as long
     if halves_backward(s.schedule, s.pp, s.virtual_stages):
         gradients = 0.0
-    elif s.cuda_graphs == "on" and s.zero < 2:  # so no block has experts
-        gradients = blocks * block_seconds(config, s, machine, False)[2]
     else:
-        gradients = product if s.sp and s.dtype != "fp8" else 0.0
+        gradients = (blocks - routed) * block_seconds(config, s, machine, False)[2]
     tp = spent["tp"]
     hidden = min((tp["f, backward"] * (not s.sp) + tp[MEANWHILE]) / m, gradients) + min(tp[AGAIN] / m, product)
     return hidden * (1 - min(1.0, touched["tp"] / tp.total()))

@@ -19,10 +19,12 @@ import kernels
 import model
 import parallel
 import train
-from fast import attention, graphs, hopper, linear, norm, run
+from fast import attention, hopper, linear, norm, run
+from fast.graphs import RecordedPipeline
 from fast.nccl import Direct, NodeLink
 from further.kinds import resized
-from further.schedules import SCHEDULES
+from further.schedules import HalvedPipeline, SCHEDULES
+from further.text import Bytes
 from lessons.bench import peers
 from lessons.bench.rates import measure_machine, sent_in
 from lessons.bench.timing import (
@@ -71,7 +73,7 @@ def make_trainer(config, s, device):
     """A trainer on random tokens, of fast/ or of the reference."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len)
     trainer = WatchedTrainer if s.fast == "off" else run.FastTrainer
-    return trainer(s, config, peers.random_source(config, device), (tokens, tokens, train.Bytes()), device)
+    return trainer(s, config, peers.random_source(config, device), (tokens, tokens, Bytes()), device)
 
 
 @contextlib.contextmanager
@@ -186,14 +188,11 @@ def never(*args, **more):
     return False
 
 
-NEVER = property(never, lambda *_: None)  # an attribute that stays False
-
-
 def pieces():
     """{piece of fast/: [(object, attribute, what stands in its place), ...]}, as for `patched`"""
     norms = [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", norm.add_and_norm)]
     return {
-        "graphs": [(graphs.RecordedPipeline, "records", NEVER)],                    # kernels launched one by one
+        "graphs": [(RecordedPipeline, "run", HalvedPipeline.run)],                  # kernels launched one by one
         "kernels": [(kernels, "on_triton", never)],                                 # PyTorch's operations
         "tuning": [*norms, *plain_kernels(                                          # the reference's
             F.linear, parallel.RowParallelLinear, kernels.flash_attention, kernels.attention_forward,
@@ -203,7 +202,7 @@ def pieces():
         "specialized": [(attention, "specialized_takes", never), (hopper, "specialized_takes", never)],  # Triton's
         "reading": [(run.FastTrainer, "all_finite", WatchedTrainer.all_finite)],    # a step waits for its own norm
         "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
-        "adamw": [(run.FastTrainer, "optimizer_class", WatchedTrainer.optimizer_class)],  # PyTorch's
+        "adamw": [(run, "optimizer_of", lambda *_: {})],                           # PyTorch's
         "links": [(dist.LINKS, "ours", Watched)],                                   # rings
         "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
         "fp8": [(run, "use_fp8", lambda stage: None)]}                              # of --dtype fp8: bf16
