@@ -20,7 +20,6 @@ import fast.experts
 import fast.grouped
 import fast.llama
 import further.experts
-import further.rms_norm
 import kernels
 import lessons.demos
 import model
@@ -31,7 +30,7 @@ from fast import edition
 from fast.adamw import AdamW
 from fast.exchange import AllToAll, sum_rows
 from fast.experts import FusedExperts
-from fast.norm import add_layer_norm
+from fast.norm import add_layer_norm, tuned_rms_norm
 from further import by_hand
 from further.experts import ExpertsConfig, MixtureOfExperts
 from lessons.compiled import occupancy
@@ -316,7 +315,7 @@ def rows_of_kernels():
         yield Row("x, norm", lambda x, *more, eps: add_layer_norm(x, None, *more, eps),
                   lambda x, *more, eps: (x, plain_norm(x, *more, eps)), [x, w, w], eps, strided=True)
 
-        yield Row("rms norm", further.rms_norm.rms_norm, plain_rms_norm, [x, w], eps, scale=2, replaced=True)
+        yield Row("rms norm", tuned_rms_norm, plain_rms_norm, [x, w], eps, scale=2)
         yield Row("add, rms norm", lambda x, r, w, eps: add_layer_norm(x, r, w, None, eps),
                   lambda x, r, w, eps: (x + r, plain_rms_norm(x + r, w, eps)), [x, x, w], eps)
     yield Row("swiglu", fast.llama.swiglu, plain_swiglu, [(2, 3, 2060)], scale=3)

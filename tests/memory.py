@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest

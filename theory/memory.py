@@ -186,6 +186,7 @@ def norm_bytes(config, s, n, fused, first=False):
     if config.arch == "gpt2":
         return 8
     in_place = width >= 4 or not first
+    fused = fused and is_fast(s)
     return 4 + (not fused and s.device == "cpu") * n * (2 * max(width, 4) - width * in_place)
 
 
