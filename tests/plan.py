@@ -244,8 +244,8 @@ LISTED = [  # flags, how many layouts are listed, and what is true of each
     ("--gpus 12 --batch-size 24", 15, lambda s: s.cp == 1),
     (f"--gpus 1 {LARGE}", 0, None),
     # All that fit: sequences are cut where nothing else does, experts shared out, states sharded or layers cut.
-    (VERY_LONG + " --top 1000", 40, lambda s: s.cp > 1),
-    ("--gpus 8 --machine h100 --batch-size 64 --experts 32 --top 1000", 35,
+    (VERY_LONG + " --top 1000", 18, lambda s: s.cp > 1),
+    ("--gpus 8 --machine h100 --batch-size 64 --experts 32 --top 1000", 23,
      lambda s: s.ep > 1 or s.zero == 3 or s.pp > 1),
     ("--gpus 8 --machine SMALL --top 1000", 43, lambda s: s.zero or s.pp > 1)]
 
