@@ -18,7 +18,6 @@ of some of its parts: they check the input, start the processes that a layout ne
 
 import argparse
 import json
-import math
 import os
 import pathlib
 import sys
@@ -245,7 +244,7 @@ class ParallelGPT(parallel.Parallel):
 
     def add_up_gradients(self):
         if self.groups.replicate:
-            idea("average_between")(self.params, self.groups.replicate)
+            idea("average_between")(self.units, self.groups)
         super().add_up_gradients()
 
     def whole_parameter(self, name, key=None):
@@ -267,10 +266,8 @@ class Found(NamedTuple):
         return bool(self.loss.isfinite() and self.norm.isfinite())
 
 
-def optimizer_class(s):
-    if s.optimizer == "muon":
-        return idea("Muon")
-    return partial(torch.optim.AdamW, foreach=True)  # else PyTorch steps one PlacedParameter after the other
+def optimizer_of(s):
+    return idea("Muon") if s.optimizer == "muon" else torch.optim.AdamW
 
 
 class Trainer:
@@ -290,7 +287,7 @@ class Trainer:
         on_cpu = "gloo" if device.type == "cuda" else None
         self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`, whose numbers the CPU reads
         source = source or partial(initial_weight, config, seed=s.seed)
-        optimizer = partial(optimizer or optimizer_class(s), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
+        optimizer = partial(optimizer or optimizer_of(s), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
         self.net = build(config, layout_of(s), device, source, optimizer)
         self.optimizer = self.net.optimizer
         for group in self.net.all_groups():

@@ -88,8 +88,18 @@ class RecordedPipeline(HalvedPipeline):
         self.micro_batch = partial(CollectingMicroBatch, weight_gradients=self.weight_gradients[action.stage])
         super().forward(action)
 
-    def every_unit(self):
-        return dict.fromkeys(unit for units in [*self.units.values(), *self.averaged.values()] for unit in units)
+    def backward(self, action):
+        super().backward(action)
+        self.collect(action.stage)
+
+    def backward_input(self, action):
+        super().backward_input(action)
+        self.collect(action.stage)
+
+    @torch.no_grad()
+    def collect(self, piece):
+        for unit in self.units[piece]:
+            unit.collect()
 
     def receive(self, action):
         between = min(action.stage, goes_to(action))
@@ -149,7 +159,7 @@ class Recording:
         self.x, self.y = [t.clone() for t in x], [t.clone() for t in y]
         self.dloss = dloss.clone()
         self.beside = [{name: tensor.clone() for name, tensor in more.items()} for more in beside]
-        self.units = pipeline.every_unit()
+        self.units = {unit for some in (pipeline.units, pipeline.averaged) for units in some.values() for unit in units}
         for unit in self.units:
             unit.refresh()  # or the graph would not gather what an evaluation has left whole
         recorded.make_room()

@@ -38,7 +38,7 @@ class FastTrainer(WatchedTrainer):
                 use_fp8(module)
         self.net.pipeline.records = self.s.cuda_graphs == "on"
         if isinstance(self.optimizer, AdamW):
-            for unit in self.net.pipeline.every_unit():
+            for unit in self.net.units:
                 unit.cast_by = self.optimizer
                 self.optimizer.copies |= unit.copies()
 

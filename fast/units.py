@@ -24,6 +24,8 @@ class WrittenUnit(Unit):
         super().__init__(*options)
         self.message = None
         self.written = set()
+        for param in self.params:
+            param.grad_dtype = param.dtype  # `collect` casts it
 
     def cast(self):
         if not self.cast_by or self.zero == 3:  # a row that comes and goes is not there while the optimizer steps
@@ -58,17 +60,23 @@ class WrittenUnit(Unit):
         else:
             torch.ops.aten.addmm.dtype_out(place, a, b, place.dtype, beta=beta, out=place)
 
-    def take_gradients(self):
-        """What autograd has added up in .grad goes to the message by few kernels."""
+    def collect(self):
+        """Move to the message what autograd has left in .grad. In 16 bits nothing may add up there."""
         came = [param for param in self.params if param.grad is not None]
-        for move, some in ((torch._foreach_copy_, [param for param in came if param not in self.written]),
-                           (torch._foreach_add_, [param for param in came if param in self.written])):
-            if some:
-                move([self.place(param) for param in some], [param.grad for param in some])
-        for param in self.params:
-            if param.grad is None and param not in self.written:
-                self.place(param).zero_()
+        first = [param for param in came if param not in self.written]
+        if first:
+            torch._foreach_copy_([self.place(param) for param in first], [param.grad for param in first])
+        for param in came:
+            if param in self.written:
+                self.place(param).add_(param.grad)
             param.grad = None
+        self.written.update(first)
+
+    def take_gradients(self):
+        self.collect()
+        for param in self.params:
+            if param not in self.written:
+                self.place(param).zero_()
         message = self.message
         self.forget()
         return message

@@ -16,7 +16,7 @@ import collectives as dist
 import fast
 from further import expert_parallel, llama
 from further.context import own_tokens, seen
-from further.expert_parallel import split_experts
+from further.groups import split_experts
 from further.experts import count_of_each, ExpertsConfig
 from further.lists import check
 from further.schedules import SCHEDULES

@@ -33,7 +33,7 @@ from safe.reports import describe, describe_first_steps, measured, profiled, tra
 from safe.sizes import BadInput, reject
 from safe.watch import Watch
 from theory import speed
-from train import Found, optimizer_class, Trainer
+from train import Found, optimizer_of, Trainer
 
 
 # ------------------------------------------------------------------------------------------- training under observation
@@ -71,7 +71,7 @@ class WatchedTrainer(Trainer):
     saved = True  # whether the last checkpoint was written
 
     def __init__(self, s, config, *args, **parts):
-        super().__init__(s, config, *args, **{"optimizer": partial(optimizer_class(s), fused=True, foreach=False),
+        super().__init__(s, config, *args, **{"optimizer": partial(optimizer_of(s), fused=True, foreach=False),
                                               "batch": partial(checked_batch, s, config)} | parts)
 
     # the loop

@@ -142,7 +142,7 @@ def test_a_list_says_what_is_whole_at_most_and_what_waits(text, flags):
     sizes = "--n-layer 4 --seq-len 16 --n-head 2 --n-embd 16 --batch-size 2"
     trainer = make_trainer(f"--data {text} {sizes} {flags}".split())
     net, found = trainer.net, [(0, 0)]
-    units = [*dict.fromkeys(net.unit_of.values())]
+    units = net.units
 
     @contextlib.contextmanager
     def note(action):

@@ -242,7 +242,7 @@ def routed_bytes(config, s, load, fused):
 
 def kept_tensors(net):
     """This rank's tensors that outlive a step, by kind: {"parameters", "gradients", "optimizer"}."""
-    units = [*dict.fromkeys(net.unit_of.values())]
+    units = net.units
     module = [p for piece in net.pieces.values() for p in piece.parameters()]
     stepped = [*net.params, *(unit.mine for unit in units)]
     mixed = net.layout.dtype != master_dtype(net.layout.dtype)

@@ -4,7 +4,7 @@ Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as
 p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters on each axis.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -137,9 +137,6 @@ def messages_of_list(actions, net):
             if unit.trained:
                 op = SCATTER if unit.zero else "all_reduce"
                 yield Message("gradients", op, names[unit.group], unit.weights.numel(), unit.mine.itemsize)
-    for param in net.params if net.groups.replicate else ():
-        if not parallel.placement_of(param).average_over:
-            yield Message("averages of shards", "all_reduce", "replicate", param.numel(), param.itemsize)
     yield from messages_of_sums(net)
     if muon := getattr(net.optimizer, "matrices", {}):
         yield from messages_of_muon(muon)
@@ -155,14 +152,14 @@ def messages_of_muon(matrices):
 
 
 def messages_of_sums(net):
-    """Messages of gradients of which each rank has a term: of what saw some of the tokens, of a tied embedding."""
+    """Messages of gradients that are added up, or averaged, behind the list: of what this rank steps."""
     names = {group: name for name, group in vars(net.groups).items()}
-    together = defaultdict(int)
-    for param in net.params:
-        together[parallel.placement_of(param).partial_over, param.itemsize] += param.numel()
-    for (groups, width), elements in together.items():
-        for group in groups:
-            yield Message("sums of gradients", "all_reduce", names[group], elements, width)
+    for unit in [unit for unit in net.units if unit.trained]:
+        row = unit.mine.numel(), unit.mine.itemsize
+        if net.groups.replicate and unit.group is net.groups.shard:
+            yield Message("averages of shards", "all_reduce", "replicate", *row)
+        for group in unit.partial_over:
+            yield Message("sums of gradients", "all_reduce", names[group], *row)
 
 
 def messages_of_unit(s, axis, elements, gathers=2):
