@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections import Counter
 from functools import partial
@@ -20,7 +21,7 @@ from further.groups import split_experts
 from further.experts import count_of_each, ExpertsConfig
 from further.lists import check
 from further.schedules import SCHEDULES
-from lessons import kernels, links, micro, mutate, pages, puzzles, same, turns
+from lessons import kernels, links, mutate, pages, puzzles, same, turns
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.compiled import demo_compile
@@ -301,7 +302,6 @@ def positive(text, least=1):
 
 
 DEMOS = {  # name: (function, {flag: what it is if left out})
-    "micro": (micro.main, {}),
     "sizes": (demo_sizes, {}),
     "machine": (demo_machine, {"model": "gpt2-xl", "machine": "h100"}),
     "kernels": (kernels.main, {}),
@@ -347,12 +347,40 @@ ON_RANKS = (demo_collectives, demo_tensor, demo_experts, demo_measuring, demo_le
             links.demo_links)
 
 
+BY_STOP = {  # of docs/reading.md
+    "1 Messages and the ring": "collectives links together",
+    "2, 3 Averaging gradients; a step is a list": "zero overlap step",
+    "4 f and g": "tensor types",
+    "5 Pipelines": "pipeline lecture8",
+    "The machine; 6 to 8 kernels": "machine ladder compile kernels",
+    "9, 10 A layout, and a step of it": "sizes path",
+    "Measuring": "measuring",
+    "Further": "context experts sampling",
+    "All of it, to touch": "pages explore puzzles",
+    "Your own code (docs/same.md has mutate, too, docs/bugs.md blind)": "same"}
+BY_TEXT = {  # of docs/lecture.md
+    "Lecture 8": "lecture8 collectives zero tensor pipeline measuring",
+    "GPUs, an introduction": "machine ladder compile kernels",
+    "Notes on lectures 5 to 8": "zero machine step overlap",
+    "The playbook's crash course": "collectives measuring sizes overlap ladder",
+    "How large models run on GPUs": "measuring sampling ladder compile"}
+
+
+def listing(parsers):
+    """All lessons by stop, with what each shows; and their names by text."""
+    lines = ["by stop (0 is python lessons/micro.py):"]
+    for stop, names in BY_STOP.items():
+        lines.append(f"  {stop}")
+        lines += [f"    {name:13}{' '.join(parsers[name].description.split())}" for name in names.split()]
+    lines.append("\nby text:")
+    return "\n".join(lines + [f"  {text:30}{names}" for text, names in BY_TEXT.items()])
+
+
 def main():
-    parser = Parser(prog="python -m lessons", description="Lessons of the reading path, of the reference. On several "
-                    "ranks safe/ says which of them failed.")
+    parser = Parser(prog="python -m lessons", formatter_class=argparse.RawDescriptionHelpFormatter)
     lessons = parser.add_subparsers(required=True, metavar="LESSON")
     for name, (demo, flags) in DEMOS.items():
-        lesson = lessons.add_parser(name, help=demo.__doc__, description=demo.__doc__)
+        lesson = lessons.add_parser(name, description=demo.__doc__)
         lesson.set_defaults(demo=demo)
         for flag, default in flags.items():
             if default is False:
@@ -367,8 +395,11 @@ def main():
             lesson.add_argument("more", nargs="*", help="behind --, further flags of train.py")
     for many in (puzzles, turns):
         many.add_to(lessons)
-    same.add_to(lessons.add_parser("same", help=same.main.__doc__)).set_defaults(demo=same.main)
-    mutate.add_to(lessons.add_parser("mutate", help=mutate.mutate.__doc__)).set_defaults(demo=mutate.mutate)
+    same.add_to(lessons.add_parser("same", description=same.main.__doc__)).set_defaults(demo=same.main)
+    mutate.add_to(lessons.add_parser("mutate", description=mutate.mutate.__doc__)).set_defaults(demo=mutate.mutate)
+    parser.description = listing(lessons.choices)
+    if len(sys.argv) == 1:
+        return parser.print_help()
     try:
         launch.started()
         flags = vars(parser.parse_args())

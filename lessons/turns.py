@@ -126,7 +126,7 @@ def turns(file, out):
 
 def add_to(lessons):
     """The lesson's flags, on the command line."""
-    lesson = lessons.add_parser("turns", help=turns.__doc__)
+    lesson = lessons.add_parser("turns", description=turns.__doc__)
     lesson.add_argument("file", metavar="FILE", help="a row a rank, as `python -m lessons pipeline` prints them")
     lesson.add_argument("--out", default="", metavar="FILE", help="what explore's page shows of it, as JSON")
     lesson.set_defaults(demo=turns)
