@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -23,7 +22,7 @@ import model
 from further.experts import ExpertsConfig
 from lessons import gpu
 from lessons.bench import peers, strategies
-from lessons.bench.rates import BUS, calls_of, fit, measure_machine, replays_of, sent_in
+from lessons.bench.rates import BUS, calls_of, fit, sent_in
 from lessons.bench.strategies import (
     communication, configs_of, free_memory, make_trainer, predicted_traffic, routes_of_rows)
 from lessons.bench.timing import interleaved, of_all_ranks, without_collectives
@@ -153,21 +152,6 @@ def test_a_step_runs_without_its_collectives():
         assert {op for op, t in dist.traffic().items() if t.bytes} <= {"isend"}, case  # --cp's ring sends on
         del trainer
         free_memory()
-
-
-@on_cpus
-@on_ranks(1)
-def test_a_host_s_launches_are_in_no_rate_of_its_gpu():
-    """What CUDA would replay takes no time here. A copy and the launches of a block remain."""
-    replayed = []
-
-    def replays(steps, device):
-        return {name: functools.partial(replayed.append, name) for name in steps}
-
-    with patch.object(lessons.bench.rates, "replays_of", replays):
-        machine = measure_machine(torch.device("cpu"), "fp32", model.PRESETS["tiny"])
-    assert {*replayed} == {"products", "block", "attention", "loss"}
-    assert machine.launch > 1e-4 and machine.hbm < 1e12 and machine.matmul > 1e3 * machine.hbm
 
 
 def hurry():
