@@ -12,6 +12,7 @@ from collections import Counter
 from functools import partial
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import collectives as dist
 import fast
@@ -65,6 +66,22 @@ def show_ring():
         say_in_order(f"    rank {rank}   " + "  ".join(chunk.ljust(n, "·") for chunk in chunks))
 
 
+def by_hand(tensor):
+    """The sum over all ranks, point to point: one rank does all the work, and its links carry all bytes."""
+    rank, other = dist.get_rank(), torch.empty_like(tensor)
+    for peer in range(1, dist.get_world_size()):
+        if rank == 0:
+            dist.recv(other, peer)
+            tensor += other
+        elif rank == peer:
+            dist.send(tensor, 0)
+    for peer in range(1, dist.get_world_size()):
+        if rank == 0:
+            dist.send(tensor, peer)
+        elif rank == peer:
+            dist.recv(tensor, 0)
+
+
 def demo_collectives():
     """Every collective before and after, the steps of a ring all-reduce, and the bytes that each sends."""
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -90,8 +107,13 @@ def demo_collectives():
         say_in_order(f"  rank {rank}   {before}   ->   {shown(tensors)}")
 
     show_ring()
+    whole = torch.ones(n << 18)
+    dist.reset_traffic()
+    by_hand(whole)
+    say(f"\nan all-reduce by hand, all to rank 0 and back: rank 0 sends {dist.traffic()['send'].bytes if n > 1 else 0:,} "
+        f"bytes, (N-1) K; of the ring's ranks each 2(N-1)/N K")
     say(f"\nbytes sent by rank 0, K = {n} MiB, N = {n}:  counted | formula")
-    whole, part = torch.ones(n << 18), torch.ones(1 << 18)
+    part = torch.ones(1 << 18)
     for call, tensors, text in (
             (dist.all_reduce, [whole], "2(N-1)/N K"),
             (dist.reduce_scatter_tensor, [part, whole], "(N-1)/N K"),
@@ -123,10 +145,22 @@ def demo_sizes():
         print(f"{name:32}{''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):8.2f}")
     xl = PRESETS["gpt2-xl"]
     print(f"GPT-2 XL beside its blocks: embedding V C = {xl.vocab_size * xl.n_embd:,}, which is the head, too; "
-          f"positions T C = {xl.seq_len * xl.n_embd:,}.\nOf a parameter's 6 FLOPs a token 2 are forward, 4 backward.")
+          f"positions T C = {xl.seq_len * xl.n_embd:,}.\nOf a parameter's 6 FLOPs a token 2 are forward, 4 backward; "
+          "counted in a GPT of {:.1f}M parameters {:.2f}, {:.2f}.".format(*flops_of_a_parameter()))
     print("\nwhat a sampler's cache keeps of a token in a layer, numbers")
     for name, c in {"16 heads of 128": wide, "half as many k and v": llama.PRESETS["1b"]}.items():
         print(f"{name:32}{2 * c.kv_heads * c.head_dim:12,}")
+
+
+def flops_of_a_parameter():
+    """(parameters in millions, FLOPs a parameter and token forward, backward) of a small GPT, as PyTorch counts them."""
+    net = GPT(GPTConfig(seq_len=16, n_layer=4, n_head=4, n_embd=256))
+    with FlopCounterMode(display=False) as counted:
+        loss = net(torch.zeros(1, 16, dtype=torch.int64)).sum()
+        forward = counted.get_total_flops()
+        loss.backward()
+    count = net.config.parameters() - 16 * 256  # positions multiply nothing
+    return count / 1e6, *(flops / 16 / count for flops in (forward, counted.get_total_flops() - forward))
 
 
 def costs_in(trace):
