@@ -218,7 +218,8 @@ def gelu(x):
 #
 #     dx = rstd (g - mean(g) - xhat mean(g xhat))
 #
-# Bytes: forward 2 passes of x, backward 3 (x, dy, dx).
+# Bytes: forward 2 passes of x, backward 3 (x, dy, dx). Backward's programs also write their shares of dw and db, and
+# the caller reads them: 2 x programs x width numbers of float32, few beside x if there are many rows.
 
 @triton.jit
 def _layer_norm(x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, width, eps, BLOCK: tl.constexpr):
@@ -339,7 +340,7 @@ def layer_norm(x, weight, bias, eps=1e-5):
 # block of rows, but from L2. FLOPs: 4 Tq Tk D a head forward, half that under a causal mask, whose blocks above the
 # diagonal are never visited. That is T / 2 FLOPs a byte, or T / 4: the tensor cores are the limit.
 # Backward as written above is 5 matmuls to forward's 2. We do 7, because both kernels make S and dP. One kernel for all
-# would add up dQ over programs in memory, in another order every run (fast/hopper.py has it).
+# adds up dQ over programs in memory, in another order every run (`simple_attention_backward_kernel`, fast/hopper.py).
 #
 # Grouped queries: G heads of queries may share one head of keys and values. Head h then reads that of h // G, from the
 # same place in memory, and dK, dV add up over the G heads. (Ainslie et al. 2023; GPT-2 has G = 1.)

@@ -265,7 +265,9 @@ def told(text, home):
     """Html of what stands between blocks of code."""
     out = ""
     for block in filter(None, map(str.strip, text.split("\n\n"))):
-        if block.startswith("#"):
+        if block.startswith(("<details>", "</details>", "<!--")):
+            out += block + "\n"
+        elif block.startswith("#"):
             marks, _, title = block.partition(" ")
             out += f'<h{len(marks)} id="{anchor(title)}">{inline(title, home=home)}</h{len(marks)}>\n'
         elif block.startswith("|"):
@@ -326,7 +328,7 @@ STEPPED = {  # name: (frames, title, what it shows)
                "rank 1's, grey is the same on both. Multiply along: a row at the left with a column above.")}
 FIXED = {"pipeline": lambda: {name: moving.pipeline({"schedule": name}) for name in SCHEDULES},
          "layout": lambda: {"fixed": moving.layout({})}}
-STOP_OF = {"zero": "4", "ring": "6", "tensor": "7", "pipeline": "8", "layout": "12"}
+STOP_OF = {"ring": "1", "zero": "3", "tensor": "4", "pipeline": "5", "layout": "9"}
 CHOICES = {"SCHEDULES": [*SCHEDULES], "MODELS": [*PRESETS], "MACHINES": [*MACHINES]}
 
 
