@@ -283,8 +283,8 @@ def sent_for_context(n, tokens, kind):
     """Bytes that a rank of n sends in a block, for a sequence of so many tokens."""
     config = llama.LlamaConfig(seq_len=tokens, n_layer=1, n_head=4 * n, n_embd=512 * n)
     s = Settings(dp=1, cp=n, cp_kind=kind, batch_size=1, dtype="bf16")
-    return sum(item.times * sent(item.op, elements, item.width, n)
-               for item in messages_of_context(config, s, {0: range(3)}) for elements in item.elements)
+    return sum(item.times * sent(item.op, item.elements, item.width, n)
+               for item in messages_of_context(config, s, {0: range(3)}))
 
 
 def demo_experts():

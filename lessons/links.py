@@ -77,6 +77,6 @@ def demo_links(json=""):
     link.close()
     if json:
         dtype, preset = ("bf16", "gpt2-xl") if device.type == "cuda" else ("fp32", "tiny")
-        machine = dataclasses.replace(measure_machine(device, dtype, PRESETS[preset], "ours"), link=slowest)
+        machine = dataclasses.replace(measure_machine(device, dtype, PRESETS[preset]), link=slowest)
         write_json(argparse.Namespace(what="links", json=json), device, machine=dataclasses.asdict(machine))
         say(f"{json}: this machine, with links of {slowest / 1e9:.2f} GB/s, the slowest pair's; all else measured now")

@@ -3,13 +3,10 @@
 import contextlib
 import dataclasses
 import functools
-import io
 import itertools
 import json
 import math
 import re
-import subprocess
-from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -23,15 +20,13 @@ import kernels
 import lessons.bench.rates
 import lessons.links
 import model
-import parallel
 from further.experts import ExpertsConfig
 from lessons import gpu
-from fast.stages import Prefetcher
 from lessons.bench import peers, strategies
 from lessons.bench.rates import BUS, calls_of, fit, measure_machine, replays_of, sent_in
 from lessons.bench.strategies import (
     communication, configs_of, free_memory, make_trainer, predicted_traffic, routes_of_rows)
-from lessons.bench.timing import clock_and_power, interleaved, of_all_ranks, without_collectives
+from lessons.bench.timing import interleaved, of_all_ranks, without_collectives
 from further.sampling import CachedGPT
 from lessons.eight_bits import few_rows, in_int8
 from lessons.four_bits import few_rows_of_four, from_int4, in_int4
@@ -199,7 +194,7 @@ def test_a_host_s_launches_are_in_no_rate_of_its_gpu():
         return {name: functools.partial(replayed.append, name) for name in steps}
 
     with patch.object(lessons.bench.rates, "replays_of", replays):
-        machine = measure_machine(torch.device("cpu"), "fp32", model.PRESETS["tiny"], "ours")
+        machine = measure_machine(torch.device("cpu"), "fp32", model.PRESETS["tiny"])
     assert {*replayed} == {"products", "block", "attention", "loss"}
     assert machine.launch > 1e-4 and machine.hbm < 1e12 and machine.matmul > 1e3 * machine.hbm
 
@@ -277,18 +272,6 @@ def asked(flags):
     return a
 
 
-def calls_in_place_of_a_piece(strategy):
-    """How often what stands in the place of "fetching" is called."""
-    a = asked("strategies --quick --device cpu --gpus 2 --batch-size 2 --seq-len 16 --n-layer 2 --n-head 4 --n-embd 48 "
-              f"--repeats 1 --only {strategy} --without addition fetching")
-    prefetch = Mock(return_value=None)
-    changed = strategies.pieces() | {"fetching": [(Prefetcher, "prefetch", prefetch)]}
-    with patch.object(strategies, "pieces", lambda: changed):
-        row, = strategies.without(a, torch.device("cpu")).rows
-    assert min(row["ms"], row["addition"], row["fetching"], row["again"]) > 0
-    return prefetch.call_count
-
-
 def test_a_gathering_left_out_repeats_the_own_part():
     own = torch.arange(6.0).view(3, 2)
     for whole in torch.zeros(6, 2), torch.zeros(2, 3, 2), torch.zeros(3, 2, 2).transpose(0, 1):
@@ -320,15 +303,6 @@ def test_strategies_of_pytorch_take_the_worlds_group():
     assert [*torch_dist.distributed_c10d._world.pg_map] == [torch_dist.group.WORLD]
 
 
-@on_cpus
-def test_bench_strategies_without_a_piece(pool):
-    """What stands in a piece's place is in use while a step is timed, where the layout uses that piece."""
-    assert pool(2).run(calls_in_place_of_a_piece, "zero1") == [0, 0]
-    assert min(pool(2).run(calls_in_place_of_a_piece, "zero3")) > 1
-    assert all(name in owner if isinstance(owner, dict) else hasattr(owner, name)
-               for rows in strategies.pieces().values() for owner, name, _ in rows)
-
-
 def test_a_dense_twin_takes_as_many_flops():
     for config in (model.GPTConfig(), ExpertsConfig(experts=4, top_k=3),
                    ExpertsConfig(n_layer=6, experts=16, top_k=1)):
@@ -342,16 +316,6 @@ def test_a_dense_twin_takes_as_many_flops():
 def test_line_through_times_is_found():
     messages, sizes = np.array([1, 1, 2, 6, 6]), np.array([1e2, 1e4, 1e5, 1e6, 1e8])
     assert np.allclose(fit(messages, sizes, 3e-5 * messages + sizes / 2e11), (3e-5, 2e11))
-
-
-@parametrize("says, want", [("1755, 612.4", (1755, 612.4)), ("1755, [N/A]", (None, None))])
-def test_a_card_s_clock_and_power_are_read_while_it_runs(monkeypatch, says, want):
-    ran, left = [], iter([None, None, 0])
-    smi = SimpleNamespace(poll=lambda: next(left), stdout=io.StringIO(says))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0a"))
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: smi)
-    assert clock_and_power(torch.device("cuda"), ran.append, [1]) == want and len(ran) > 3
 
 
 @parametrize("device, fewer", [  # a lesson, a way, and how many times fewer bytes that moves
