@@ -162,8 +162,6 @@ REFUSED = {
         together --dp 3                     | give e.g. --dp 2 --tp 2 --pp 1
         types --ep 3                        | --ep 3 does not divide --dp 2: give --ep 1 or --dp 3
         types --dp 3 --cp 2 --zero 1 --zero-within 3 | --zero-within 3 cuts through the ranks of --cp or --ep
-        together --many-ranks 7             | give --many-ranks 8 or more
-        together --out WORDS                | words.bin: is there, and not what would be written: name a new file
         blind --out WORDS                   | words.bin: is there, and not what would be written: name a new file
         pages --out MINE                    | index.html: is there, and not what would be written: name a new file
         puzzles ring --into EMPTY/deep      | Not a directory; name a folder that can be written
