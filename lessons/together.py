@@ -11,11 +11,12 @@ import functools
 import inspect
 import math
 import os
+import pathlib
 import pdb
 import sys
 import time
 from bdb import BdbQuit
-from collections import Counter, defaultdict
+from collections import Counter
 from threading import current_thread
 from types import SimpleNamespace
 
@@ -28,7 +29,8 @@ import collectives as dist
 import parallel
 import train
 from further import together
-from lessons.pictures import box, check_picture, COLOURS, legend, write_rows
+from lessons.drawer import Cell, COLOURS, Frame, GREY, legend, svg_of
+from lessons.pictures import check_picture
 from lessons.puzzles import HERE
 from model import GPTConfig
 from safe.sizes import reject
@@ -149,11 +151,12 @@ def step_of(world, layout):
 
 def draw(world, path):
     """A lane for each thread: what it computes, sends, and waits for, on the clock."""
-    kinds = dict(zip(dict.fromkeys(span[1] for span in world.spans), COLOURS)) | {"wait": "#8883"}
-    unit, lanes = 830 / max(span[3] for span in world.spans), defaultdict(list)
-    for name, what, start, end in sorted(world.spans):
-        lanes[name].append(box(150 + start * unit, 0, (end - start) * unit, 17, kinds[what]))
-    write_rows(path, 140, legend(6, 160, kinds), lanes)
+    kinds = dict(zip(dict.fromkeys(span[1] for span in world.spans), COLOURS)) | {"wait": GREY}
+    unit = 830 / max(span[3] for span in world.spans)
+    rows = {name: row for row, name in enumerate(sorted({span[0] for span in world.spans}), 2)}
+    cells = [Cell(rows[name], start, "", end - start, kinds[what]) for name, what, start, end in world.spans]
+    names = {row: name for name, row in rows.items()}
+    pathlib.Path(path).write_text(svg_of(Frame(legend(kinds, 160 / unit) + cells, "", (), names, unit, 140)))
 
 
 # ----------------------------------------------------------------------------------------------------------- many ranks
