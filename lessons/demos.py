@@ -22,7 +22,7 @@ from further.groups import split_experts
 from further.experts import count_of_each, ExpertsConfig
 from further.lists import check
 from further.schedules import SCHEDULES
-from lessons import kernels, links, mutate, pages, puzzles, same, turns
+from lessons import kernels, links, mutate, pages, puzzles, same
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.compiled import demo_compile
@@ -32,11 +32,10 @@ from lessons.lecture8 import demo_lecture8
 from lessons.letters import check as check_letters
 from lessons.machine import demo_machine
 from lessons.measuring import demo_measuring
-from lessons.moving import ring_states, ring_steps
 from lessons.overlap import demo_overlap
 from lessons.path import demo_path
 from lessons.plan import KINDS
-from lessons.pictures import costs_of, spans_of
+from lessons.pictures import costs_of, ring_states, ring_steps, spans_of
 from lessons.sampling import demo_sampling
 from lessons.step import demo_step
 from lessons.together import demo_together, function
@@ -359,7 +358,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "break": None, "rank": None}),
     "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0}),
     "blind": (demo_blind, {"quick": False, "out": None}),
-    "pages": (pages.pages, {"out": "runs/site"}),
+    "pages": (pages.pages, {"out": "runs/site", "show": None}),
     "explore": (explore, {"port": 0})}
 TYPES = {"port": int, "zero": int, "zero_within": positive, "break": function, "rank": int,
          "steps": partial(positive, least=0)}  # else a text, or positive
@@ -375,6 +374,7 @@ HELP = {  # of the flags
     "ep": "ranks of dp that share out experts, which the blocks have then", "schedule": "of the pipeline",
     "zero_within": "ranks that ZeRO shards over; left out, all of dp x cp",
     "json": "write the machine's rates there, for bench.py plan --machine",
+    "show": "a picture of the pages, step by step in the terminal, e.g. ring",
     "steps": "of training before", "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
 ON_RANKS = (demo_collectives, demo_tensor, demo_experts, demo_measuring, demo_lecture8,
@@ -427,8 +427,7 @@ def main():
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
         if demo is demo_step:
             lesson.add_argument("more", nargs="*", help="behind --, further flags of train.py")
-    for many in (puzzles, turns):
-        many.add_to(lessons)
+    puzzles.add_to(lessons)
     same.add_to(lessons.add_parser("same", description=same.main.__doc__)).set_defaults(demo=same.main)
     mutate.add_to(lessons.add_parser("mutate", description=mutate.mutate.__doc__)).set_defaults(demo=mutate.mutate)
     parser.description = listing(lessons.choices)
