@@ -405,7 +405,7 @@ def listing(parsers):
     lines = ["by stop (0 is python lessons/micro.py):"]
     for stop, names in BY_STOP.items():
         lines.append(f"  {stop}")
-        lines += [f"    {name:13}{' '.join(parsers[name].description.split())}" for name in names.split()]
+        lines += [f"    {name:13}{' '.join((parsers[name].description or '').split())}" for name in names.split()]
     lines.append("\nby text:")
     return "\n".join(lines + [f"  {text:30}{names}" for text, names in BY_TEXT.items()])
 
