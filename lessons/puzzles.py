@@ -365,7 +365,7 @@ def puzzles(name, into, check_in, shows_solution):
 
 def add_to(lessons):
     """The lesson's flags, on the command line."""
-    lesson = lessons.add_parser("puzzles", help=puzzles.__doc__)
+    lesson = lessons.add_parser("puzzles", description=puzzles.__doc__)
     lesson.add_argument("name", nargs="?", choices=[*PUZZLES], metavar="PUZZLE", help="left out, all are listed")
     lesson.add_argument("--into", metavar="FOLDER", help="write the reference there, with a hole")
     lesson.add_argument("--check", metavar="FOLDER", dest="check_in", help="run what is there on a small example")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
+import collectives as dist
 import model
 import parallel
 import train
