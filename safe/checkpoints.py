@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from further.bpe import Tokenizer
+from further.bpe_json import WHOLE
 from further.resume import lacking, MOMENTS, unknown
 from model import GPTConfig, shapes
 from parallel import master_dtype
@@ -109,8 +111,8 @@ def write_checkpoint(trainer, done, tensors):
     manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": trainer.run.identity}
     try:
-        files = manifest["files"] = write_hf(part, trainer.config, tensors, dtype, trainer.run.came,
-                                             token_ids(trainer.vocabulary))
+        came = with_class_of_tokenizer(trainer.run.came, trainer.config, trainer.vocabulary)
+        files = manifest["files"] = write_hf(part, trainer.config, tensors, dtype, came, token_ids(trainer.vocabulary))
         files["optimizer.safetensors"] = write_safetensors(part / "optimizer.safetensors", dtype, moments, tensors)
         write_file(part / "manifest.json", json.dumps(manifest | {"crc32": crc_of(manifest)}))
         sync_folder(part)
@@ -122,8 +124,32 @@ def write_checkpoint(trainer, done, tensors):
     ours = [path for path in checkpoints(final.parent) if path.is_dir() and has_no_others(path)]
     for old in ours[:-trainer.s.keep]:
         gone = old.with_name(f".{old.name}.old")
-        os.rename(old, gone)  # because a folder half removed must not look like a checkpoint
-        shutil.rmtree(gone)
+        with nothing_lost(old):
+            os.rename(old, gone)  # because a folder half removed must not look like a checkpoint
+            shutil.rmtree(gone)
+
+
+@contextlib.contextmanager
+def nothing_lost(path):
+    """Where something cannot be removed, that is said once, and costs nothing but its space."""
+    try:
+        yield
+    except OSError as error:
+        warn_once(f"{path} cannot be removed: {error.strerror}")
+
+
+# What file managers leave in every folder that somebody looks into.
+LEFT_BEHIND = r"\.DS_Store|\._.*|\.directory|Thumbs\.db|desktop\.ini"
+
+
+def with_class_of_tokenizer(came, config, vocabulary):
+    """The Came, with a file that says which class the tokenizer is of: for all but a GPT-2 transformers would take
+    another."""
+    own = config.arch == "gpt2" and not config.experts or "tokenizer_config.json" in came.files
+    if own or not isinstance(vocabulary, Tokenizer):
+        return came
+    kind = "PreTrainedTokenizerFast" if WHOLE in came.files else "GPT2Tokenizer"
+    return came._replace(files=came.files | {"tokenizer_config.json": json.dumps({"tokenizer_class": kind}).encode()})
 
 
 def token_ids(vocabulary):
@@ -136,7 +162,8 @@ def token_ids(vocabulary):
 def has_no_others(path):
     """Whether a folder is a checkpoint, and has no file but its own."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return {*os.listdir(path)} == {"manifest.json", *json.loads((path / "manifest.json").read_text())["files"]}
+        found = {name for name in os.listdir(path) if not re.fullmatch(LEFT_BEHIND, name)}
+        return found == {"manifest.json", *json.loads((path / "manifest.json").read_text())["files"]}
     return False
 
 
@@ -310,6 +337,8 @@ def lock(folder, identity):
         file.flush()
         write_file(out / "run.json", json.dumps(identity))
         for path in out.iterdir():  # a killed run leaves folders half written or half removed
-            if re.fullmatch(r"\.step-\d{8,}\.(part|old)", path.name) and path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+            unfinished = re.fullmatch(r"\.step-\d{8,}\.(part|old)|\.(text|tokens)-\w{8}", path.name)
+            if unfinished and path.is_dir() and not path.is_symlink():
+                with nothing_lost(path):
+                    shutil.rmtree(path)
     return file

@@ -178,7 +178,7 @@ RUNS = "run.json", "log.jsonl", "manifest.json"  # where a run has written one o
 def written_by_runs(folder, names):
     """Those of a folder's files that train.py or further.bpe have written."""
     vocabulary = {*FILES} if {*FILES} <= {*names} else set()
-    encoded_there = {name for name in names if re.fullmatch(r"tokens-[0-9a-f]{16}\.bin", name)}
+    encoded_there = {name for name in names if re.fullmatch(r"tokens-[0-9a-f]{16}-\d+\.bin", name)}
     return vocabulary | encoded_there | {name for name in names if is_ours(folder / name)}
 
 
@@ -227,6 +227,14 @@ def check_data(s, config, train, held_out, vocabulary):
         check_tokens(s, some, config.vocab_size)
 
 
+def state_of(tokens):
+    """Size and time of change of the file that tokens are mapped from: to read one that has been cut ends a process, by
+    SIGBUS. None of tokens in memory."""
+    if isinstance(tokens, np.memmap):
+        state = os.stat(tokens.filename)
+        return state.st_size, state.st_mtime_ns
+
+
 def check_tokens(s, tokens, vocab_size):
     """A GPU that looks up a number beyond the vocabulary would stop the run with no word about the data."""
     largest = int(tokens.max()) if len(tokens) else 0
@@ -251,21 +259,24 @@ def encoded(s, texts, vocabulary):
         key.update(part)
         key.update(b"\0")  # no text has a zero byte
     key = key.hexdigest()[:16]
-    path = pathlib.Path(s.out, f"tokens-{key}.bin")
+    dtype = vocabulary.array_of("").dtype
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # where there are no locks, each process encodes
             file = stack.enter_context(open(f"{tempfile.gettempdir()}/ringgpt-{os.getuid()}-{key}.lock", "w"))
             fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies
-        if s.out and path.exists():
-            return np.memmap(path, vocabulary.array_of("").dtype, "r")
+        for path in pathlib.Path(s.out).glob(f"tokens-{key}-*.bin") if s.out else ():
+            count = int(path.stem.rpartition("-")[2])
+            if os.path.getsize(path) == count * dtype.itemsize:  # else it has been cut short
+                return np.memmap(path, dtype, "r")
         if key not in _encoded:
             parts = ["", *parts_of(vocabulary.joined(texts))]
             _encoded[key] = np.concatenate([vocabulary.array_of(part) for part in parts])
         tokens = _encoded[key]
         if s.out and len(tokens):  # the file has its name when it is whole, though other nodes may write it, too
             with writable(s.out, "--out"), tempfile.TemporaryDirectory(dir=s.out, prefix=".tokens-") as own:
-                write_blocks(f"{own}/tokens.bin", [tokens.data])
-                os.replace(f"{own}/tokens.bin", path)
+                with contextlib.suppress(FileNotFoundError):  # another node may take the folder for a killed run's
+                    write_blocks(f"{own}/tokens.bin", [tokens.data])
+                    os.replace(f"{own}/tokens.bin", f"{s.out}/tokens-{key}-{len(tokens)}.bin")
     return tokens
 
 

@@ -212,7 +212,11 @@ class Log:
         if kept and not kept[-1].endswith(b"\n"):
             kept.append(b"\n")
         write_blocks(path, kept)
-        self.file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self.path = path
+
+    def sync(self):
+        with open(self.path, "a") as file:
+            sync(file)
 
     @staticmethod
     def step_of(line):
@@ -226,10 +230,14 @@ class Log:
         """Write entry, {"step": ..., ...}. Returns the OSError if it is lost, else None."""
         entry = json.loads(json.dumps(entry), parse_constant=str.lower)  # NaN is no JSON, so it becomes "nan"
         line = json.dumps(entry).encode() + b"\n"
-        size = os.fstat(self.file).st_size
         try:
-            while line:  # a full disk takes a part, and then raises the error
-                line = line[os.write(self.file, line):]
+            with open(self.path, "ab", buffering=0) as file:  # each time, because somebody may move it away
+                size = file.tell()
+                try:
+                    while line:  # a full disk takes a part, and then raises the error
+                        line = line[os.write(file.fileno(), line):]
+                except OSError:
+                    file.truncate(size)
+                    raise
         except OSError as error:
-            os.ftruncate(self.file, size)
             return error

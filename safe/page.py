@@ -101,10 +101,12 @@ def chart(title, points, resumed=()):
 def sign_of_life(pause):
     """Html of when a run wrote its page. pause: the longest time, in seconds, that it let pass so far. If far more have
     passed for who looks at the page, the text is another."""
-    now = time.time()
-    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    # Only the reader's clock is asked: since when has this tab had the same page, which loads itself anew?
     return (f'<p id="sign">Written {when}; no pause before was longer than {pause:.0f} s.</p>\n'
-            f'<script>if (Date.now() / 1000 - {now:.0f} > {max(60, 10 * pause):.0f}) sign.textContent = '
+            f'<script>const first = sessionStorage.getItem("{when}"), since = first ?? Date.now();\n'
+            f'sessionStorage.setItem("{when}", since);\n'
+            f'if (Date.now() - since > {1000 * max(60, 10 * pause):.0f}) sign.textContent = '
             f'"No sign of life since {when}, though no pause before was longer than {pause:.0f} s: '
             'the run was killed, hangs, or does something that takes very long.";</script>\n')
 

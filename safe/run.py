@@ -20,8 +20,8 @@ from safe.checkpoints import (
     check_optimizer, check_same_data, checkpoints, crc_of, differences, find_checkpoint, fingerprint, lock, run_of,
     start_of, write_checkpoint)
 from safe.data import (
-    bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary)
-from safe.files import check_folder, Log, sync, tell, writable
+    bytes_a_token, check_data, check_prompt, check_tokens, check_vocabulary, load_data, open_vocabulary, state_of)
+from safe.files import check_folder, Log, tell, writable
 from safe.flags import check_layout, check_numbers, dashed, model_config, Parser, refuse, Settings
 from safe.huggingface import came_with
 from safe.messages import progress
@@ -97,6 +97,9 @@ class WatchedTrainer(Trainer):
             return super().step(step)
 
     def micro_batches(self, tokens, seed, step):
+        written = self.run and state_of(tokens) != self.run.state
+        reject(written, f"--data {self.s.data or '(the standard library)'}: its tokens were written over while they were "
+               "read: start again with a file that stays as it is")
         rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
         for t in rows:
             check_tokens(self.s, t, self.config.vocab_size)
@@ -210,7 +213,7 @@ class WatchedTrainer(Trainer):
         tensors = whole_tensors(self)
         try:
             if dist.get_rank() == 0:
-                sync(self.log.file)
+                self.log.sync()
                 write_checkpoint(self, done, tensors)
                 self.say(f"saved    step {done}: {self.s.out}/step-{done:08}")
             self.saved = True
@@ -286,6 +289,8 @@ class WatchedRun(Run):
             s.vocab_size = s.vocab_size or len(vocabulary)
         config, source = model_config(s, checkpoint)
         self.processes = check_layout(s, config, self.world, dist.processes_of_a_node(self.world))
+        if self.processes != self.world:
+            launch.check_room(self.processes)
         check_vocabulary(s, config, vocabulary)
         self.identity = checkpoint and checkpoint.manifest["run"]
         self.left_out = []
@@ -326,6 +331,7 @@ class WatchedRun(Run):
         self.config = config
         self.source = source
         self.data = data
+        self.state = state_of(data[0])
         self.checkpoint = checkpoint
 
     def start(self):
@@ -363,11 +369,11 @@ class WatchedRun(Run):
         """Train, as Run.start does. Returns whether everything was saved; always True on ranks other than 0."""
         trainer = self.trainer(self.s, self.config, self.source, self.data, device)
         trainer.run = self
-        # A cluster sends SIGTERM before it takes the machine away, a terminal SIGHUP when it is closed, which is
-        # ignored under nohup, and SIGINT at Ctrl-C, which without --out ends a rank at once. The handler only sets a
+        # A cluster sends one of `launch.ENDS` before it takes the machine away, a terminal SIGHUP when it is closed, which
+        # is ignored under nohup, and SIGINT at Ctrl-C, which without --out ends a rank at once. The handler only sets a
         # number, so that this step ends and is saved. It stays after an error, because torchrun sends SIGTERM to ranks
         # that still print it.
-        ends = [signal.SIGTERM, signal.SIGHUP, *[signal.SIGINT] * bool(self.s.out)]
+        ends = [*launch.ENDS, *[signal.SIGINT] * bool(self.s.out)]
         ends = [end for end in ends if signal.getsignal(end) != signal.SIG_IGN]
         before = [signal.signal(end, lambda number, _: setattr(trainer, "terminated", number)) for end in ends]
         hint = "Ctrl-C   this step ends and is saved; a second Ctrl-C quits at once" * self.on_rank_0
