@@ -11,7 +11,7 @@ IDEAS = """
     PRESETS               --arch             llama
     resized               --experts          kinds
     add_to_plan           --tp               kinds
-    tokenizer             --tokenizer        bpe_json
+    Tokenizer             --tokenizer        bpe
     packed                --pack             packed
     context_parallel      --cp               context
     cut_tokens            --cp               context
