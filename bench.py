@@ -60,7 +60,7 @@ from safe.huggingface import read_config
 from safe.launch import is_forked
 from safe.sizes import BadInput, checked_use, reject
 from theory.speed import MACHINES, describe_machine
-from train import LLAMAS
+from further.flags import LLAMAS
 
 
 # ---------------------------------------------------------------------------------------- kernels, lessons, collectives

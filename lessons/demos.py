@@ -52,7 +52,7 @@ from safe.sizes import BadInput
 from theory.clock import bubble, draw, simulate
 from theory.speed import MACHINES
 from theory.traffic import messages_of_context, sent
-from train import config_of, layout_of
+from further.flags import config_of, layout_of
 
 
 def shown(tensors):

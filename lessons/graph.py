@@ -10,11 +10,10 @@ once; a weight is kept without more memory. So the bytes add up to `activation_b
 import torch
 
 from lessons.bench.timing import say
-from model import GPT
+from model import GPT, PRESETS
 from safe.flags import Settings
 from safe.reports import size
 from theory.memory import activation_bytes
-from train import PRESETS
 
 
 def kept_by(node):

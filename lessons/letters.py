@@ -10,7 +10,7 @@ from torch.distributed import get_process_group_ranks, ProcessGroup
 
 import collectives as dist
 import train
-from further.experts import balance
+from further.experts import balance, loads
 from further.letters import Letters, Wrong
 from parallel import placement_of
 from safe.sizes import reject
@@ -76,7 +76,7 @@ class Step(Letters):
             self.check_weights(net)
             self.sent = sent
             if net.config.experts:
-                balance(net, 0.02)
+                balance(net, loads(net), 0.02)
             for router in net.routers.values():
                 self.must_be("a router's bias", router.bias, {})
 

@@ -99,7 +99,7 @@ def demo_fp16():
     say("step  loss scale      loss  gradient norm")
     for step in range(12):
         scale, skipped = trainer.scaler.scale, trainer.skipped
-        loss, norm = trainer.step(step)
+        loss, norm, _ = trainer.step(step)
         say(f"{step + 1:4}  2^{math.log2(scale):<8.0f}{loss:10.4f}  {norm:13.4f}"
             + "  skipped" * (trainer.skipped - skipped))
 

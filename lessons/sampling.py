@@ -27,7 +27,7 @@ from lessons.four_bits import few_rows_of_four, from_int4, in_int4
 from model import Linear, PRESETS
 from safe.data import load_data
 from safe.flags import Settings
-from train import batch, Bytes
+from further.text import batch, Bytes
 
 BITS = {8: (in_int8, few_rows, lambda q, scale: q * scale[:, None]), 4: (in_int4, few_rows_of_four, from_int4)}
 

@@ -29,7 +29,9 @@ from safe import launch
 from safe.reports import timed
 from safe.sizes import BadInput
 from theory.clock import simulate
-from train import Bytes, Flags, split, Trainer
+from further.flags import Flags
+from further.text import Bytes, split
+from train import Trainer
 
 STEPS = 11     # of each
 WARM_UP = 2    # of these, which do not count
@@ -59,7 +61,7 @@ def measure(every):
             torch_dist.barrier()
             start = time.perf_counter()
             with timed(trainer.net.pipeline) as spans:
-                loss, _ = trainer.step(step)
+                loss = trainer.step(step).loss
             took = torch.tensor([time.perf_counter() - start])
             dist.all_reduce(took, dist.ReduceOp.MAX)
             found[name].append((took.item(), trainer.mean_over_ranks(loss), of_all_ranks(spans)))

@@ -15,6 +15,7 @@ import collectives as dist
 import kernels
 from further.bpe import Tokenizer
 from further.letters import tensors_in
+from further.text import Bytes
 from parallel import master_dtype
 from safe.data import about_left_out, Numbers
 from safe.files import keep_others
@@ -24,7 +25,6 @@ from safe.messages import Watched
 from safe.sizes import BadInput
 from theory import speed
 from theory.memory import kept_tensors, memory_bytes, most_in_a_step, reducers_of
-from train import Bytes
 
 
 @contextlib.contextmanager

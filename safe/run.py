@@ -19,6 +19,7 @@ import safe
 from further.bad_input import BadInput
 from further.experts import how_even
 from further.flags import ABOUT, dashed, due, learning_rate, parse
+from further.muon import Muon
 from further.refusals import agreed, check_numbers, told
 from further.resume import check_optimizer, checkpoints, crc_of, find_checkpoint, load
 from further.sampling import show_sample
@@ -253,14 +254,11 @@ class Plain:
     """What a Run takes where --fast is off; fast/run.py has the same names."""
     mode = "reference + safe: what you read, with checks around it; --plain leaves those out"
 
-    @staticmethod
-    def on():
-        safe.on()
+    on = staticmethod(safe.on)
 
     @staticmethod
     def parts(s, device):
-        adamw = partial(torch.optim.AdamW, fused=True, foreach=False)
-        return {"optimizer": adamw} if s.optimizer == "adamw" else {}
+        return {"optimizer": partial(Muon if s.optimizer == "muon" else torch.optim.AdamW, fused=True, foreach=False)}
 
     @staticmethod
     def prepare(trainer):
@@ -268,7 +266,7 @@ class Plain:
 
     @staticmethod
     def look(s, trainer):
-        return lambda found: found
+        return lambda found: found  # None is none
 
 
 FOR_EVER = 10**6  # seconds: the Watch ends a run that hangs, because it knows of time in which all ranks were suspended

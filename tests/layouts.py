@@ -27,6 +27,7 @@ import fast.experts
 import fast.nccl
 import fast.stages
 import further.chunked_loss
+import further.flags
 import further.expert_parallel
 import further.context
 import further.experts
@@ -375,7 +376,7 @@ def train_steps(edition, layout, optimizer, micro_batches, change, steps, batch,
         norms.append(float(net.clip_grad_norm_(clip)))
         net.step()
         if config.experts:
-            further.experts.balance(net, RATE)
+            further.experts.balance(net, further.experts.loads(net), RATE)
         if cuda_graphs and step == 0:
             net.forward(*rows)  # eager, and what it gathers must not be missing in what is recorded next
         torch_dist.all_reduce(total, group=net.groups.dp_cp)  # the library's: this one must work under sabotage too

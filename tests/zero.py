@@ -200,8 +200,7 @@ def test_fsdp_gathers_the_next_unit_while_one_computes():
 def test_a_whole_model_is_on_the_cpu_where_ranks_keep_parts_of_it(layout, device, rank):
     """A GPU, here "meta", may not have room for all."""
     net = small_gpt(SMALL, **layout)
-    whole = whole_model(types.SimpleNamespace(
-        config=net.config, net=net, device="meta", sampler=train.GPT))
+    whole = whole_model(types.SimpleNamespace(config=net.config, net=net, device="meta"))
     assert {tensor.device.type for tensor in whole.state_dict().values()} == {"meta" if rank else device}
 
 

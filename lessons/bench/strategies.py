@@ -79,8 +79,7 @@ def make_trainer(config, s, device, edition=Fast):
     given = s, config, peers.random_source(config, device), (tokens, tokens, train.Bytes()), device
     if s.fast == "off":
         return WatchedTrainer(*given)
-    with patched([(run.FastTrainer, "build", staticmethod(functools.partial(stages.parallelize, edition=edition)))]):
-        return run.FastTrainer(*given)
+    return run.FastTrainer(*given, build=functools.partial(stages.parallelize, edition=edition))
 
 
 @contextlib.contextmanager
