@@ -28,12 +28,12 @@ def divides(flag, n, what, total):
 
 def what_sizes_divide(c, called):
     """Of a GPTConfig. called(field): what users call it."""
-    n_embd, n_head, n_kv_head = map(called, ("n_embd", "n_head", "n_kv_head"))
+    n_embd, n_head = map(called, ("n_embd", "n_head"))
     size = getattr(c, "head_size", 0)
     yield not size and c.n_embd % c.n_head, (
         f"{n_embd} {c.n_embd} is not a multiple of {n_head} {c.n_head}: give {n_embd} {multiple(c.n_embd, c.n_head)}")
     if c.arch == "llama":
-        yield divides(n_kv_head, c.kv_heads, n_head, c.n_head)
+        yield divides(called("n_kv_head"), c.kv_heads, n_head, c.n_head)
         name, width, heads = (called("head_size"), size, 1) if size else (n_embd, c.n_embd, c.n_head)
         yield c.head_dim % 2, (
             f"{name} {width} makes heads of {c.head_dim} numbers, and rotary positions turn pairs: give {name} "

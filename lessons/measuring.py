@@ -87,7 +87,7 @@ def memory_table():
     for flags in [{"zero": zero} for zero in range(4)] + recomputed:
         trainer = tiny_trainer(**flags)
         trainer.step(0)
-        predicted, measured = predicted_bytes(trainer), measured_bytes(trainer)
+        predicted, measured = predicted_bytes(trainer), measured_bytes(trainer, trainer.seen)
         say(f"  {' '.join(map(str, *flags.items())):22}"
             + "  ".join(f"{kind} {size(m)} ({size(predicted[kind])})" for kind, m in measured.items()))
 

@@ -23,7 +23,7 @@ from further.text import Bytes
 from parallel import master_dtype
 from safe.files import keep_others, writable
 from safe.huggingface import config_json, weight_files
-from safe.sizes import BadInput, reject
+from further.bad_input import reject
 
 
 # ----------------------------------------------------------------------------------------------------- a run's identity

@@ -13,7 +13,7 @@ import tempfile
 import numpy as np
 
 from further.bad_input import BadInput, reject
-from further.bpe import END, FILES, Tokenizer, WHOLE
+from further.bpe import FILES, Tokenizer, WHOLE
 from further.fits import parts_of_sequence
 from further.folder import write_blocks
 from further.text import batch, Bytes, split, standard_library

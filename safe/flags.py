@@ -18,7 +18,7 @@ from further.flags import config_of, dashed, device_for, flag, Flags, processes_
 from further.lists import check, lower, read_schedule, schedule_of
 from safe.files import tell
 from safe.huggingface import check_sizes, open_hf, shortened
-from safe.sizes import BadInput, reject
+from further.bad_input import BadInput, reject
 
 
 # ------------------------------------------------------------------------------------------------------------- settings

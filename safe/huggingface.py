@@ -15,13 +15,13 @@ import torch
 
 from further.fits import misfit, what_sizes_divide
 from further.folder import (
-    ACTIVATIONS, ARCHITECTURES, FIXED, hf_config, is_llama, KEYS, keys_of, LLAMAS_FIXED, LLAMAS_KEYS, NO_IDS,
+    ARCHITECTURES, FIXED, hf_config, is_llama, KEYS, keys_of, LLAMAS_FIXED, LLAMAS_KEYS, NO_IDS,
     OF_EXPERTS, PLAIN_ROPE, read_safetensors, shapes_there, source_of, WITH_EXPERTS, write_folder)
 from further.kinds import resized, shapes_of_all
 from further.llama import LlamaConfig
 from model import GPT, GPTConfig, materialize
 from safe.files import is_ours
-from safe.sizes import BadInput, reject
+from further.bad_input import BadInput, reject
 
 ALSO_CALLED = {"n_positions": "max_position_embeddings", "n_embd": "hidden_size", "n_layer": "num_hidden_layers",
                "n_head": "num_attention_heads"}  # names that transformers takes, too, and first

@@ -21,7 +21,7 @@ import torch.distributed as torch_dist
 from collectives import meeting_place
 from further.refusals import set_by_torchrun, started_by_tasks
 from safe.files import tell
-from safe.sizes import BadInput, reject
+from further.bad_input import BadInput, reject
 
 
 # --------------------------------------------------------------------------------------------------- starting processes

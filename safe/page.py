@@ -17,7 +17,7 @@ import string
 import time
 
 from safe.files import keep_others
-from safe.sizes import BadInput
+from further.bad_input import BadInput
 
 LOOK = pathlib.Path(__file__).parent.parent / "assets/run.html"
 LOSSES = {"loss": "loss", "val_loss": "validation loss"}

@@ -60,11 +60,8 @@ class Loop:
         self.config = run.config
         self.unit = "byte" if isinstance(trainer.vocabulary, Bytes) else "token"
         self.bytes_a_token = bytes_a_token(trainer.held_out, trainer.vocabulary)
-        # What the first steps found: for `describe_first_steps`, and for the log, whose next entry takes `memory`.
-        self.activations = 0
-        self.share = 1.0
         self.first = self.logged = run.saved["step"] if run.saved else 0
-        self.memory = {"after_step": self.first, "unit": self.unit}
+        self.memory = {"after_step": self.first, "unit": self.unit}  # for the log's next entry
 
     def train(self):
         """The steps that the checkpoint has not done; then a sample."""
@@ -113,7 +110,7 @@ class Loop:
         third = i == min(self.first + 2, self.s.steps - 1)
         with contextlib.ExitStack() as around:
             if i == self.first:
-                around.enter_context(measured(self))
+                self.seen = around.enter_context(measured(self.trainer))
             if third and self.s.trace:
                 around.enter_context(traced(self))
             if third and self.s.profile:

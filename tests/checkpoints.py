@@ -25,13 +25,16 @@ import parallel
 from tests.pool import close, GPUS, HERE, on_cpus, on_linux, parametrize, table
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, start, TRAIN, trained)
-from safe.checkpoints import checkpoints, crc_of, NUMBERS, open_checkpoint, start_of
-from safe.files import Log, read_safetensors
+from further.folder import read_safetensors
+from further.resume import checkpoints, crc_of, NUMBERS, open_checkpoint
+from safe.checkpoints import start_of
+from safe.files import Log
 from safe.page import Page
 from safe.flags import model_config, Settings
 from safe.reports import nothing_else_lost
-from safe.run import NotFinite, WatchedTrainer
+from safe.run import NotFinite
 from safe.sizes import BadInput
+from train import Trainer
 
 
 # The flags that are not in NUMBERS: a run's identity has these as its model, its data and its start.
@@ -341,8 +344,8 @@ def at_step_20(sig):
         os.kill(os.getpid(), sig)
         real_destroy()
 
-    real, real_destroy = WatchedTrainer.step, dist.destroy_process_group
-    WatchedTrainer.step, dist.destroy_process_group = step, destroy
+    real, real_destroy = Trainer.gradients, dist.destroy_process_group
+    Trainer.gradients, dist.destroy_process_group = step, destroy
 
 
 @on_cpus
@@ -364,7 +367,7 @@ def full_at_step_2():
             raise torch.OutOfMemoryError("CUDA out of memory. Of 79 GiB 96 MiB is free. Including this, ...")
         return real(trainer, number)
 
-    real, WatchedTrainer.step = WatchedTrainer.step, step
+    real, Trainer.gradients = Trainer.gradients, step
 
 
 def test_a_full_gpu_says_what_needs_less(start):

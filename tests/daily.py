@@ -29,12 +29,12 @@ import safe.data
 import safe.launch
 from further.bpe import FILES
 from further.refusals import how_ranks_differ
-from safe.checkpoints import open_checkpoint
+from further.resume import open_checkpoint
 from safe.data import load_data, open_vocabulary
 from safe.files import Log
 from safe.flags import Settings
 from safe.page import sign_of_life
-from safe.run import WatchedTrainer
+from train import Trainer
 from safe.watch import Watch
 from tests.checkpoints import at_step_20
 from tests.launching import CLONE_NEWNET
@@ -350,7 +350,7 @@ def cut_at_step_20(path):
             os.truncate(path, 0)
         return real(trainer, number)
 
-    real, WatchedTrainer.step = WatchedTrainer.step, step
+    real, Trainer.gradients = Trainer.gradients, step
 
 
 @on_linux

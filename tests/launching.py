@@ -25,7 +25,8 @@ from tests.pool import forkserver, GPUS, HERE, in_new_process, on_linux, on_rank
 from tests.refusals import refusal_of_layout
 from tests.runs import TINY, Ranks, command, import_from, log_of, processes, ran
 import safe.launch
-from safe.checkpoints import checkpoints, lock
+from further.resume import checkpoints
+from safe.checkpoints import lock
 from safe.sizes import BadInput
 import train
 

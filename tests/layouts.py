@@ -50,7 +50,8 @@ from further.muon import Muon
 from further.resume import load_state
 from further.schedules import HalvedPipeline, zero_bubble_h1
 from lessons.blind import AXES, case_of, intercepted, value_of
-from safe.flags import BadInput, check_layout, check_sizes, Settings
+from safe.flags import BadInput, check_layout, Settings
+from safe.huggingface import check_sizes
 
 
 # -------------------------------------------------------------------------------------------------------- one process

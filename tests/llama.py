@@ -21,7 +21,7 @@ from further.flags import LLAMAS
 from further.kinds import resized
 from further.llama import PRESETS, LlamaConfig
 from further.sampling import CachedGPT
-from safe.files import read_safetensors, write_safetensors
+from further.folder import read_safetensors, write_safetensors
 from safe.huggingface import came_with, changes, load, open_hf, save, shortened
 from tests.pool import close, parametrize
 from tests.runs import ran

@@ -29,9 +29,10 @@ import safe.launch
 import safe.run
 import train
 from further.bpe import END, LETTERS
-from safe.checkpoints import crc_of
+from further.resume import crc_of
 from further.kinds import resized
-from safe.flags import check_layout, check_numbers, model_config
+from further.refusals import check_numbers
+from safe.flags import check_layout, model_config
 from safe.huggingface import save
 from safe.sizes import BadInput
 from tests.pool import parametrize

@@ -24,13 +24,12 @@ import further.bpe
 import safe.data
 import model
 import train
-from further.bpe import END, LETTERS, learn, piece_pattern, Tokenizer
-from further.bpe_json import DIGITS, JsonTokenizer, later_pattern, tokenizer
+from further.bpe import DIGITS, END, later_pattern, learn, LETTERS, piece_pattern, Tokenizer
 from further.llama import LlamaConfig
 from further.refusals import check_files
 from further.sampling import CachedGPT
-from safe.checkpoints import checkpoints, open_checkpoint
-from safe.data import load_data, open_tokenizer, parts_of
+from further.resume import checkpoints, open_checkpoint
+from safe.data import load_data, parts_of
 from safe.flags import Settings
 from safe.huggingface import save
 from safe.sizes import BadInput
@@ -100,7 +99,8 @@ def write_vocabulary(folder, merges, tokens=None):
 
 def json_of(folder, merges=list):
     """The tokenizer.json of the same tokens, and one more, "<pád>"."""
-    _, numbers, pairs, _ = further.bpe.read(folder)
+    words = Tokenizer(folder)
+    numbers, pairs = words.numbers, words.merges
     added = [{"id": numbers.get(token, len(numbers)), "content": token, "lstrip": False} for token in (END, "<pád>")]
     split = {"type": "ByteLevel", "add_prefix_space": False}
     return json.dumps({"normalizer": None, "pre_tokenizer": split, "added_tokens": added,
@@ -130,17 +130,15 @@ def test_a_tokenizer_json_has_the_tokens_of_the_two_files(tmp_path, merges):
     for name in further.bpe.FILES:
         file = tmp_path / name
         file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
-    two, whole = open_tokenizer(tmp_path), tmp_path / "tokenizer.json"
+    two, whole = Tokenizer(tmp_path), tmp_path / "tokenizer.json"
     assert two.decode([two.numbers["end of turn"]]) == "end of turn" and len(two.encode("low")) == 1
     whole.write_text(json_of(tmp_path, merges))
-    one, plain = open_tokenizer(tmp_path), tokenizer(tmp_path)
+    one = Tokenizer(tmp_path)
     for text, _ in SPELLED:
-        assert one.encode(text) == plain.encode(text) == two.encode(text)
-    assert plain.files == one.files
+        assert one.encode(text) == two.encode(text)
     assert one.encode("lo<pád>lo") == [one.numbers[token] for token in ("lo", "<pád>", "lo")]
     assert one.decode(one.encode("é<pád>")) == "é<pád>" and one.files == {whole.name: whole.read_text()}
     assert one.decode([len(one)]) == ""  # of embeddings larger than the tokenizer
-    assert Tokenizer("", json.loads(json.dumps(one.contents))).encode("low<pád>") == one.encode("low<pád>")
 
 
 def later_json(folder, digits=3, normalizer=None, **model):
@@ -173,7 +171,7 @@ def test_later_tokens_are_those_made_by_hand(tmp_path, digits, normalizer, whole
     """A piece that is a token stays one, where the file says so, although no merge makes "-low"."""
     write_vocabulary(tmp_path, BY_HAND, [*LETTERS.values(), *map("".join, BY_HAND), END, "-low"])
     (tmp_path / "tokenizer.json").write_text(later_json(tmp_path, digits, normalizer, ignore_merges=whole))
-    words = open_tokenizer(tmp_path)
+    words = Tokenizer(tmp_path)
     numbers = [words.numbers[token] for token in spelled.split()]
     back = unicodedata.normalize("NFC", text) if normalizer else text
     assert words.encode(text) == numbers and words.decode(numbers) == back
@@ -187,17 +185,17 @@ def test_tokenizers_makes_the_same_later_tokens(vocab, tmp_path):
     some = later_json(vocab).replace(END, "<end>")
     file.write_text(some)
     with pytest.raises(ValueError, match='token ends a text, as "eos_token"'):
-        open_tokenizer(tmp_path)
+        Tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
-    assert open_tokenizer(tmp_path).end == "<end>"
+    assert Tokenizer(tmp_path).end == "<end>"
     file.write_text(some.replace("{1,3}", "{1,2}"))
     with pytest.raises(ValueError, match="which is not known"):
-        open_tokenizer(tmp_path)
+        Tokenizer(tmp_path)
     tokenizers = pytest.importorskip("tokenizers")
     texts = ["".join(LATER_PIECES).replace("|", ""), *(random_text(draw, 100) for _ in range(100))]
     for whole in some, later_json(vocab, 1, NFC), later_json(vocab, 3, None, ignore_merges=True):
         file.write_text(whole)
-        ours, theirs = open_tokenizer(tmp_path), tokenizers.Tokenizer.from_str(whole)
+        ours, theirs = Tokenizer(tmp_path), tokenizers.Tokenizer.from_str(whole)
         for text in texts:
             if not any(unicodedata.category(letter) == "Cn" for letter in text):  # Unicode's versions differ there
                 assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
@@ -272,10 +270,10 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(vocab, tmp_path, digits):
     words, draw = Tokenizer(vocab), random.Random(2)
     if digits:
         (tmp_path / "tokenizer.json").write_text(later_json(vocab, digits))
-        words = JsonTokenizer(tmp_path)
+        words = Tokenizer(tmp_path)
     for _ in range(100):
         text = "".join(draw.choice(["a", "b1", " ", "\n", "\n\n", ";\n", END, "\x1c\n", "é\n"]) for _ in range(200))
-        parts = [*parts_of(text, 10)]
+        parts = [*parts_of(text, (END,), 10)]
         assert "".join(parts) == text and len(parts) > 2
         for made in words.encode, words.pieces:
             assert sum(map(made, parts), []) == made(text)
@@ -283,7 +281,7 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(vocab, tmp_path, digits):
 
 def test_text_is_encoded_once(vocab, tmp_path, monkeypatch):
     """In parts; into a .bin if there is --out; again if a text or the vocabulary is another."""
-    monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
+    monkeypatch.setattr(safe.data.parts_of, "__defaults__", ((), 1000))
     words, out = Tokenizer(vocab), tmp_path / "out"
     folder = tmp_path / "texts"
     texts = bytes(range(1, 256)) * 20, b"second line\n" * 200  # the first one is no UTF-8
@@ -323,7 +321,7 @@ def test_documents_want_the_end_token_of_a_tokenizer(vocab, tmp_path):
 
 def test_tokens_of_a_large_vocabulary_have_four_bytes(tmp_path, monkeypatch):
     """In a .bin of numbers and nothing else, which a run takes as its data."""
-    monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
+    monkeypatch.setattr(safe.data.parts_of, "__defaults__", ((), 1000))
     tokens = [*LETTERS.values(), END, *map(str, range(10, 70_000)), *map("".join, BY_HAND)]
     (tmp_path / "text").write_text("low\n" * 1000)
     s, words = Settings(data=str(tmp_path / "text"), out=str(tmp_path)), write_vocabulary(tmp_path, BY_HAND, tokens)

@@ -19,7 +19,7 @@ import kernels
 import model
 import parallel
 import train
-from fast import attention, hopper, linear, nccl, norm, recorded, run, stages
+from fast import attention, hopper, linear, nccl, norm, recorded, run
 from fast.edition import Fast
 from fast.nccl import Direct, NodeLink
 from fast.overlap import FastReducer
@@ -28,14 +28,15 @@ from fast.stages import EMBEDDINGS, FlatParameter, Prefetcher, StagedGPT
 from further import experts
 from further.kinds import resized
 from further.schedules import SCHEDULES
+from further.text import Bytes
 from lessons.bench import peers
 from lessons.bench.rates import measure_machine, sent_in
 from lessons.bench.timing import (
     interleaved, of_all_ranks, patched, plain_kernels, say, Table, without_collectives, write_json)
 from lessons.plan import describe_model
 from safe.messages import Watched
-from safe.reports import measured_bytes, predicted_bytes, timed
-from safe.run import WatchedTrainer
+from safe.reports import measured, measured_bytes, predicted_bytes, timed
+from safe.run import Plain
 from theory.clock import halves_backward, stages_in
 from theory.speed import describe_machine, mfu, mfu_note, predict
 from theory.traffic import messages, messages_in_buckets, messages_of_list
@@ -73,13 +74,30 @@ def configs_of(config):
     return dense, routed, dataclasses.replace(dense, inner=config.hidden * mlps // config.n_layer)
 
 
+class Timed(train.Trainer):
+    """A Trainer whose first step is measured, and whose steps are judged by the numbers that fast/ looks at.
+
+    s.fast says what it is made of; edition: fast/'s, where that is on."""
+
+    def __init__(self, s, config, source, data, device, edition=Fast):
+        parts = run.parts(s, device, edition) if s.fast == "on" else Plain.parts(s, device)
+        super().__init__(s, config, source, data, device, **parts)
+        if s.fast == "on":
+            run.prepare(self)
+        self.look = (run if s.fast == "on" else Plain).look(s, self)
+
+    def step(self, i):
+        with contextlib.nullcontext(self.seen) if i else measured(self) as self.seen:
+            found = self.gradients(i)
+            [bad] = self.agree(not self.look(found).is_finite)
+            self.update(found, i, bad)
+        return found
+
+
 def make_trainer(config, s, device, edition=Fast):
-    """A trainer on random tokens, of fast/ or of the reference. edition: fast/'s, where s.fast is on."""
+    """A Timed trainer on random tokens."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len)
-    given = s, config, peers.random_source(config, device), (tokens, tokens, train.Bytes()), device
-    if s.fast == "off":
-        return WatchedTrainer(*given)
-    return run.FastTrainer(*given, build=functools.partial(stages.parallelize, edition=edition))
+    return Timed(s, config, peers.random_source(config, device), (tokens, tokens, Bytes()), device, edition)
 
 
 @contextlib.contextmanager
@@ -243,7 +261,7 @@ def pieces():
         "norm": [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", norm.add_and_norm)],
         "addition": plain_kernels(model.Block),                                     # added to x, and then the norm
         "specialized": [(attention, "specialized_takes", never), (hopper, "specialized_takes", never)],  # Triton's
-        "reading": [(run.FastTrainer, "all_finite", WatchedTrainer.all_finite)],    # a step waits for its own norm
+        "reading": [(run, "look", Plain.look)],                                     # a step waits for its own norm
         "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
         "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
         "links": [(dist.LINKS, "ours", Watched)],                                   # rings
@@ -351,7 +369,8 @@ def tried(build):
 def memory_and_traffic(trainer):
     """Columns: GiB that the fullest rank keeps, and MiB that rank 0 sends, predicted and found."""
     memory = [max(of_all_ranks(sum(kinds.values()))) / 2**30
-              for kinds in (predicted_bytes(trainer), measured_bytes(trainer))]
+              for kinds in (predicted_bytes(trainer, trainer.seen.share),
+                            measured_bytes(trainer, trainer.seen))]
     trainer.step(2)
     with routes_of_rows() as routes:
         dist.reset_traffic()
