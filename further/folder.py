@@ -234,7 +234,8 @@ def hf_config(config, dtype):
     if not is_llama(config):
         kind, name = (WITH_EXPERTS, "RingGPTMixtureOfExperts") if config.experts else ("gpt2", "GPT2LMHeadModel")
         activation = ACTIVATIONS.get(config.activation, config.activation)
-        return {"model_type": kind, "architectures": [name], **FIXED, **NO_DROPOUT, **sizes, "n_inner": config.hidden,
+        return {"model_type": kind, "architectures": [name], **FIXED, **NO_DROPOUT, **sizes,
+                "n_inner": None if config.hidden == 4 * config.n_embd else config.hidden,
                 "activation_function": activation}
     if config.qk_norm and config.qkv_bias:
         raise ValueError("a model with biases and norms of heads has no name in transformers")

@@ -67,7 +67,9 @@ def differences(there, here, parts=("model", "flags", "start", "data")):
         for key, value in here[part].items():
             known = there[part].get(key, value)
             if known != value and key not in PATHS:
-                name = {"weights": "weights of --init-from"}.get(key, f"data: {key}" if part == "data" else dashed(key))
+                name = f"data: {key}" if part == "data" else dashed(key)
+                if key == "weights":
+                    name, known, value = "weights of --init-from", there[part]["init_from"], here[part]["init_from"]
                 found.append(f"{name} {shown(known)} there, {shown(value)} here")
     return found
 

@@ -249,11 +249,11 @@ def measured_bytes(trainer, seen):
     """What `predicted_bytes` predicts: {kind: bytes} of this rank's tensors, each storage counted once. seen: the
     Measured of its first step."""
     sizes = {}
-    seen = set()
+    counted = set()
     for kind, tensors in kept_tensors(trainer.net).items():
         found = storages(tensors)
-        sizes[kind] = sum(found[storage] for storage in found.keys() - seen)
-        seen |= found.keys()
+        sizes[kind] = sum(found[storage] for storage in found.keys() - counted)
+        counted |= found.keys()
     return dict(sizes, activations=seen.activations)
 
 

@@ -38,7 +38,7 @@ from train import Trainer
 from safe.watch import Watch
 from tests.checkpoints import at_step_20
 from tests.launching import CLONE_NEWNET
-from tests.pool import close, forkserver, HERE, in_new_process, on_cpus, on_linux, parametrize
+from tests.pool import forkserver, HERE, in_new_process, on_cpus, on_linux, parametrize
 from tests.runs import log_of, ran, Ranks, run_training, start, TRAIN, trained
 from tests.text import BY_HAND, write_vocabulary
 

@@ -165,7 +165,7 @@ def test_wrong_values_in_a_config_json_are_named(tmp_path, experts):
     config = json.loads(path.read_text())
     keys = """vocab_size n_positions n_embd n_layer n_head n_inner activation_function layer_norm_epsilon
         tie_word_embeddings model_type""" + " num_experts num_experts_per_tok decoder_sparse_step" * (experts > 0)
-    for key, value in itertools.product([*keys.split(), *safe.huggingface.OURS_ALONE], HF_VALUES):
+    for key, value in itertools.product([*keys.split(), *further.folder.FIXED], HF_VALUES):
         path.write_text(json.dumps({name: old for name, old in config.items() if name != key}
                                    | ({} if value is LEFT_OUT else {key: value})))
         try:

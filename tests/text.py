@@ -26,13 +26,11 @@ import model
 import train
 from further.bpe import DIGITS, END, later_pattern, learn, LETTERS, piece_pattern, Tokenizer
 from further.llama import LlamaConfig
-from further.refusals import check_files
 from further.sampling import CachedGPT
 from further.resume import checkpoints, open_checkpoint
 from safe.data import load_data, parts_of
 from safe.flags import Settings
 from safe.huggingface import save
-from safe.sizes import BadInput
 from tests.models import CHANGES, small
 from tests.pool import close, on_cpus, parametrize
 from tests.runs import log_of, output_of, run_training, start, trained
@@ -305,26 +303,21 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch):
     assert len(os.listdir(out)) == 3
 
 
-def test_documents_want_the_end_token_of_a_tokenizer(vocab, tmp_path):
-    """--pack finds it between two texts. A vocabulary without one is refused, also by the reference."""
-    words, without = Tokenizer(vocab), Tokenizer(write_vocabulary(tmp_path / "without", [], [*LETTERS.values()]))
+def test_documents_have_the_end_token_between_them(vocab, tmp_path):
+    """--pack finds it there."""
+    words = Tokenizer(vocab)
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("print(1)\n" * 100)
-    s = Settings(data=str(tmp_path), pack=True, tokenizer=str(tmp_path / "without"))
-    tokens = np.concatenate(load_data(s, words)[:2])
+    tokens = np.concatenate(load_data(Settings(data=str(tmp_path), pack=True), words)[:2])
     assert words.end_token == words.numbers[END] and (tokens == words.end_token).sum() == 1
-    with pytest.raises(BadInput, match="end token"):
-        load_data(s, without)
-    with pytest.raises(ValueError, match="end token"):
-        check_files(s, None, [], tokens, tokens, without, None)
 
 
 def test_tokens_of_a_large_vocabulary_have_four_bytes(tmp_path, monkeypatch):
     """In a .bin of numbers and nothing else, which a run takes as its data."""
     monkeypatch.setattr(safe.data.parts_of, "__defaults__", ((), 1000))
-    tokens = [*LETTERS.values(), END, *map(str, range(10, 70_000)), *map("".join, BY_HAND)]
+    merges = [*itertools.product(LETTERS.values(), repeat=2), ("lo", "w")]
     (tmp_path / "text").write_text("low\n" * 1000)
-    s, words = Settings(data=str(tmp_path / "text"), out=str(tmp_path)), write_vocabulary(tmp_path, BY_HAND, tokens)
+    s, words = Settings(data=str(tmp_path / "text"), out=str(tmp_path)), write_vocabulary(tmp_path, merges)
     words = Tokenizer(words)
     first, again = (np.concatenate(load_data(s, words)[:2]) for _ in range(2))
     file, = tmp_path.glob("*.bin")
@@ -374,20 +367,19 @@ def test_of_a_node_s_processes_one_encodes(vocab, tmp_path, monkeypatch):
 
 @on_cpus
 def test_runs_on_words_log_the_same_losses_and_show_text(start, trained, vocab, tmp_path, reference_in):
-    """Two ranks of the whole program, and the reference alone. A checkpoint has the tokenizer's files, the reference's
-    has their folder's name."""
+    """Two ranks of the whole program, and the reference alone. A checkpoint has the tokenizer's files."""
     flags = f"--dtype fp64 --tokenizer {vocab} --steps 3 --out OUT/"
     trained(2, flags + "whole --tp 2")
     said = start(flags + "plain --save-every 3 --sample 4 --prompt line", folder=reference_in()).said()
     assert "mode     plain" in said and "tokens ---\nline" in said
     assert close(log_of(tmp_path / "plain", "loss"), log_of(tmp_path / "whole", "loss"))
     (path,), (file,) = checkpoints(tmp_path / "whole"), checkpoints(tmp_path / "plain")
-    assert Tokenizer(path).files == Tokenizer(vocab).files and open_checkpoint(path, True).config.vocab_size == 600
+    assert Tokenizer(path).files == Tokenizer(file).files == Tokenizer(vocab).files and open_checkpoint(path, True).config.vocab_size == 600
     written = json.loads((path / "config.json").read_text())
     assert written["bos_token_id"] == written["eos_token_id"] == Tokenizer(vocab).numbers[END]
-    for checkpoint, folder in (path, path), (file, vocab):
+    for checkpoint in path, file:
         said = start(f"--dtype fp64 --resume {checkpoint} --steps 0 --sample 8 --prompt föx").said()
-        assert f"tokens   of {folder}: 600" in said and "tokens ---\nföx" in said
+        assert f"tokens   of {checkpoint}: 600" in said and "tokens ---\nföx" in said
 
 
 SAID_OF_TOKENS = [  # flags of a run, and what it says
