@@ -19,11 +19,19 @@ def multiple(n, of):
     return -(-n // of) * of
 
 
-def divides(flag, n, what, total):
-    """The row that says that n must divide `total`, the numbers of `what`."""
-    able = [d for d in range(1, total + 1) if total % d == 0]
-    near = [d for d in able if d < n][-1:] + [d for d in able if d > n][:1]
-    return total % n, f"{flag} {n} does not divide {what}, {total}: give {flag} {' or '.join(map(str, near))}"
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def near(n, total):
+    """The divisors of `total` that are next to n, as text."""
+    below = [d for d in divisors(total) if d < n][-1:]
+    return " or ".join(map(str, below + [d for d in divisors(total) if d > n][:1]))
+
+
+def divides(flag, n, total, what):
+    """The row that says that n must divide `total` of something."""
+    return total % n, f"{flag} {n} does not divide the {total} {what}: give {flag} {near(n, total)}"
 
 
 def what_sizes_divide(c, called):
@@ -33,7 +41,7 @@ def what_sizes_divide(c, called):
     yield not size and c.n_embd % c.n_head, (
         f"{n_embd} {c.n_embd} is not a multiple of {n_head} {c.n_head}: give {n_embd} {multiple(c.n_embd, c.n_head)}")
     if c.arch == "llama":
-        yield divides(called("n_kv_head"), c.kv_heads, n_head, c.n_head)
+        yield divides(called("n_kv_head"), c.kv_heads, c.n_head, f"heads of {n_head}")
         name, width, heads = (called("head_size"), size, 1) if size else (n_embd, c.n_embd, c.n_head)
         yield c.head_dim % 2, (
             f"{name} {width} makes heads of {c.head_dim} numbers, and rotary positions turn pairs: give {name} "
@@ -62,33 +70,36 @@ def what_ranks_divide(s, c, world=1, node=0):
     yield s.recompute_blocks and s.recompute == "none", (
         f"--recompute-blocks {s.recompute_blocks} says how many blocks, not what of them runs again: give --recompute "
         "mlp, too")
-    yield from what_tp_and_cp_divide(s, c)
-    yield from what_ep_divides(s, c)
+    yield from what_tp_and_cp_divide(s, c, world)
+    yield from what_ep_divides(s, c, world)
     unit = s.dp * s.micro_batches
     yield s.batch_size % unit, (
         f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches {s.micro_batches}: give e.g. "
         f"--batch-size {multiple(s.batch_size, unit)}")
-    yield divides("--zero-within", s.zero_within or s.replicas, "the ranks that average gradients", s.replicas)
+    yield divides("--zero-within", s.zero_within or s.replicas, s.replicas, "ranks that average gradients")
     yield s.zero_within and not s.zero, f"--zero-within {s.zero_within} is for ZeRO, which is off: give --zero 1, 2 or 3"
 
 
-def what_tp_and_cp_divide(s, c):
+def what_tp_and_cp_divide(s, c, world):
     kind = "heads" if c.kv_heads == c.n_head else "heads of keys and values"
-    yield divides("--tp", s.tp, f"the model's {kind} (did you mean --dp {s.tp}?)", c.kv_heads)
+    yield divides("--tp", s.tp, c.kv_heads, f"{kind} of the model (did you mean --dp {s.tp}?)")
     least = min(c.vocab_size, c.hidden)
     yield s.tp > least, (
         f"--tp {s.tp} is more than the vocabulary's {c.vocab_size} tokens, or the hidden layer's {c.hidden} numbers: "
         f"give --tp {max(n for n in range(1, min(least, s.tp) + 1) if s.tp % n == 0)}")
-    yield s.sp and s.tp == 1, "--sp cuts tokens over --tp: leave --sp out, or give --tp, too"
+    able = [n for n in divisors(c.kv_heads)[1:] if world == 1 or world % (n * s.pp * s.cp) == 0]
+    instead = f"give --tp {able[0]}, say, or " if able else ""
+    yield s.sp and s.tp == 1, f"--sp cuts tokens over --tp: {instead}leave --sp out"
     parts = parts_of_sequence(s)
     yield c.seq_len % parts, (
         f"{'--sp ' * s.sp}--tp {s.tp} --cp {s.cp}: sequences of {c.seq_len} tokens cannot be cut into {parts} parts: "
         f"give --seq-len {multiple(c.seq_len, parts)}")
     if s.cp_kind == "ulysses":
-        wrong, line = divides("--cp", s.cp, f"a rank's {kind}", c.kv_heads // s.tp)
+        wrong, line = divides("--cp", s.cp, c.kv_heads // s.tp, f"{kind} of a rank")
         yield wrong, f"--cp-kind ulysses: {line} or --cp-kind ring"
     if s.optimizer == "muon":  # it steps whole matrices, in equal parts
-        yield divides("--optimizer muon --tp", s.tp, "the width of the MLP", c.hidden)
+        wrong, line = divides("--tp", s.tp, c.hidden, "numbers of the MLP's width")
+        yield wrong, f"--optimizer muon: {line}"
 
 
 def parts_of_sequence(s):
@@ -97,12 +108,15 @@ def parts_of_sequence(s):
     return math.lcm(chunks, s.cp * s.tp if s.sp else 1)
 
 
-def what_ep_divides(s, c):
+def what_ep_divides(s, c, world):
     if not c.experts:
         of_a_folder = getattr(s, "init_from", "") or s.resume  # whose model has what it has
         instead = "" if of_a_folder else f"give --experts {2 * s.ep}, say, or "
         yield s.ep > 1, f"--ep {s.ep} shares out experts, and the model has none: {instead}leave --ep out"
-    yield divides("--ep", s.ep, "--dp and the experts, whose largest common divisor is", math.gcd(s.dp, c.experts))
+    shared = math.gcd(s.dp, c.experts)
+    more = f" or --dp {multiple(s.dp, s.ep)}" if world == 1 and c.experts % s.ep == 0 else ""
+    yield shared % s.ep, (
+        f"--ep {s.ep} does not divide both --dp {s.dp} and the {c.experts} experts: give --ep {near(s.ep, shared)}{more}")
 
 
 def what_stages_divide(s, c):

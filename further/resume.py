@@ -123,7 +123,8 @@ def write(trainer, done, tensors, run, said, beside):
     manifest = {"format": 1, "step": done, "skipped": trainer.skipped,
                 "scaler": trainer.scaler and vars(trainer.scaler), "run": run}
     try:
-        shutil.rmtree(part, ignore_errors=True)
+        if part.exists():  # of a run that was killed
+            shutil.rmtree(part)
         files = manifest["files"] = write_folder(part, config, tensors, dtype, said or hf_config(config, dtype), beside)
         files["optimizer.safetensors"] = write_safetensors(part / "optimizer.safetensors", dtype, moments, tensors)
         write_file(part / "manifest.json", json.dumps(manifest | {"crc32": crc_of(manifest)}))
@@ -190,9 +191,9 @@ def open_checkpoint(path, read_all=True):
         how = unknown(found.flags | found.manifest["run"]["model"])
     except Exception as error:  # noqa: BLE001  anything may stand in a damaged or hostile file
         why = f"has no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or str(error)
-        file = os.path.basename(getattr(error, "filename", None) or "") + ": "
-        raise BadInput(f"--resume {path}: {file.removeprefix(': ')}{why.splitlines()[0]}; move it away to go on from "
-                       "the checkpoint before, or give a whole one") from None
+        named = "manifest.json" if isinstance(error, json.JSONDecodeError) else getattr(error, "filename", None)
+        raise BadInput(f"--resume {path}: {f'{os.path.basename(named)}: ' if named else ''}{why.splitlines()[0]}; move "
+                       "it away to go on from the checkpoint before, or give a whole one") from None
     reject(how, f"--resume {path}: {how}: name another")
     return found
 
@@ -231,8 +232,9 @@ def read_checkpoint(s, config, *_):
     other sizes than `config`."""
     found = find_checkpoint(s)
     here = run_of(s, config)["model"]
-    for name, size in found.manifest["run"]["model"].items():
-        reject(size != here.get(name), f"the model in --resume has other sizes: give {dashed(name)} {size}")
+    there = found.manifest["run"]["model"]
+    others = " ".join(f"{dashed(name)} {size}" for name, size in there.items() if size != here.get(name))
+    reject(others, f"the model in --resume has other sizes: give {others}")
     return found.manifest, found.source
 
 

@@ -163,17 +163,21 @@ def start_of(s, config, asked, read_all):
     except (OSError, ValueError):
         there = newest and newest.manifest["run"]
     reject(not there and logged, f"--out {out} already holds files of a run, and no run.json that says which: {another}")
-    how = there and (unknown(there["flags"] | there["model"]) or "; ".join(differences(there, identity_of(s, config))[:3]))
-    goes_on = ", or add --resume to go on with other flags" * bool(newest)
-    reject(how, f"--out {out} holds another run ({how}): {another}{goes_on}")
+    here = identity_of(s, config)
+    how = there and (unknown(there["flags"] | there["model"]) or "; ".join(differences(there, here)[:3]))
+    goes_on = newest and not differences(there, here, ("model",)) and there["flags"].get("optimizer") == s.optimizer
+    instead = f", or {'leave --init-from out and ' * bool(s.init_from)}add --resume" * bool(goes_on)
+    reject(how, f"--out {out} holds another run ({how}): {another}{instead}")
     return newest, there
 
 
-def check_same_data(s, known, here):
+def check_same_data(s, known, here, checkpoint):
     """Reject data that is not what a run was trained on. known, here: the identity of that run and of this."""
     how = differences(known, here, ("data",))
+    another = f"--out {s.out}-2 " * bool(s.out)
+    anew = f", or for a new run give {another}--init-from {checkpoint.path} and leave --resume out" if checkpoint else ""
     reject(how, f"--data {s.data or '(the standard library)'} is not what this run was trained on ({'; '.join(how)}): "
-           "give that, or for a new run give --init-from its checkpoint and another --out")
+           f"give that{anew}")
 
 
 def lock(folder, identity):

@@ -308,7 +308,7 @@ def config_json(config, dtype, came, ids=NO_IDS):
     """The contents of a config.json beside weights that came with `came`, another's contents ({}: none). ids: numbers
     of the tokens that begin and end a text, if what came does not say; at eos_token_id transformers' generate()
     stops."""
-    if not came:
+    if not came or came.get("model_type") == WITH_EXPERTS:
         return ids | hf_config(config, dtype)
     known = {key: value for key, value in ids.items() if value is not None}
     return known | came | changes(config, dtype, came)

@@ -354,7 +354,7 @@ class Run:
         self.identity["data"] = fingerprint(*self.data)
         if known:
             self.identity["start"] = known["start"]
-            check_same_data(s, known, self.identity)
+            check_same_data(s, known, self.identity, checkpoint)
         return checkpoint
 
     def start(self):

@@ -240,7 +240,7 @@ def test_a_run_goes_on_where_its_weights_lie_now(trained, tmp_path):
     (tmp_path / "old").rename(tmp_path / "new")
     assert run("--init-from OUT/new/step-00000001") == [""] and end_of(tmp_path / "run")[0] == 2
     said, = run("--init-from OUT/other/step-00000001")
-    assert "(weights of --init-from /" in said and said.endswith("or add --resume to go on with other flags")
+    assert "(weights of --init-from /" in said and said.endswith("or leave --init-from out and add --resume")
     said, = run("--init-from OUT/old/step-00000001")
     assert said.endswith("to go on in --out, leave --init-from out and add --resume")
     assert run("--resume") == [""]
