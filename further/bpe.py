@@ -327,7 +327,7 @@ def write_learned(files, size, folder):
     texts = [file.read_bytes() for file in files]
     whole = b"".join(texts)
     reject(not whole or b"\0" in whole, f"{', '.join(map(str, files))}: no text to learn from, or zero bytes in it")
-    reject(not 257 <= size <= 65536, f"--vocab-size {size}: must be between 257 and 65,536: give e.g. --vocab-size 4096")
+    reject(not 257 <= size <= 65536, f"--vocab-size {size}: must be 257 to 65,536: give e.g. --vocab-size 4096")
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         reject((folder / name).exists(),

@@ -77,7 +77,8 @@ def what_ranks_divide(s, c, world=1, node=0):
         f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches {s.micro_batches}: give e.g. "
         f"--batch-size {multiple(s.batch_size, unit)}")
     yield divides("--zero-within", s.zero_within or s.replicas, s.replicas, "ranks that average gradients")
-    yield s.zero_within and not s.zero, f"--zero-within {s.zero_within} is for ZeRO, which is off: give --zero 1, 2 or 3"
+    yield s.zero_within and not s.zero, (
+        f"--zero-within {s.zero_within} is for ZeRO, which is off: give --zero 1, 2 or 3")
 
 
 def what_tp_and_cp_divide(s, c, world):
@@ -116,7 +117,8 @@ def what_ep_divides(s, c, world):
     shared = math.gcd(s.dp, c.experts)
     more = f" or --dp {multiple(s.dp, s.ep)}" if world == 1 and c.experts % s.ep == 0 else ""
     yield shared % s.ep, (
-        f"--ep {s.ep} does not divide both --dp {s.dp} and the {c.experts} experts: give --ep {near(s.ep, shared)}{more}")
+        f"--ep {s.ep} does not divide both --dp {s.dp} and the {c.experts} experts: give --ep {near(s.ep, shared)}"
+        f"{more}")
 
 
 def what_stages_divide(s, c):

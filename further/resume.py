@@ -73,8 +73,8 @@ def check_optimizer(trained_with, s):
     steps says that it is warm, would make steps many times too large.) trained_with: its flags."""
     there, here = trained_with.get("optimizer", "adamw"), s.optimizer
     lost = ", ".join(key for key in KEEPS[here] if key not in KEEPS[there])
-    reject(lost, f"--optimizer {here} goes on from {lost}, which the --optimizer {there} in --resume has not kept: give "
-           f"--optimizer {there}")
+    reject(lost, f"--optimizer {here} goes on from {lost}, which the --optimizer {there} in --resume has not kept: "
+           f"give --optimizer {there}")
 
 
 # ------------------------------------------------------------------------------------------------------------- written

@@ -152,7 +152,8 @@ def start_of(s, config, asked, read_all):
     if asked:
         own = asked.path.resolve().parent == out.resolve()
         is_newest = found and found[-1].samefile(asked.path)
-        reject(own and not is_newest, f"--resume {asked.path}: newer checkpoints lie beside it: move them away, or {another}")
+        reject(own and not is_newest,
+               f"--resume {asked.path}: newer checkpoints lie beside it: move them away, or {another}")
         reject(not own and (found or (out / "run.json").exists()), f"--out {out} holds another run than --resume "
                f"{asked.path}: leave --out out, or {another}")
         return asked, asked.manifest["run"]
@@ -162,7 +163,8 @@ def start_of(s, config, asked, read_all):
         there = json.loads((out / "run.json").read_text())
     except (OSError, ValueError):
         there = newest and newest.manifest["run"]
-    reject(not there and logged, f"--out {out} already holds files of a run, and no run.json that says which: {another}")
+    reject(not there and logged,
+           f"--out {out} already holds files of a run, and no run.json that says which: {another}")
     here = identity_of(s, config)
     how = there and (unknown(there["flags"] | there["model"]) or "; ".join(differences(there, here)[:3]))
     goes_on = newest and not differences(there, here, ("model",)) and there["flags"].get("optimizer") == s.optimizer
@@ -175,9 +177,9 @@ def check_same_data(s, known, here, checkpoint):
     """Reject data that is not what a run was trained on. known, here: the identity of that run and of this."""
     how = differences(known, here, ("data",))
     another = f"--out {s.out}-2 " * bool(s.out)
-    anew = f", or for a new run give {another}--init-from {checkpoint.path} and leave --resume out" if checkpoint else ""
+    anew = checkpoint and f", or for a new run give {another}--init-from {checkpoint.path} and leave --resume out"
     reject(how, f"--data {s.data or '(the standard library)'} is not what this run was trained on ({'; '.join(how)}): "
-           f"give that{anew}")
+           f"give that{anew or ''}")
 
 
 def lock(folder, identity):

@@ -38,7 +38,8 @@ MISSING["qwen3"] = MISSING["qwen2"] | {"head_dim": 128}
 MISSING["llama"] = MISSING["qwen2"] | {"vocab_size": 32000, "max_position_embeddings": 2048,
                                        "num_key_value_heads": None, "intermediate_size": 11008}
 OURS_ALONE = {**FIXED, "n_group": 1}  # our model has these values; a config.json with others is refused
-OURS_ALONE_OF_LLAMAS = {**LLAMAS_FIXED, "rope_scaling": None, "partial_rotary_factor": None, "quantization_config": None}
+OURS_ALONE_OF_LLAMAS = {
+    **LLAMAS_FIXED, "rope_scaling": None, "partial_rotary_factor": None, "quantization_config": None}
 OURS_OF_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "elu": "elu"}
 
 

@@ -117,8 +117,8 @@ def check_room(processes):
     needed = 64 + 4 * processes
     if soft < needed <= hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    reject(hard < needed, f"{processes} processes need {needed} open files each, and {hard} are allowed: give ulimit -n "
-           f"{needed}")
+    reject(hard < needed, f"{processes} processes need {needed} open files each, and {hard} are allowed: give ulimit "
+           f"-n {needed}")
 
 
 # What a scheduler, a closed terminal or a limit of time sends: the step ends, is saved, and the run with it.
@@ -192,8 +192,8 @@ _imported = threads()
 def may_fork():
     """Whether ranks can be forked from this process. They cannot if it has started threads since the imports, as the
     first large tensor does on several cores, because a fork copies no threads and PyTorch would wait for them for ever.
-    They cannot if there are GPUs, because CUDA does not survive a fork, nor without /dev/shm, where a fork's queues have
-    their locks."""
+    They cannot if there are GPUs, because CUDA does not survive a fork, nor without /dev/shm, where a fork's queues
+    have their locks."""
     with contextlib.suppress(OSError):
         multiprocessing.Lock()
         return 0 < threads() == _imported and not torch.cuda.is_available()

@@ -270,11 +270,14 @@ FOR_EVER = 10**6  # seconds: the Watch ends a run that hangs, because it knows o
 
 
 class Run:
-    """What a command line asks for, checked before processes connect: `s` (Settings), `config`, `data` (training tokens,
-    held-out tokens, their vocabulary), `source` (of initial weights, or None), `checkpoint` (the Checkpoint to go on
-    from, or None), `saved` (what it says), `identity` (of the run), `came` (the Came of its weights), `world` (how many
-    processes were started), `processes` (how many the layout needs); and, if checkpoints go to --out, on rank 0 `lock`
-    (the file there that is locked), `log` and `page`; else None.
+    """What a command line asks for, checked before processes connect:
+
+    s, config     Settings, GPTConfig
+    data          tokens to train on, held-out tokens, their vocabulary; source: of initial weights, or None
+    checkpoint    the Checkpoint to go on from, or None; saved: what it says
+    identity      of the run; came: the Came of its weights
+    world         how many processes were started; processes: how many the layout needs
+    lock          the file in --out that is locked, on rank 0, if checkpoints go there; likewise log and page; else None
 
     trainer: train.py's Trainer. fast: fast/run.py, or what has the same names."""
     lock = log = page = saved = None

@@ -229,7 +229,8 @@ def no_docstrings():
     real, kind.get_code = kind.get_code, compiled
 
 
-@parametrize("program, word", [("lessons", "puzzles"), ("lessons", "sizes"), ("bench.py", "--help"), ("train.py", "--help")])
+@parametrize("program, word", [("lessons", "puzzles"), ("lessons", "sizes"), ("bench.py", "--help"),
+                               ("train.py", "--help")])
 def test_programs_run_without_docstrings(tmp_path, program, word):
     (tmp_path / "project").symlink_to(HERE)  # from there all files are compiled anew
     ran([word], 1, tmp_path / "log", program=program, folder=str(tmp_path / "project"), before=no_docstrings)

@@ -201,7 +201,7 @@ UNDIVIDED = """
     --pp 2 --virtual-stages 2               | is for --schedule interleaved and --pp 2 or more: leave it out
     --virtual-stages 7 --schedule interleaved | give --virtual-stages 6 or fewer
     --pp 2 --virtual-stages 4 --schedule interleaved | give --virtual-stages 3 or fewer
-    --optimizer muon --arch llama --n-head 3 --n-kv-head 3 --n-embd 96 --tp 3 | 256 numbers of the MLP's width: give --tp 2 or 4"""
+    --optimizer muon --arch llama --n-head 3 --n-kv-head 3 --n-embd 96 --tp 3 | 256 numbers of the MLP's width: give"""
 
 
 class Started(BaseException):
@@ -302,7 +302,8 @@ def files(text, tmp_path_factory):
     os.mkfifo(folder / "fifo")
     os.mkdir(folder / "muon")
     for file, flags in ("step-00000001.pt", Flags()), ("muon/step-00000001.pt", Flags(optimizer="muon")):
-        torch.save({"flags": vars(flags), "step": 1, "skipped": 0, "scaler": None, "tensors": {"wte.weight": 0}}, folder / file)
+        torch.save({"flags": vars(flags), "step": 1, "skipped": 0, "scaler": None, "tensors": {"wte.weight": 0}},
+                   folder / file)
     flags = f"--data {text} --steps 3 --save-every 1 --experts 2 --out {folder / 'run'}"
     ran([*TRAIN, *flags.split()], 1, folder / "log")
     lock = open(folder / "run" / ".lock", "w")  # noqa: SIM115  locked until the last test ends
