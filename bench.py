@@ -50,10 +50,11 @@ from lessons.plan import plan
 from model import PRESETS
 from safe import launch
 from safe.files import check_file, check_folder
-from safe.flags import check_layout, check_numbers, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES
+from safe.flags import (
+    check_layout, check_numbers, checked_use, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES)
 from safe.huggingface import read_config
 from safe.launch import is_forked
-from safe.sizes import BadInput, checked_use, reject
+from safe.sizes import BadInput, reject
 from theory.speed import MACHINES, describe_machine
 
 

@@ -1321,6 +1321,8 @@ def params_of(optimizer):
 def clip_grad_norm_(parameters, max_norm, scale=1.0):
     """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the
     norm, float64. Call it when gradients are averaged, on all ranks, also on one that has no parameters.
+    (torch.nn.utils.clip_grad_norm_ takes a rank's parts for a whole model: tensor peers would divide by different
+    norms, and replicated weights drift apart.)
 
     Every rank adds up the squares of its gradients, each divided by how often the same one counts (`copies`). This
     number is all-reduced over all ranks, so each element of the model counts once. dp 2, tp 2, pp 2, ZeRO-1:

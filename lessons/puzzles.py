@@ -260,7 +260,7 @@ def solution(puzzle):
 
 
 def empty(puzzle):
-    task = textwrap.fill("# Puzzle: " + " ".join(puzzle.example.__doc__.split()), 96, subsequent_indent="# ")
+    task = textwrap.fill("# Puzzle: " + " ".join((puzzle.example.__doc__ or "").split()), 96, subsequent_indent="# ")
     return task + "\nraise NotImplementedError('puzzle: nothing is written here yet')"
 
 
@@ -344,7 +344,7 @@ def puzzles(name, into, check_in, shows_solution):
     if not name:
         reject(into or check_in or shows_solution, "which puzzle? Name one, e.g. ring; without flags they are listed")
         for name, puzzle in PUZZLES.items():
-            print(f"{name:12}{puzzle.file:28}{puzzle.function:36}{puzzle.example.__doc__.split(':')[0]}")
+            print(f"{name:12}{puzzle.file:28}{puzzle.function:36}{(puzzle.example.__doc__ or '').split(':')[0]}")
         return
     puzzle = PUZZLES[name]
     if shows_solution:

@@ -41,22 +41,41 @@ def test_a_page_shows_what_was_logged(tmp_path):
 
 
 def test_a_run_s_page_is_whole_at_every_moment_and_seldom_written(tmp_path, monkeypatch):
-    page = Page(logged(tmp_path / "run", {"step": 1, "loss": 4.0}))
+    entry = {"step": 1, "loss": 4.0, "predicted_bytes": {"gradients": 1 << 20},
+             "measured_bytes": {"gradients": 3 << 19}}
+    page = Page(logged(tmp_path / "run", entry))
     page.said += ["layout   dp 2", "<b>"]
     index, seen, replace = tmp_path / "run" / "index.html", [], os.replace
     monkeypatch.setattr(os, "replace", lambda *files: (seen.append(index.exists()), replace(*files)))
     page.write()
-    page.write()  # so soon it would be a large part of the run
     assert seen == [False] and "http-equiv" in index.read_text()
-    written = re.search('"sign">Written (.* UTC); no pause', index.read_text())[1]
-    assert f"killed   after {written}" in Page(tmp_path / "run").before[-1]
+    page.last -= 12  # seconds
+    page.next = 0.0
+    Page.write(page)
+    said = re.search('"sign">Written (.* UTC); no pause before was longer than 12 s.*since > 120000'
+                     '\\).*No sign of life since (.*), though no pause before was longer than 12 s',
+                     index.read_text(), re.S)
+    assert said[1] == said[2]
+    assert f"killed   after {said[1]}" in Page(tmp_path / "run").before[-1]
+    seen.pop()
+    page.write()  # so soon it would be a large part of the run
+    assert len(seen) == 1
     page.write(over=True)
     text = index.read_text()
-    assert "http-equiv" not in text and "layout   dp 2\n&lt;b&gt;" in text
-    monkeypatch.setattr(os, "replace", lambda *files: 1 / 0)
+    assert seen == [False, True] and "http-equiv" not in text and "sign" not in text and "Ended, after step 1." in text
+    assert "<tr><th>gradients<td>1.0<td>1.5" in text and "layout   dp 2\n&lt;b&gt;" in text
+    monkeypatch.setattr(os, "replace", lambda *files: 1 / 0 if index.exists() else None)
     (tmp_path / "run" / "log.jsonl").unlink()
     page.write(over=True)  # costs the page, not the run
     assert index.read_text() == text
+    monkeypatch.setattr(os, "replace", replace)
+    logged(tmp_path / "run", entry)
+    page = Page(tmp_path / "run")  # of the next launch
+    page.said += ["resume   after step 1"]
+    page.write(over=True)
+    text = index.read_text()
+    assert re.findall("<summary>(.*)</summary>", text) == ["launch 1", "launch 2"]
+    assert text.index("layout   dp 2\n&lt;b&gt;</pre>") < text.index("resume   after step 1</pre>")
 
 
 # ---------------------------------------------------------------------------------------------------------------- lists

@@ -35,8 +35,7 @@ from further import by_hand
 from further.experts import ExpertsConfig, MixtureOfExperts
 from lessons.compiled import occupancy
 from lessons.kernels import attention, CASES, main, tiles_read
-from safe.flags import BadInput, check_layout, Settings
-from safe.sizes import checked_use
+from safe.flags import BadInput, check_layout, checked_use, Settings
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels

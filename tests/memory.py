@@ -28,7 +28,7 @@ from safe.data import load_data
 from safe.flags import check_layout, model_config
 from safe.reports import BirthLog, measured_bytes, predicted_bytes, watching
 from theory.memory import most_in_a_step
-from safe.run import WatchedTrainer
+from lessons.bench.strategies import Timed
 
 
 def test_memory_table_is_the_lecture_s():
@@ -53,7 +53,7 @@ def make_trainer(flags, reference=train.Trainer):
     config, source = model_config(s)
     with torch.device("cpu"), patch("safe.flags.check_fp8"):  # the interpreter multiplies eight bits, too
         check_layout(s, config, dist.get_world_size(), dist.get_world_size())
-        make = reference if is_plain() else fast.run.FastTrainer
+        make = reference if is_plain() else Timed
         return make(s, config, source, load_data(s, train.Bytes()), device)
 
 
@@ -118,16 +118,16 @@ def test_memory_is_what_is_predicted(text, bound, flags):
     if "triton" in flags:
         needs_kernels()
     sizes = "--n-layer 2 --seq-len 64 --n-head 2 --n-embd 32 --batch-size 2 --kernels torch"
-    trainer = make_trainer(f"--data {text} {sizes} {flags}".split(), WatchedTrainer)
+    trainer = make_trainer(f"--data {text} {sizes} {flags}".split(), Timed)
     on_cpu = torch.get_default_device().type == "cpu"
     with torch.device("cpu"):
         trainer.step(0)
-        measured, predicted = measured_bytes(trainer), predicted_bytes(trainer)
+        measured, predicted = measured_bytes(trainer, trainer.seen), predicted_bytes(trainer, trainer.seen.share)
     bounds = dict.fromkeys(("parameters", "gradients", "optimizer"), (200, 0.02))  # bytes of padding
     bounds["activations"] = (0, bound) if bound < 1 else (bound, 0) if on_cpu else (0, 0.02)
     for kind, (some, part) in bounds.items():
         assert abs(measured[kind] - predicted[kind]) <= some + part * predicted[kind], (kind, measured, predicted)
-    shares = of_all_ranks(trainer.share)
+    shares = of_all_ranks(trainer.seen.share)
     assert ("--ep" in flags) == (len({*shares}) > 1) and abs(sum(shares) / len(shares) - 1) < 1e-6
 
 
