@@ -130,6 +130,11 @@ FAULTS = [  # an adapter, what stands there, what somebody wrote, what the tool 
      "the gradient of what attn.qkv returns: off by"),
     ("hard", "l.backward()\n", "l.backward(); net.module.turn.grad.imag = 0\n", "    gradients: turn: off by 1.0e+00"),
     ("cp", "        dist.all_reduce(grad)\n", "", "the gradient of what qkv returns: off by"),
+    ("cp --dtype fp64 fp32", "grad.contiguous()", "grad.to(torch.bfloat16).to(grad.dtype)",
+     "NOT THE SAME: although the same in fp64 and bf16"),
+    ("vocabulary", "softmax = z.exp() / sums[0, :, None]", "softmax = z.exp()",
+     "the gradient of what 2 returns: off by"),
+    ("vocabulary", "(1 + 2 * Z * log[:, None])", "1", "the gradient of what 2 returns: off by"),
     ("zero", "        dist.broadcast(p.data, i % 2)\n", "", "    updates: 0.norm.weight"),
     ("zero", "p.grad / 2 if", "p.grad if", "x 2 = dp")]
 
@@ -156,7 +161,8 @@ def in_new_python(flags, size, log, codes, folder, **_):
 
 @parametrize("name, flags", [("ddp", ()), ("fsdp_tp", ()), ("pipeline", ("--dtype", "bf16")),
                              ("tensor", ()), ("hard", ()),
-                             ("cp", ("--dtype", "fp64", "fp32", "bf16")), ("zero", ())])
+                             ("cp", ("--dtype", "fp64", "fp32", "bf16")), ("zero", ()),
+                             ("vocabulary", ("--dtype", "fp64", "fp32"))])
 def test_right_models_of_others_are_the_same(tmp_path, name, flags):
     text = said(tmp_path, name, 0, *flags, start=ran if flags else in_new_python)
     assert text.endswith("\nSAME\n"), text
@@ -173,7 +179,8 @@ def test_where_a_cast_is_no_copy_decides_nothing(tmp_path):
 
 @parametrize("name, old, new, words", FAULTS, ids=range(len(FAULTS)))
 def test_faults_are_seen_and_named(tmp_path, name, old, new, words):
-    text = said(tmp_path, name, 1, change=(old, new))
+    name, *flags = name.split()
+    text = said(tmp_path, name, 1, *flags, change=(old, new))
     assert words in text and "\nNOT THE SAME" in text, text
 
 
