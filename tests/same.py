@@ -108,7 +108,7 @@ def test_no_row_of_layouts_is_called_wrong(plain_pool, row):
 
 # ----------------------------------------------------------------------------------------------------- models of others
 
-ADAPTERS = pathlib.Path(__file__).parents[1] / "docs" / "adapters"
+ADAPTERS = pathlib.Path(__file__).parent / "adapters"
 FAULTS = [  # an adapter, what stands there, what somebody wrote, what the tool says
     ("ddp", "/ 3\n", "\n", "loss: x 3 = micro-batches"),
     ("ddp", "i == 2", "i == 0", "terms of a mean over dp, which nobody has reduced"),
@@ -128,7 +128,7 @@ FAULTS = [  # an adapter, what stands there, what somebody wrote, what the tool 
     ("tensor", "G.apply(z.sum(-1)).log()", "z.sum(-1).log()", "the gradient of what head returns: off by"),
     ("tensor", "        dist.all_reduce(shared, group=pairs[dist.get_rank() // 2])\n", "",
      "the gradient of what attn.qkv returns: off by"),
-    ("hard", "l.backward()\n", "l.backward(); net.module.turn.grad.imag = 0\n", "    gradients: turn: off by 1.0e+00"),
+    ("hard", "mean.backward()\n", "mean.backward(); net.module.turn.grad.imag = 0\n", "    gradients: turn: off by 1.0e+00"),
     ("cp", "        dist.all_reduce(grad)\n", "", "the gradient of what qkv returns: off by"),
     ("cp --dtype fp64 fp32", "grad.contiguous()", "grad.to(torch.bfloat16).to(grad.dtype)",
      "NOT THE SAME: although the same in fp64 and bf16"),
