@@ -351,7 +351,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "out": None, "many_ranks": 0,
                                  "break": None, "rank": None}),
     "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0}),
-    "blind": (demo_blind, {"quick": False, "out": None}),
+    "blind": (demo_blind, {"out": None}),
     "pages": (pages.pages, {"out": "runs/site"}),
     "explore": (explore, {"port": 0})}
 TYPES = {"port": int, "zero": int, "zero_within": positive, "break": function, "rank": int,
@@ -369,7 +369,7 @@ HELP = {  # of the flags
     "ep": "ranks of dp that share out experts, which the blocks have then", "schedule": "of the pipeline",
     "zero_within": "ranks that ZeRO shards over; left out, all of dp x cp",
     "json": "write the machine's rates there, for bench.py plan --machine",
-    "steps": "of training before", "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
+    "steps": "of training before", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
 ON_RANKS = (demo_collectives, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
             links.demo_links)

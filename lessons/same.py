@@ -276,7 +276,7 @@ def work(rank, size, folder, job):
 
 
 def run(job, ranks=0, **more):
-    """(the adapter's settings, what each rank has observed; of ranks=0 one process, and again when its weights move)."""
+    """(the adapter's settings, what each rank has observed, a list a move). ranks=0: of one process."""
     job = SimpleNamespace(**dict(moves=1, numbered=False, pieces=(), ranks=ranks) | vars(job) | more)
     size = ranks or 1
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
@@ -430,9 +430,10 @@ class Compared:
             index = self.step.layout[place][self.name][1]
             columns, both = torch.stack([t[index] for t in pieces], 1), torch.stack(pair, 1)
             times = torch.linalg.lstsq(columns, both).solution
-            if not close((columns @ times).flatten(), both.flatten(), 100 * self.limit) or largest(1 / times[:, 1]) > 1e6:
+            once = times[:, 1]
+            if not close((columns @ times).flatten(), both.flatten(), 100 * self.limit) or once.abs().min() < 1e-6:
                 return None
-            ks = " ".join(f"{round(k, 4) + 0:.3g}" for k in (times[:, 0] / times[:, 1]).tolist())
+            ks = " ".join(f"{round(k, 4) + 0:.3g}" for k in (times[:, 0] / once).tolist())
             found.append(f"{ks} times on {self.step.told(place)}")
         return found and f"of the batch's parts, rank by rank, it has {', '.join(found)}, not 1 each"
 
