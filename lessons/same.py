@@ -166,7 +166,7 @@ def tensors(net):
 
 
 def prepared(user, device, dtype, move, numbered):
-    """(the model, its modules, {name: parameter}, {name: buffer}, a function that renames)."""
+    """(the model, its modules, {name: parameter}, {name: buffer}, the whole model's names)."""
     torch.manual_seed(0)
     net = user.build()
     net._apply(lambda t: t.to(device, dtype if t.is_floating_point() else dtype.to_complex() if t.is_complex()
@@ -184,14 +184,13 @@ def prepared(user, device, dtype, move, numbered):
     nets = [*net] if isinstance(net, (list, tuple)) else [net]
     are = all(isinstance(each, torch.nn.Module) for each in nets)
     must(are, f"parallelize(net) returns {net!r:.40}: give a module, or a list of modules")
-    rename = lambda name: user.rename(unwrapped(name, known))  # noqa: E731
     held = {}, {}
     for i, each in enumerate(nets):
         for found, some in zip(held, tensors(each)):
             for name, t in some.items():
-                name = rename(name)
+                name = user.rename(unwrapped(name, known))
                 found[(i, name) if name in found else name] = t  # stages may have the same names
-    return net, nets, *held, rename
+    return net, nets, *held, known
 
 
 def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pieces=()):
@@ -217,11 +216,11 @@ def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pi
     def held():
         return has("weights") | {name: local(t) for name, t in buffers.items()}
 
-    net, nets, params, buffers, rename = prepared(user, device, dtype, move, numbered)
+    net, nets, params, buffers, known = prepared(user, device, dtype, move, numbered)
     if numbered:
         yield held()
         return
-    calls, back = record(nets, rename)
+    calls, back = record(nets, lambda name: user.rename(unwrapped(name, known)))
     optimizer = None if user.update else user.optimizer([*dict.fromkeys(params.values())])
     for number in range(user.steps):
         torch.manual_seed(number)  # whatever the ranks have drawn before
