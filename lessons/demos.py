@@ -357,7 +357,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
     "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "break": None, "rank": None}),
     "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0}),
-    "blind": (demo_blind, {"quick": False, "out": None}),
+    "blind": (demo_blind, {"out": None}),
     "pages": (pages.pages, {"out": "runs/site", "show": None}),
     "explore": (explore, {"port": 0})}
 TYPES = {"port": int, "zero": int, "zero_within": positive, "break": function, "rank": int,
@@ -375,7 +375,7 @@ HELP = {  # of the flags
     "zero_within": "ranks that ZeRO shards over; left out, all of dp x cp",
     "json": "write the machine's rates there, for bench.py plan --machine",
     "show": "a picture of the pages, step by step in the terminal, e.g. ring",
-    "steps": "of training before", "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
+    "steps": "of training before", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
 ON_RANKS = (demo_collectives, demo_tensor, demo_experts, demo_measuring, demo_lecture8,
             links.demo_links)
