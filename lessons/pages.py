@@ -263,6 +263,8 @@ def markdown(text, found=None):
 
 def told(block, found):
     """Html of what stands between blank lines, outside of blocks of code."""
+    if block.startswith(("<details>", "</details>", "<!--")):
+        return block + "\n"
     if block.startswith("#"):
         marks, _, title = block.partition(" ")
         return f'<h{len(marks)} id="{anchor(title)}">{inline(title)}</h{len(marks)}>\n'
@@ -278,15 +280,14 @@ def told(block, found):
 
 def stops():
     """{a stop's number: its title and text}, in the order in which to read, which is docs/reading.md's."""
-    parts = re.split(r"^###? (?:Stop )?(\d+)(?:\. |\n)", doc("reading"), flags=re.M)
+    parts = re.split(r"^### (\d+)\. ", doc("reading"), flags=re.M)
     return {n: re.split(r"^##", text, flags=re.M)[0] for n, text in zip(parts[1::2], parts[2::2])}
 
 
 @functools.cache
 def stops_of_pictures():
-    """{a picture: the first stop that names it, or else its function}"""
-    return {name: n for name, (*_, function) in STEPPED.items() for words in (f"`{function}`", f"--show {name}`")
-            for n, text in reversed(stops().items()) if words in text}
+    """{a picture: the first stop that names its page}"""
+    return {name: n for name in STEPPED for n, text in reversed(stops().items()) if f"/{name}.html" in text}
 
 
 def stop_page(n):
@@ -313,7 +314,7 @@ def contents():
     files = {page_name(file): file for file in FILES}
     return {"read": {"index": "micro.py"} | {name: name for name in DOCS},
             "stops": {f"stop-{n}": f"{n}. {text.partition(chr(10))[0]}" for n, text in stops().items()},
-            "pictures": {f"stop-{stop}": STEPPED[name][1] for name, stop in stops_of_pictures().items()},
+            "pictures": {name: title for name, (_, title, *_) in STEPPED.items()},
             "files": {name: file for name, file in files.items() if "/" not in file},
             "further": {name: file for name, file in files.items() if file.startswith("further")}}
 
@@ -325,6 +326,8 @@ def page_of(name):
         body = file_page(files[name])
     elif name in DOCS:
         body = markdown(doc(name))
+    elif name in STEPPED:
+        body = picture(name)
     else:
         body = stop_page(name.removeprefix("stop-"))
     menus = "".join(

@@ -7,11 +7,8 @@ import pathlib
 import re
 import runpy
 import shlex
-import signal
-import shutil
 import sys
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from torch import nn
 
 import bench
 import collectives as dist
-import kernels
 import lessons.demos
 import safe.flags
 import theory.clock
@@ -29,7 +25,7 @@ from further.lists import check, lower
 from parallel import make_mesh, Parallel, Reference
 from tests.kernels import no_worse_than_pytorch, random
 from tests.layouts import small_gpt, tokens_of
-from tests.pool import close, HERE, in_new_process, parametrize
+from tests.pool import HERE, in_new_process, parametrize
 from tests.runs import TRAIN, command, output_of, printed_by, ran, slow
 from tests.walls import SOURCES
 
@@ -37,10 +33,6 @@ from tests.walls import SOURCES
 TOP = pathlib.Path(HERE)
 PAGES = {str(page.relative_to(TOP)): page.read_text() for page in sorted([TOP / "README.md", *TOP.glob("docs/*.md")])}
 PLAIN = re.search(r"(?m)^plain\(\) { n=\$1; shift; (.*); }$", PAGES["README.md"])[1]
-
-
-def section(title, page="README.md"):
-    return PAGES[page].split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def inline_code(text):
@@ -92,18 +84,6 @@ def names_tests(word):
     return [name for name in vars(sys.modules["test_all"]) if name.startswith("test_") and word in name]
 
 
-def test_each_claim_names_its_tests():
-    rows = [line for line in section("What it proves").splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == 10
-    for row in rows:
-        assert names_tests(row.strip("| ").split("`")[-2]), row
-
-
-def test_ci_runs_the_readme_s_test_command():
-    line, = [line for line in section("Two commands").splitlines() if line.endswith("pytest test_all.py")]
-    assert line in (TOP / ".ci" / "run").read_text().splitlines()
-
-
 def program_of(line):
     """(program, its words, processes that torchrun starts) of a command, or (None, words, 1)."""
     words = [word for word in shlex.split(line) if not word.startswith("SLOW=")]
@@ -143,16 +123,6 @@ def test_commands_of_a_page_are_understood(page, monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
-@parametrize("shell", ["sh", "dash", "bash", "zsh", "fish"])
-def test_plain_runs_in_each_shell(shell):
-    if not shutil.which(shell):
-        pytest.skip(f"no {shell} here")
-    plain = re.search(r"(?m)^function plain.*" if shell == "fish" else r"(?m)^plain\(\).*", PAGES["README.md"])[0]
-    stub = "function torchrun; echo $argv; end" if shell == "fish" else 'torchrun() { echo "$@"; }'
-    assert command(shell, "-c", f"{stub}\n{plain}\nplain 2 --dp 'a b'") == (
-        "--nproc_per_node 2 train.py --plain --steps 50 --dp a b\n")
-
-
 def test_plain_s_commands_of_the_readme_run(text, tmp_path):
     """As typed, but with a tiny model: with the same batch, losses are the same."""
     losses = []
@@ -160,7 +130,7 @@ def test_plain_s_commands_of_the_readme_run(text, tmp_path):
         if "--plain" in words:
             said = ran([*words, *TRAIN, "--data", text, "--steps", "2"], processes, tmp_path / "log")
             losses.append(re.findall(r"loss (\S+)", said))
-    assert len(losses) > 2 and losses == [losses[0]] * len(losses) and len(losses[0]) == 2
+    assert len(losses) > 1 and losses == [losses[0]] * len(losses) and len(losses[0]) == 2
 
 
 STRATEGIES = """
@@ -245,17 +215,6 @@ def test_commands_run_as_typed(page, tmp_path):
             command("bash", "-c", f'unset TRITON_INTERPRET; PATH="{path}"; {line}')
 
 
-def library_code():
-    """README's, which wants a process without groups: the module of its product, the gradient's norm."""
-    code, = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.DOTALL)
-    exec(code, names := {})
-    return kernels.table[F.linear].__module__, names["norm"].item()
-
-
-def test_readme_library_code_is_fast():
-    assert in_new_process(library_code) == ("fast.fp8", pytest.approx(128 ** 0.5))  # each of 8 gradients is 4
-
-
 def cells_run():
     """[(what a code cell of the notebook prints, what stands there)], run in its folder."""
     os.chdir(os.path.join(HERE, "docs"))
@@ -270,30 +229,17 @@ def test_the_notebook_runs_and_prints_what_stands_in_it():
     assert len(cells) == 3 and all(said == "".join(sum(filter(None, stands), [])) for said, stands in cells), cells
 
 
-def die_at_the_first_save():
-    """Of what comes in this process."""
-    real = os.replace
-    patch.object(os, "replace", lambda *files: (real(*files), os.kill(os.getpid(), signal.SIGKILL))).start()
-
-
-def test_somebody_s_own_script_goes_on_with_other_processes(tmp_path):
-    """The page's commands, the first one killed in the middle; losses and weights are those of one process."""
-    page = PAGES["docs/own-model.md"]
-    (tmp_path / "mine.py").write_text(re.findall(r"(?s)```python\n(.*?)```", page)[1])
-    alone, losses = ("mine.py", ["mine.pt", "1"], 1), {}
-    of_it = [program_of(line) for line in commands(page) if "mine.py" in line]
-    for number, (program, words, size) in enumerate([alone, *of_it]):
-        file = str(tmp_path / f"{size == 1}{words[0]}")
-        before = die_at_the_first_save if number == 1 else None
-        said = ran([file, words[1]], size, tmp_path / "log", [-signal.SIGKILL, 1, 1, 1] if before else None,
-                   before=before, program=str(tmp_path / program))
-        losses[size] = re.findall(rf"step (\d+)/60 on {size}  loss (\S+)", said)
-    assert [[step for step, _ in lines] for lines in losses.values()] == [["20", "40", "60"], ["20"], ["40", "60"]]
-    assert [float(loss) for size in (4, 3) for _, loss in losses[size]] == pytest.approx(
-        [float(loss) for _, loss in losses[1]], abs=0.002)
-    one, many = (torch.load(tmp_path / f"{is_one}mine.pt")["weights"] for is_one in (True, False))
-    # A key's bias adds the same to all scores of a query, so its gradient is 0, and Adam makes steps of its rounding.
-    assert all(close(many[name], weight, 1e-3) for name, weight in one.items() if not name.endswith("k.bias"))
+def test_a_model_of_somebody_s_own_goes_on_with_other_processes(tmp_path):
+    """The page's second program: four processes train the first 40 steps, three the rest, with one process's losses."""
+    program = re.findall(r"(?s)```python\n(.*?)```", PAGES["docs/own-model.md"])[1]
+    losses = []
+    for name, steps, size, columns in ("one", 60, 1, 1), ("many", 40, 4, 2), ("many", 60, 3, 1):
+        file = tmp_path / f"{steps}.py"
+        file.write_text(program.replace("range(first, 60)", f"range(first, {steps})"))
+        said = ran([str(tmp_path / name), str(columns)], size, tmp_path / "log", program=str(file))
+        losses.append([float(loss) for loss in re.findall(r"step \d+/60 .*loss (\S+)", said)])
+    one, first, rest = losses
+    assert len(rest) == 1 and first + rest == pytest.approx(one, abs=0.002)
 
 
 def test_a_network_of_somebody_s_own_learns_the_same_on_two_ranks(tmp_path):
@@ -325,10 +271,8 @@ def test_readme_code_does_what_it_says(pool, tmp_path, triton_kernels):
     file = tmp_path / "code.py"  # which Triton reads
     file.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", PAGES["docs/adding.md"], re.DOTALL)))
     added = runpy.run_path(file)
-    eager = added["eager"]
-    for p, m in ((1, 1), (3, 5), (4, 8)):
-        check(lower(eager(p, m, 1)))
-    assert theory.clock.simulate(eager(4, 8, 1)).peak == [7, 5, 3, 1]
+    check(lower(added["eager"](4, 8, 1)))
+    assert theory.clock.simulate(added["eager"](4, 8, 1)).peak == [7, 5, 3, 1]
     no_worse_than_pytorch(added["relu2"], [lambda x: F.relu(x).square()], [random(1000)])
     for grads in pool(2).run(sign_gradients, file):
         assert grads == [[[1, -1, 0]] * 2, [1, 1]]  # of the third input, one vote for and one against, however loud
