@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 import xml.etree.ElementTree
-from urllib.parse import urlencode
 
 import pytest
 

@@ -2,7 +2,6 @@
 
 import ast
 import html
-import json
 import pathlib
 import re
 import shutil
@@ -15,13 +14,12 @@ from lessons.pictures import DRAWN, pipeline_frames, ring_frames, STEPPED, tenso
 from lessons.puzzles import HERE
 from tests.browser import Browser
 from tests.pool import in_new_process, parametrize
-from tests.runs import ran
 
 
 @pytest.fixture(scope="session")
 def site_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    in_new_process(pages, str(folder), None)
+    in_new_process(pages, str(folder), None, None)
     return folder
 
 
@@ -90,18 +88,11 @@ def test_a_picture_comes_first_at_its_stop_and_stands_in_the_index(site):
 
 # ------------------------------------------------------------------------------------------------------------- pictures
 
-def test_assets_are_current_and_a_trace_is_drawn(tmp_path):
-    events = [{"name": f"{kind} stage 0 micro-batch 3", "tid": 0, "ts": 5e6 + i, "dur": 1,
-               "args": {"stage": 0, "micro_batch": 3}} for i, kind in enumerate(("F", "SF", "RB", "I", "W"))]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    ran(("pictures", str(tmp_path / "trace.json"), "--into", str(tmp_path / "made")), 1, tmp_path / "log",
-        program="bench.py", launcher="fork")
+def test_assets_are_current(tmp_path):
+    in_new_process(pages, "", None, str(tmp_path))
     for name in DRAWN:
-        made = (tmp_path / "made" / f"{name}.svg").read_text()
-        assert made == pathlib.Path(HERE, "assets", f"{name}.svg").read_text(), "old: python bench.py pictures"
-    trace = (tmp_path / "made" / "pipeline.svg").read_text()
-    assert re.findall(r'd="M(\d+) .*?fill="(.*?)"', trace)[4:] == [  # the first, fourth and fifth, of 180 pixels each
-        ("60", "#4c8dd6"), ("600", "#d67e30"), ("780", "#4ba36b")]
+        made, ours = (pathlib.Path(folder, f"{name}.svg").read_text() for folder in (tmp_path, HERE / "assets"))
+        assert made == ours, f"assets/{name}.svg is old: python -m lessons pages --assets assets"
 
 
 def all_frames():
