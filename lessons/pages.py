@@ -28,7 +28,7 @@ from safe.files import check_file, check_folder
 from safe.sizes import reject
 
 MICRO = "lessons/micro.py"
-FILES = [MICRO, *(name for name in puzzles.FILES if "__" not in name)]
+FILES = [MICRO, "lessons/lecture8.py", *(name for name in puzzles.FILES if "__" not in name)]
 WIDE = 52  # columns: wider drawings stand above their code, not beside it
 
 
@@ -144,24 +144,26 @@ def blocks_of(file, first=1, last=None):
 COMMAND = re.compile(r"(python|torchrun|plain|pytest)\b .+")
 
 
-def code_of(text, module="", found=None):
-    """Html of `text` in prose: a name leads to its definition, a command gets a button. found: to note addresses in."""
-    address = module_of(text) if text in FILES else f"{module}.{text}"
+def code_of(text, found):
+    """Html of `text` in prose: a name leads to its definition, a command gets a button. found: as of `inline`."""
+    address = module_of(text) if text in FILES else f"{found['in']}.{text}"
     if link := link_to(address):
-        if found is not None:
-            found[address] = None
+        found[address] = None
         return f'<a href="{link}"><code>{text}</code></a>'
     button = '<button class="copy">copy</button>' * bool(COMMAND.fullmatch(text))
     return f"<code>{text.replace(' ', ' <wbr>')}</code>{button}"
 
 
 def inline(text, module="", found=None):
-    """Html of a paragraph. A name is looked up in the file that was named before it, at first this module."""
+    """Html of a paragraph. A name is looked up in the file that was named before it, at first in this module. found:
+    {"in": that file's module, of the paragraph before, and of this one; address: None of what was named}."""
+    found = {"in": module} if found is None else found
+
     def linked(match):
-        nonlocal module
         name = match[1] or match[2]
-        module = module_of(name) if name in FILES else module
-        return code_of(name, module, found)
+        if name in FILES:
+            found["in"] = module_of(name)
+        return code_of(name, found)
 
     def led(match):
         name, page, place = match[1], *re.fullmatch(r"(?:docs/)?(?:(\w+)\.md)?(#.*)?|.*", match[2]).groups()
@@ -242,7 +244,7 @@ def table(lines, found):
 
 
 def markdown(text, found=None):
-    """Html of a page's headings, paragraphs, tables, pictures, lists and commands. found: to note names' addresses."""
+    """Html of a page's headings, paragraphs, tables, pictures, lists and commands. found: as of `inline`."""
     for name, target in re.findall(r"^\[(.+)\]: (.+)$", text, re.M):  # what [name] stands for
         text = re.sub(rf"(?<![\w`])\[{re.escape(name)}\](?![(:])", f"[{name}]({target})", text)
     parts = re.split(r"^ *```\w*\n(.*?)^ *```$", re.sub(r"^\[.+\]: .+$", "", text, flags=re.M), flags=re.M | re.S)
@@ -288,8 +290,9 @@ def stops_of_pictures():
 def stop_page(n):
     """A stop: its pictures, its text, and the source of what it names."""
     title, _, rest = stops()[n].partition("\n")
-    found = {}
+    found = {"in": ""}
     text = markdown(rest, found)
+    found.pop("in")
     pictures = "".join(picture(name) for name, stop in stops_of_pictures().items() if stop == n)
     source = ""
     for address in found:
@@ -297,7 +300,7 @@ def stop_page(n):
         if not isinstance(node, ast.Module):
             rows = "".join(beside(file, *block) for block in blocks_of(file, node.lineno, node.end_lineno))
             is_short = node.end_lineno - node.lineno < 40
-            source += (f'<details class="source"{" open" * is_short}><summary>{code_of(address)}</summary>'
+            source += (f'<details class="source"{" open" * is_short}><summary><code>{address}</code></summary>'
                        + re.sub(r' id="[^"]*"', "", rows) + "</details>\n")
     return f"<h1>{n}. {inline(title)}</h1>\n{pictures}{text}<h2>Source</h2>\n{source}"
 
@@ -307,7 +310,7 @@ def stop_page(n):
 def contents():
     """{a group of the bar: {a page's name: what is shown for it}}"""
     files = {page_name(file): file for file in FILES}
-    return {"read": {"index": "micro.py"} | {name: name for name in DOCS},
+    return {"read": {"index": "micro.py", "lessons.lecture8": "lecture8.py"} | {name: name for name in DOCS},
             "stops": {f"stop-{n}": f"{n}. {text.partition(chr(10))[0]}" for n, text in stops().items()},
             "pictures": {name: title for name, (_, title, *_) in STEPPED.items()},
             "files": {name: file for name, file in files.items() if "/" not in file},

@@ -224,12 +224,14 @@ def lanes(spans, says="", unit=24.0, wrong={}, pitch=1):
     cells = []
     for rank, row in enumerate(spans):
         free = 0.0  # from where on there is room below the row
-        for n, (action, start, end) in enumerate(row):
+        names = names_of([action for action, *_ in row], rank)
+        for n, (name, (action, start, end)) in enumerate(zip(names, row)):
             colour, mark = shade(action, len(spans)), "#e03b2b" * (wrong.get(rank) == n)
-            at, x, width, text = pitch * rank, start, end - start, str(action.micro_batch)
+            at, x, width = pitch * rank, start, end - start
             if not width:
-                at, x, width, text = at + 1, max(start, free), 24 / unit, f"{action.kind}{action.micro_batch}"
+                at, x, width = at + 1, max(start, free), 9 * len(name) / unit
                 free = x + width
+            text = name if 8 * len(name) <= unit * width else str(action.micro_batch)
             cells.append(Cell(at, x, text, width, colour, mark, f"{rank} {n}"))
     return Frame(cells, says, (), {pitch * rank: f"rank {rank}" for rank in range(len(spans))}, unit)
 
@@ -253,8 +255,8 @@ def pipeline_frames():
     timeline = simulate(parallel.one_f_one_b(4, 6), 1, 0.5, 0.5)
     frames = [lanes(timeline.spans, "Each rank has one stage. It needs a micro-batch's activations from the rank "
                     "above, and in backward its gradient from the rank below. Rank r runs 3 - r forwards ahead, then a "
-                    "forward and a backward in turn, and holds 4 - r micro-batches at most. Numbers are "
-                    f"micro-batches. A rank idles {max(timeline.idle):g} of {timeline.length:g}. Step by step:", pitch=2)]
+                    "forward and a backward in turn, and holds 4 - r micro-batches at most. A rank idles "
+                    f"{max(timeline.idle):g} of {timeline.length:g}. Step by step:", pitch=2)]
     for time in range(1, round(timeline.length) + 1):
         begun = [[span for span in row if span[1] < time] for row in timeline.spans]
         ran = [(rank, action) for rank, row in enumerate(begun) for action, _, end in row if end == time]

@@ -104,15 +104,12 @@ def all_frames():
 def test_frames_have_the_numbers_that_the_code_computed_and_an_arrow_a_message():
     ring, zero, tensor, pipeline = in_new_process(all_frames)
     assert [arrows for _, arrows, _ in ring] == [0] + 6 * [5]  # the last rank's is drawn at both ends
-    assert ring[0][0][4:8] == ["1", "2", "3", "4"] and ring[-1][0][4:] == 4 * ["1111", "2222", "3333", "4444"]
-    assert "4444" in ring[3][0] and "4444" not in ring[2][0]  # a chunk is complete after three steps
+    assert ring[-1][0][4:] == 4 * ["1111", "2222", "3333", "4444"] and "4444" not in ring[2][0]
     assert [text.split(":")[0] for *_, text in zero[1:-1]] == (
         "G0 G1 F0 D0 G2 F1 D1 F2 G1 B2 D2 A2 B1 D1 A1 B0 A0".split())  # as parallel.py shows it
-    assert all(arrows == 5 * (text[0] in "GA") for _, arrows, text in zero[1:])
-    assert [arrows for _, arrows, _ in tensor] == [0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 2]
-    texts, _, _ = tensor[5]  # term of Y and Y of rank 0, then of rank 1
+    texts, arrows, _ = tensor[5]  # term of Y and Y of rank 0, then of rank 1
     of_y = [texts[at + 1:at + 13] for at, text in enumerate(texts) if text == "Y"]
-    assert of_y[0] == of_y[1] and len({*of_y[0]}) > 5
+    assert of_y[0] == of_y[1] and len({*of_y[0]}) > 5 and arrows == 2
     sent = [action for actions in parallel.lower(parallel.one_f_one_b(4, 6)) for action in actions
             if action.kind[0] == "S"]
     assert sum(arrows for _, arrows, _ in pipeline) == len(sent)
