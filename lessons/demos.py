@@ -7,8 +7,9 @@ import math
 import os
 import re
 import sys
+import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 
 import torch
@@ -35,7 +36,7 @@ from lessons.measuring import demo_measuring
 from lessons.overlap import demo_overlap
 from lessons.path import demo_path
 from lessons.plan import KINDS
-from lessons.pictures import costs_of, ring_states, ring_steps, spans_of
+from lessons.pictures import ring_states, ring_steps, spans_of
 from lessons.sampling import demo_sampling
 from lessons.step import demo_step
 from lessons.together import demo_together, function
@@ -160,6 +161,13 @@ def flops_of_a_parameter():
         loss.backward()
     count = net.config.parameters() - 16 * 256  # positions multiply nothing
     return count / 1e6, *(flops / 16 / count for flops in (forward, counted.get_total_flops() - forward))
+def costs_of(spans):
+    """[F, I, W]: medians of what they take. A B that ran whole counts half as I, half as W."""
+    times = defaultdict(list)
+    for action, start, end in sum(spans, []):
+        times[action.kind].append(end - start)
+    half = statistics.median(times.pop("B", [0])) / 2
+    return [statistics.median(times.get(kind, [half])) for kind in "FIW"]
 
 
 def costs_in(trace):
@@ -358,7 +366,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "break": None, "rank": None}),
     "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0}),
     "blind": (demo_blind, {"out": None}),
-    "pages": (pages.pages, {"out": "runs/site", "show": None}),
+    "pages": (pages.pages, {"out": "runs/site", "show": None, "assets": None}),
     "explore": (explore, {"port": 0})}
 TYPES = {"port": int, "zero": int, "zero_within": positive, "break": function, "rank": int,
          "steps": partial(positive, least=0)}  # else a text, or positive
@@ -375,6 +383,7 @@ HELP = {  # of the flags
     "zero_within": "ranks that ZeRO shards over; left out, all of dp x cp",
     "json": "write the machine's rates there, for bench.py plan --machine",
     "show": "a picture of the pages, step by step in the terminal, e.g. ring",
+    "assets": "write README's and docs' pictures into this folder, as SVG",
     "steps": "of training before", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
 ON_RANKS = (demo_collectives, demo_tensor, demo_experts, demo_measuring, demo_lecture8,

@@ -38,11 +38,6 @@ class Frame(NamedTuple):
     left: int = 60
 
 
-def legend(colours, step):
-    """Cells that say what colours stand for, {text: colour}, each `step` of x wide."""
-    return [Cell(0, step * i, text, 0.95 * step, colour) for i, (text, colour) in enumerate(colours.items())]
-
-
 def moved(frame, down, right):
     """(cells, arrows, names) of a frame elsewhere."""
     cells = [cell._replace(row=cell.row + down, x=cell.x + right) for cell in frame.cells]

@@ -29,7 +29,6 @@ from lessons.pictures import as_it_ran, on_clock, spans_of, stuck, text_of
 from lessons.puzzles import HERE
 from parallel import ScheduleError, with_weights
 from safe.sizes import BadInput, reject
-from theory.clock import bubble
 
 LIMIT = 1 << 18  # bytes of a request's body; 16 ranks with 64 micro-batches and 4 stages each are 110,000
 SECONDS = 300    # that a run may take
@@ -79,15 +78,11 @@ def grid(query):
         why = str(error).partition("\n")[0]
         return {"svg": svg_of(stuck(error), live=True), "text": query["text"], "says": "", "why": why}
     frame, timeline = on_clock(lists, *costs)
-    p, m, v = size_of_schedule(lists)
     says = (f"{timeline.length:g} long, of which a rank idles {max(timeline.idle):.4g}, "
             f"{max(timeline.idle) / timeline.length:.0%}. Activations are held of {max(timeline.peak):g} at most.")
     if kept:
         whole, waiting = map(max, zip(*kept))
         says += f" At most {whole} pieces are whole at once, and gradients of {waiting} wait for an A."
-    if m >= p > 1:
-        says += " Idle by the formulas: " + ", ".join(
-            f"{name} {bubble(name, p, v, *costs):.4g}" for name in ("1f1b", "zb-h1")) + "."
     return {"svg": svg_of(frame, live=True), "text": text_of(lists), "says": says, "why": ""}
 
 
@@ -201,19 +196,10 @@ class Explorer(BaseHTTPRequestHandler):
         """Nothing, because the terminal shows the address."""
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request, client_address):
-        """A browser that leaves in the middle of an answer is no error."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(request, client_address)
-
-
 def server_at(port):
     """A server that is not running yet. port: 0 takes one that is free."""
     try:
-        server = Server(("127.0.0.1", port), Explorer)
+        server = ThreadingHTTPServer(("127.0.0.1", port), Explorer)
     except (OSError, OverflowError) as problem:
         raise BadInput(f"--port {port}: {problem}; leave --port out, and a free one is taken") from None
     server.token = secrets.token_urlsafe(16)

@@ -1,7 +1,8 @@
 """Pages: the reference as a small site, prose beside the code it speaks of.
 
-    python -m lessons pages --out site    then open site/index.html in a browser; left out, it is runs/site
-    python -m lessons pages --show ring   a picture of the site, step by step, in the terminal
+    python -m lessons pages --out site           then open site/index.html in a browser; left out, it is runs/site
+    python -m lessons pages --show ring          a picture of the site, step by step, in the terminal
+    python -m lessons pages --assets assets      README's and docs' pictures again
 
 The index is lessons/micro.py, with its pictures. A stop of docs/reading.md is a page, which has its pictures, the
 source of the functions that it names, and beside each command a button that copies it. A file of the reference is a
@@ -20,14 +21,14 @@ import re
 import textwrap
 
 from lessons import puzzles
-from lessons.drawer import stepped, terminal
-from lessons.pictures import STEPPED
+from lessons.drawer import stepped, svg_of, terminal
+from lessons.pictures import check_picture, DRAWN, STEPPED
 from lessons.puzzles import HERE
 from safe.files import check_file, check_folder
 from safe.sizes import reject
 
 MICRO = "lessons/micro.py"
-FILES = [MICRO, *(name for name in puzzles.FILES if "__" not in name)]
+FILES = [MICRO, "lessons/lecture8.py", *(name for name in puzzles.FILES if "__" not in name)]
 WIDE = 52  # columns: wider drawings stand above their code, not beside it
 
 
@@ -112,36 +113,30 @@ def highlighted(file):
     return TOKEN.sub(tagged, text).split("\n")
 
 
-class Row:
-    """Prose, and the numbers of the lines of code beside it. A row with a title begins a section."""
-
-    def __init__(self, title=""):
-        self.text, self.title, self.lines = "", title, []
-
-
-def rows_of(file, first=1, last=None):
-    """Lines of a file, all but blank ones, as rows in order. Docstrings, and comments at the margin, are prose."""
-    lines, rows = (HERE / file).read_text().splitlines(), [Row("" if last else file)]
-    texts = {node.body[0].lineno: node.body[0] for node in ast.walk(tree_of(file))
-             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)}
-    n = first - 1
-    while n < (last or len(lines)):
-        n += 1
-        line, row = lines[n - 1], rows[-1]
+def blocks_of(file, first=1, last=None):
+    """Lines of a file as blocks [title, prose, numbers of the lines of code beside it], in order. Docstrings, and
+    comments at the margin, are prose. What has a docstring begins a block; a line of dashes begins a section."""
+    documented = [node for node in ast.walk(tree_of(file))
+                  if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)]
+    texts = {node.body[0].lineno: (node.body[0].end_lineno, ast.get_docstring(node)) for node in documented}
+    begins = {min(part.lineno for part in (node, *node.decorator_list)) for node in documented[1:]}
+    lines, blocks, n = (HERE / file).read_text().splitlines()[:last], [["" if last else file, "", []]], first
+    while n <= len(lines):
+        line = lines[n - 1]
+        is_comment = line.startswith("#")
+        if n in begins or line.startswith("# ---") or is_comment and blocks[-1][2]:
+            blocks.append(["", "", []])
         if n in texts:
-            row.text += "\n" + textwrap.dedent(" " * texts[n].col_offset + texts[n].value.value)
-            n = texts[n].end_lineno
-        elif line.startswith("#"):
-            said = line.removeprefix("#").removeprefix(" ")
-            if row.lines or said.startswith("-----"):
-                rows.append(Row(said.strip("- ") if said.startswith("-----") else ""))
-            rows[-1].text += "" if said.startswith("-----") else said + "\n"
-        elif line.strip():
-            begins = re.match(r"\S|    (@|def )", line) and not lines[n - 2].strip() and not row.text.endswith("\n")
-            if row.lines and begins or row.title:
-                rows.append(Row())
-            rows[-1].lines.append(n)
-    return rows
+            n, text = texts[n]
+            blocks[-1][1] += text + "\n"
+        elif line.startswith("# ---"):
+            blocks[-1][0] = line.strip("#- ")
+        elif is_comment:
+            blocks[-1][1] += line[2:] + "\n"
+        elif line:
+            blocks[-1][2].append(n)
+        n += 1
+    return blocks
 
 
 # ---------------------------------------------------------------------------------------------------------------- prose
@@ -149,24 +144,26 @@ def rows_of(file, first=1, last=None):
 COMMAND = re.compile(r"(python|torchrun|plain|pytest)\b .+")
 
 
-def code_of(text, module="", found=None):
-    """Html of `text` in prose: a name leads to its definition, a command gets a button. found: to note addresses in."""
-    address = module_of(text) if text in FILES else f"{module}.{text}"
+def code_of(text, found):
+    """Html of `text` in prose: a name leads to its definition, a command gets a button. found: as of `inline`."""
+    address = module_of(text) if text in FILES else f"{found['in']}.{text}"
     if link := link_to(address):
-        if found is not None:
-            found[address] = None
+        found[address] = None
         return f'<a href="{link}"><code>{text}</code></a>'
     button = '<button class="copy">copy</button>' * bool(COMMAND.fullmatch(text))
     return f"<code>{text.replace(' ', ' <wbr>')}</code>{button}"
 
 
 def inline(text, module="", found=None):
-    """Html of a paragraph. A name is looked up in the file that was named before it, at first this module."""
+    """Html of a paragraph. A name is looked up in the file that was named before it, at first in this module. found:
+    {"in": that file's module, of the paragraph before, and of this one; address: None of what was named}."""
+    found = {"in": module} if found is None else found
+
     def linked(match):
-        nonlocal module
         name = match[1] or match[2]
-        module = module_of(name) if name in FILES else module
-        return code_of(name, module, found)
+        if name in FILES:
+            found["in"] = module_of(name)
+        return code_of(name, found)
 
     def led(match):
         name, page, place = match[1], *re.fullmatch(r"(?:docs/)?(?:(\w+)\.md)?(#.*)?|.*", match[2]).groups()
@@ -199,33 +196,33 @@ def anchor(title):
     return re.sub(r"[^\w -]", "", re.sub(r"\]\(.*?\)", "", title).lower()).replace(" ", "-")
 
 
-def beside(row, file):
-    """Html of a row: its prose to the left of its code, or above, where a drawing needs the width."""
-    code, text = highlighted(file), prose(row.text, module_of(file))
-    above = not row.lines or any(is_drawn(line) and len(line) > WIDE for line in row.text.splitlines())
-    title = f'<h2 id="section-{anchor(row.title)}">{row.title}</h2>\n' if row.title else ""
+def beside(file, title, text, numbers):
+    """Html of a block: its prose to the left of its code, or above, where a drawing needs the width."""
+    code, said = highlighted(file), prose(text, module_of(file))
+    above = not numbers or any(is_drawn(line) and len(line) > WIDE for line in text.splitlines())
+    head = f'<h2 id="section-{anchor(title)}">{title}</h2>\n' if title else ""
     lines = "".join(f'<span id="L{n}" data-n="{n}"{"" if code[n - 2] else " class=gap"}>{code[n - 1]}</span>'
-                    for n in row.lines)
-    out = f"<section>{title}{text}</section>\n" if above else ""
-    return out + f'<div class="row"><div>{"" if above else text}</div><pre>{lines}</pre></div>\n' * bool(lines)
+                    for n in numbers)
+    out = f"<section>{head}{said * above}</section>\n" if above or title else ""
+    return out + f'<div class="row"><div>{said * (not above)}</div><pre>{lines}</pre></div>\n' * bool(lines)
 
 
 @functools.cache
 def picture(name):
-    frames, title, says, *_ = STEPPED[name]
+    frames, title, says, _ = STEPPED[name]
     return stepped(title, says, frames())
 
 
 def file_page(file):
-    """A file's rows. In lessons/micro.py pictures stand above the functions that do what they show."""
-    rows = rows_of(file)
-    sections = "".join(f'<a href="#section-{anchor(row.title)}">{row.title}</a>\n' for row in rows[1:] if row.title)
-    shown = {defined(tree_of(MICRO).body)[place].lineno: name for name, (*_, place, _) in STEPPED.items()}
-    body = [f"<nav>{sections}</nav>\n"]
-    for row in rows:
-        pictures = [picture(shown[n]) for n in row.lines if file == MICRO and n in shown]
-        body.append("".join(pictures) + beside(row, file))
-    return "".join([body[1], body[0], *body[2:]])
+    """A file's blocks. In lessons/micro.py pictures stand above the functions that do what they show."""
+    blocks = blocks_of(file)
+    sections = "".join(f'<a href="#section-{anchor(title)}">{title}</a>\n' for title, *_ in blocks[1:] if title)
+    shown = {defined(tree_of(MICRO).body)[place].lineno: name for name, (*_, place) in STEPPED.items()}
+    body = [beside(file, *block) for block in blocks]
+    if file == MICRO:
+        body = ["".join(picture(shown[n]) for n in block[2] if n in shown) + html
+                for block, html in zip(blocks, body)]
+    return f"{body[0]}<nav>{sections}</nav>\n{''.join(body[1:])}"
 
 
 # ----------------------------------------------------------------------------------------------------------------- docs
@@ -247,7 +244,7 @@ def table(lines, found):
 
 
 def markdown(text, found=None):
-    """Html of a page's headings, paragraphs, tables, pictures, lists and commands. found: to note names' addresses."""
+    """Html of a page's headings, paragraphs, tables, pictures, lists and commands. found: as of `inline`."""
     for name, target in re.findall(r"^\[(.+)\]: (.+)$", text, re.M):  # what [name] stands for
         text = re.sub(rf"(?<![\w`])\[{re.escape(name)}\](?![(:])", f"[{name}]({target})", text)
     parts = re.split(r"^ *```\w*\n(.*?)^ *```$", re.sub(r"^\[.+\]: .+$", "", text, flags=re.M), flags=re.M | re.S)
@@ -263,7 +260,7 @@ def markdown(text, found=None):
 
 def told(block, found):
     """Html of what stands between blank lines, outside of blocks of code."""
-    if block.startswith(("<details>", "</details>")):
+    if block.startswith(("<details>", "</details>", "<!--")):
         return block + "\n"
     if block.startswith("#"):
         marks, _, title = block.partition(" ")
@@ -280,30 +277,30 @@ def told(block, found):
 
 def stops():
     """{a stop's number: its title and text}, in the order in which to read, which is docs/reading.md's."""
-    parts = re.split(r"^###? (?:Stop )?(\d+)(?:\. |\n)", doc("reading"), flags=re.M)
+    parts = re.split(r"^### (\d+)\. ", doc("reading"), flags=re.M)
     return {n: re.split(r"^##", text, flags=re.M)[0] for n, text in zip(parts[1::2], parts[2::2])}
 
 
 @functools.cache
 def stops_of_pictures():
-    """{a picture: the first stop that names it, or else its function}"""
-    return {name: n for name, (*_, function) in STEPPED.items() for words in (f"`{function}`", f"--show {name}`")
-            for n, text in reversed(stops().items()) if words in text}
+    """{a picture: the first stop that names its page}"""
+    return {name: n for name in STEPPED for n, text in reversed(stops().items()) if f"/{name}.html" in text}
 
 
 def stop_page(n):
     """A stop: its pictures, its text, and the source of what it names."""
     title, _, rest = stops()[n].partition("\n")
-    found = {}
+    found = {"in": ""}
     text = markdown(rest, found)
+    found.pop("in")
     pictures = "".join(picture(name) for name, stop in stops_of_pictures().items() if stop == n)
     source = ""
     for address in found:
         file, node = targets()[address]
         if not isinstance(node, ast.Module):
-            rows = "".join(beside(row, file) for row in rows_of(file, node.lineno, node.end_lineno))
+            rows = "".join(beside(file, *block) for block in blocks_of(file, node.lineno, node.end_lineno))
             is_short = node.end_lineno - node.lineno < 40
-            source += (f'<details class="source"{" open" * is_short}><summary>{code_of(address)}</summary>'
+            source += (f'<details class="source"{" open" * is_short}><summary><code>{address}</code></summary>'
                        + re.sub(r' id="[^"]*"', "", rows) + "</details>\n")
     return f"<h1>{n}. {inline(title)}</h1>\n{pictures}{text}<h2>Source</h2>\n{source}"
 
@@ -313,9 +310,9 @@ def stop_page(n):
 def contents():
     """{a group of the bar: {a page's name: what is shown for it}}"""
     files = {page_name(file): file for file in FILES}
-    return {"read": {"index": "micro.py"} | {name: name for name in DOCS},
+    return {"read": {"index": "micro.py", "lessons.lecture8": "lecture8.py"} | {name: name for name in DOCS},
             "stops": {f"stop-{n}": f"{n}. {text.partition(chr(10))[0]}" for n, text in stops().items()},
-            "pictures": {f"stop-{stop}": STEPPED[name][1] for name, stop in stops_of_pictures().items()},
+            "pictures": {name: title for name, (_, title, *_) in STEPPED.items()},
             "files": {name: file for name, file in files.items() if "/" not in file},
             "further": {name: file for name, file in files.items() if file.startswith("further")}}
 
@@ -327,6 +324,8 @@ def page_of(name):
         body = file_page(files[name])
     elif name in DOCS:
         body = markdown(doc(name))
+    elif name in STEPPED:
+        body = picture(name)
     else:
         body = stop_page(name.removeprefix("stop-"))
     menus = "".join(
@@ -346,14 +345,24 @@ def page_of(name):
 def in_terminal(name):
     """Print a picture, step by step."""
     reject(name not in STEPPED, f"--show {name}: give one of {', '.join(STEPPED)}")
-    frames, title, says, *_ = STEPPED[name]
+    frames, title, says, _ = STEPPED[name]
     print("\n\n".join([f"{title}. {says}", *map(terminal, frames())]))
 
 
-def pages(out, show):
+def write_assets(folder):
+    check_folder(folder, "--assets")
+    for name in DRAWN:
+        check_picture(os.path.join(folder, f"{name}.svg"), "--assets")
+    for name, draw in DRAWN.items():
+        pathlib.Path(folder, f"{name}.svg").write_text(svg_of(draw()))
+
+
+def pages(out, show, assets):
     """The reference as HTML, prose beside code, with pictures that one steps through."""
     if show:
         return in_terminal(show)
+    if assets:
+        return write_assets(assets)
     names = [name for labels in contents().values() for name in labels]
     check_folder(out, "--out")
     for name in names:

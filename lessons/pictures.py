@@ -1,13 +1,11 @@
 """What the drawer draws: what the code did. Its ranks run here as threads, and nothing is computed a second time.
 
-Pages step through the pictures of STEPPED; `python bench.py pictures` writes those of DRAWN as SVG.
+Pages step through the pictures of STEPPED; `python -m lessons pages --assets assets` writes those of DRAWN as SVG.
 """
 
 import functools
 import itertools
-import pathlib
 import re
-import statistics
 from collections import defaultdict
 
 import torch
@@ -18,17 +16,13 @@ import collectives as dist
 import parallel
 import train
 from further import together
-from further.lists import parse
 from further.schedules import SCHEDULES
-from lessons.bench.timing import say
-from lessons.drawer import Cell, COLOURS, Frame, GREY, legend, moved, stacked, START, svg_of
+from lessons.drawer import Cell, COLOURS, Frame, GREY, moved, stacked, START
 from lessons.step import name_of, Watch
-from model import GPTConfig, PRESETS
-from parallel import goes_to, names_of, result_of, ScheduleError
+from model import GPTConfig
+from parallel import goes_to, names_of, result_of
 from safe.files import check_file
-from safe.flags import Settings
 from theory.clock import simulate
-from theory.memory import memory_bytes
 
 
 # ----------------------------------------------------------------------------------------------------------------- ring
@@ -151,22 +145,6 @@ def zero_frames():
                                 "quarters; its state exists for them alone, and nothing more is sent.", 6 * [1])]
 
 
-def draw_zero_stages():
-    """A row a stage, a cell a kind of memory."""
-    stages = [memory_bytes(PRESETS["gpt2-xl"], Settings(
-        dp=8, zero=zero, dtype="bf16", recompute="block", batch_size=32)) for zero in range(4)]
-    colours = {kind: colour for kind, colour in zip(stages[0], COLOURS) if stages[0][kind]}
-    frames = [Frame(legend(colours, 7), "GPT-2 XL, bf16, 8 ranks, 4 sequences each, blocks recomputed: GiB a rank",
-                    unit=24)]
-    for zero, kinds in enumerate(stages):
-        sizes = [kinds[kind] / 2**30 for kind in colours]
-        starts = [0, *itertools.accumulate(sizes)]
-        cells = [Cell(0, x, f"{size:.3g}" if size > 1 else "", size, colour)
-                 for x, size, colour in zip(starts, sizes, colours.values())]
-        frames.append(Frame([*cells, Cell(0, starts[-1], f"{starts[-1]:.3g}", 2)], f"ZeRO-{zero}"))
-    return stacked(frames)
-
-
 # -------------------------------------------------------------------------------------------------------------- f and g
 
 def tensor_matrices():
@@ -246,21 +224,16 @@ def lanes(spans, says="", unit=24.0, wrong={}, pitch=1):
     cells = []
     for rank, row in enumerate(spans):
         free = 0.0  # from where on there is room below the row
-        for n, (action, start, end) in enumerate(row):
+        names = names_of([action for action, *_ in row], rank)
+        for n, (name, (action, start, end)) in enumerate(zip(names, row)):
             colour, mark = shade(action, len(spans)), "#e03b2b" * (wrong.get(rank) == n)
-            at, x, width, text = pitch * rank, start, end - start, str(action.micro_batch)
+            at, x, width = pitch * rank, start, end - start
             if not width:
-                at, x, width, text = at + 1, max(start, free), 24 / unit, f"{action.kind}{action.micro_batch}"
+                at, x, width = at + 1, max(start, free), 9 * len(name) / unit
                 free = x + width
+            text = name if 8 * len(name) <= unit * width else str(action.micro_batch)
             cells.append(Cell(at, x, text, width, colour, mark, f"{rank} {n}"))
     return Frame(cells, says, (), {pitch * rank: f"rank {rank}" for rank in range(len(spans))}, unit)
-
-
-def explained(kinds, *frames):
-    """These frames below a row that explains their colours."""
-    step = 210 / frames[0].unit
-    row = Frame(legend({f"{kind} {KINDS[kind]}": SHADES[kind].split()[0] for kind in kinds}, step))
-    return stacked([row._replace(unit=frames[0].unit), *frames])
 
 
 def on_clock(lists, *costs):
@@ -282,28 +255,30 @@ def pipeline_frames():
     timeline = simulate(parallel.one_f_one_b(4, 6), 1, 0.5, 0.5)
     frames = [lanes(timeline.spans, "Each rank has one stage. It needs a micro-batch's activations from the rank "
                     "above, and in backward its gradient from the rank below. Rank r runs 3 - r forwards ahead, then a "
-                    "forward and a backward in turn. Numbers are micro-batches. Step by step:", pitch=2)]
+                    "forward and a backward in turn, and holds 4 - r micro-batches at most. A rank idles "
+                    f"{max(timeline.idle):g} of {timeline.length:g}. Step by step:", pitch=2)]
     for time in range(1, round(timeline.length) + 1):
         begun = [[span for span in row if span[1] < time] for row in timeline.spans]
-        ran = {rank: row[-1][0] for rank, row in enumerate(begun) if row and row[-1][2] == time}
+        ran = [(rank, action) for rank, row in enumerate(begun) for action, _, end in row if end == time]
         arrows = []
-        for rank, action in ran.items():
+        for rank, action in ran:
             other = goes_to(result_of(action))
+            x = time - 0.5 + 0.2 * (other - rank)
             if other in range(4):
-                x, down = time - (0.3 if other > rank else 0.7), int(other > rank)
-                arrows.append((shade(action), (2 * rank + down, x), (2 * other + 1 - down, x)))
-        says = "; ".join(f"rank {rank} has run {action}" for rank, action in ran.items())
+                arrows.append((shade(action), (2 * rank + (other > rank), x), (2 * other + (other < rank), x)))
+        says = "; ".join(f"rank {rank} has run {action}" for rank, action in ran)
         frames.append(lanes(begun, says, pitch=2)._replace(arrows=arrows))
-    end = f". Each rank was idle for {max(timeline.idle):g} of {timeline.length:g}, and rank r held 4 - r micro-batches"
-    return [*frames[:-1], frames[-1]._replace(says=frames[-1].says + end)]
+    return frames
 
 
 def draw_schedules():
     """The schedules on one time axis, for 4 ranks and 8 micro-batches. F, I and W take equally long."""
     runs = {name: simulate(lists(4, 8, 1 + (name == "interleaved"))) for name, lists in SCHEDULES.items()}
     unit = 900 / max(run.length for run in runs.values())
-    return explained("FBIW", *(lanes(run.spans, f"{name}: {run.length:g} long, {max(run.idle) / run.length:.0%} idle, "
-                                     f"{max(run.peak):g} held at most", unit) for name, run in runs.items()))
+    legend = [Cell(0, 7 * n, f"{kind} {KINDS[kind]}", 6.9, SHADES[kind].split()[0]) for n, kind in enumerate("FBIW")]
+    return stacked([Frame(legend, unit=unit), *(
+        lanes(run.spans, f"{name}: {run.length:g} long, {max(run.idle) / run.length:.0%} idle, {max(run.peak):g} held "
+              "at most", unit) for name, run in runs.items())])
 
 
 def text_of(lists):
@@ -315,24 +290,6 @@ def stuck(error):
     lists = [[action for action in actions if action.kind in KINDS] for actions in error.lists]
     at = {rank: sum(action.kind in KINDS for action in error.lists[rank][:n]) for rank, n in error.at.items()}
     return lanes([[(action, n, n + 1) for n, action in enumerate(actions)] for actions in lists], unit=48, wrong=at)
-
-
-def draw_explore():
-    """An edit in `python -m lessons explore`, step by step: from 1F1B to ZB-H1, for 3 ranks and 4 micro-batches."""
-    plain = text_of(parallel.one_f_one_b(3, 4))
-    split = re.sub(r"B(\d)", r"I\1 W\1", plain)
-    steps = {"1F1B": plain, "every B becomes I and W: the stage before waits for I alone": split,
-             "W0 of rank 2 is dragged before I0": split.replace("rank 2  F0 I0 W0", "rank 2  F0 W0 I0"),
-             "each W waits until its rank has nothing else to do, which is ZB-H1": text_of(SCHEDULES["zb-h1"](3, 4, 1))}
-    frames = []
-    for n, (what, text) in enumerate(steps.items(), 1):
-        try:
-            run = simulate(parse(text))
-            frame, found = lanes(run.spans, unit=48), f"{run.length:g} long, {max(run.idle):g} of it idle"
-        except ScheduleError as error:
-            frame, found = stuck(error), "a deadlock"
-        frames.append(frame._replace(says=f"{n}. {what}: {found}"))
-    return explained("FBIW", *frames)
 
 
 # ---------------------------------------------------------------------------------------------------------------- trace
@@ -349,46 +306,24 @@ def spans_of(trace):
     return [*spans.values()]
 
 
-def costs_of(spans):
-    """[F, I, W]: medians of what they take. A B that ran whole counts half as I, half as W."""
-    times = defaultdict(list)
-    for action, start, end in sum(spans, []):
-        times[action.kind].append(end - start)
-    half = statistics.median(times.pop("B", [0])) / 2
-    return [statistics.median(times.get(kind, [half])) for kind in "FIW"]
-
-
 def as_it_ran(spans, says=""):
     return lanes(spans, says, 900 / max(end for row in spans for *_, end in row))
 
 
-def draw_trace(found):
-    return explained("FBIW", as_it_ran(spans_of(found)))
-
-
 # ------------------------------------------------------------------------------------------------------------- pictures
 
-STEPPED = {  # name: (frames, title, what it shows, its function in lessons/micro.py, and in the reference)
+STEPPED = {  # name: (frames, title, what it shows, the function of lessons/micro.py beside which it stands)
     "ring": (ring_frames, "Ring all-reduce", "Four ranks add up their tensors. A colour for each rank whose numbers "
-             "are in a chunk; an arrow from each sender to its receiver.", "all_reduce", "ring_reduce_scatter"),
+             "are in a chunk; an arrow from each sender to its receiver.", "all_reduce"),
     "zero": (zero_frames, "ZeRO-3", "What four ranks keep of each piece of a model in a step. A box is a rank's "
-             "weights, and below them its gradients, in quarters 0 to 3.", "step_list", "with_weights"),
+             "weights, and below them its gradients, in quarters 0 to 3.", "step_list"),
     "tensor": (tensor_frames, "f and g", "An MLP, Y = GeLU(X A) B, on two ranks. Blue is rank 0's, orange rank 1's, "
-               "grey is the same on both. Multiply along: a row at the left with a column at its right.", "g_forward",
-               "CopyToGroup"),
+               "grey is the same on both. Multiply along: a row at the left with a column at its right.", "g_forward"),
     "1f1b": (pipeline_frames, "1F1B", "Four ranks, six micro-batches. A row is a rank, and time goes to the right. An "
-             "arrow is a message.", "one_f_one_b", "one_f_one_b")}
-DRAWN = {"ring": draw_ring, "zero-stages": draw_zero_stages, "schedules": draw_schedules, "explore": draw_explore}
+             "arrow is a message.", "one_f_one_b")}
+DRAWN = {"ring": draw_ring, "schedules": draw_schedules}  # assets/
 
 
 def check_picture(path, flag):
     """BadInput unless a picture can be written there."""
     check_file(path, flag, re.escape(START.encode()))
-
-
-def pictures(a, _):
-    """Write SVG pictures of what the code does, and of a trace."""
-    for name, frame in ({name: draw() for name, draw in DRAWN.items()} | a.drawn).items():
-        path = pathlib.Path(a.into, f"{name}.svg")
-        path.write_text(svg_of(frame))
-        say(str(path))

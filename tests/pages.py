@@ -2,7 +2,6 @@
 
 import ast
 import html
-import json
 import pathlib
 import re
 import shutil
@@ -15,13 +14,12 @@ from lessons.pictures import DRAWN, pipeline_frames, ring_frames, STEPPED, tenso
 from lessons.puzzles import HERE
 from tests.browser import Browser
 from tests.pool import in_new_process, parametrize
-from tests.runs import ran
 
 
 @pytest.fixture(scope="session")
 def site_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    in_new_process(pages, str(folder), None)
+    in_new_process(pages, str(folder), None, None)
     return folder
 
 
@@ -90,18 +88,11 @@ def test_a_picture_comes_first_at_its_stop_and_stands_in_the_index(site):
 
 # ------------------------------------------------------------------------------------------------------------- pictures
 
-def test_assets_are_current_and_a_trace_is_drawn(tmp_path):
-    events = [{"name": f"{kind} stage 0 micro-batch 3", "tid": 0, "ts": 5e6 + i, "dur": 1,
-               "args": {"stage": 0, "micro_batch": 3}} for i, kind in enumerate(("F", "SF", "RB", "I", "W"))]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    ran(("pictures", str(tmp_path / "trace.json"), "--into", str(tmp_path / "made")), 1, tmp_path / "log",
-        program="bench.py", launcher="fork")
+def test_assets_are_current(tmp_path):
+    in_new_process(pages, "", None, str(tmp_path))
     for name in DRAWN:
-        made = (tmp_path / "made" / f"{name}.svg").read_text()
-        assert made == pathlib.Path(HERE, "assets", f"{name}.svg").read_text(), "old: python bench.py pictures"
-    trace = (tmp_path / "made" / "pipeline.svg").read_text()
-    assert re.findall(r'd="M(\d+) .*?fill="(.*?)"', trace)[4:] == [  # the first, fourth and fifth, of 180 pixels each
-        ("60", "#4c8dd6"), ("600", "#d67e30"), ("780", "#4ba36b")]
+        made, ours = (pathlib.Path(folder, f"{name}.svg").read_text() for folder in (tmp_path, HERE / "assets"))
+        assert made == ours, f"assets/{name}.svg is old: python -m lessons pages --assets assets"
 
 
 def all_frames():
@@ -113,15 +104,12 @@ def all_frames():
 def test_frames_have_the_numbers_that_the_code_computed_and_an_arrow_a_message():
     ring, zero, tensor, pipeline = in_new_process(all_frames)
     assert [arrows for _, arrows, _ in ring] == [0] + 6 * [5]  # the last rank's is drawn at both ends
-    assert ring[0][0][4:8] == ["1", "2", "3", "4"] and ring[-1][0][4:] == 4 * ["1111", "2222", "3333", "4444"]
-    assert "4444" in ring[3][0] and "4444" not in ring[2][0]  # a chunk is complete after three steps
+    assert ring[-1][0][4:] == 4 * ["1111", "2222", "3333", "4444"] and "4444" not in ring[2][0]
     assert [text.split(":")[0] for *_, text in zero[1:-1]] == (
         "G0 G1 F0 D0 G2 F1 D1 F2 G1 B2 D2 A2 B1 D1 A1 B0 A0".split())  # as parallel.py shows it
-    assert all(arrows == 5 * (text[0] in "GA") for _, arrows, text in zero[1:])
-    assert [arrows for _, arrows, _ in tensor] == [0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 2]
-    texts, _, _ = tensor[5]  # term of Y and Y of rank 0, then of rank 1
+    texts, arrows, _ = tensor[5]  # term of Y and Y of rank 0, then of rank 1
     of_y = [texts[at + 1:at + 13] for at, text in enumerate(texts) if text == "Y"]
-    assert of_y[0] == of_y[1] and len({*of_y[0]}) > 5
+    assert of_y[0] == of_y[1] and len({*of_y[0]}) > 5 and arrows == 2
     sent = [action for actions in parallel.lower(parallel.one_f_one_b(4, 6)) for action in actions
             if action.kind[0] == "S"]
     assert sum(arrows for _, arrows, _ in pipeline) == len(sent)
