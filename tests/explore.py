@@ -36,8 +36,8 @@ def test_a_page_shows_what_was_logged_and_is_whole_at_every_moment(tmp_path, mon
     text = index.read_text()
     assert "nats a byte" in text and 'points="70.0,20.0 205.0,170.0 610.0,95.0"' in text
     assert "layout   dp 2\n&lt;b&gt;" in text and "<run>" not in text and "<script" not in text
-    monkeypatch.setattr(os, "replace", lambda *files: 1 / 0)
-    (run / "log.jsonl").unlink()
+    page.said += ["more"]
+    monkeypatch.setattr(os, "replace", lambda *files: os.stat("no/such/file"))  # an OSError
     page.write(over=True)  # costs the page, not the run
     assert index.read_text() == text
 
@@ -137,17 +137,21 @@ def test_a_run_ends_when_it_is_cancelled_and_with_the_server(tmp_path, monkeypat
     def started():
         thread = threading.Thread(target=lambda: answers.append(asked(server, "/TOKEN/run", "p=2&m=2")))
         thread.start()
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        for _ in range(1000):
+            if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+                break
             time.sleep(0.02)
         return thread, int((tmp_path / "pid").read_text())
 
     def browse():
-        thread, first = started()
-        (tmp_path / "pid").unlink()
-        assert asked(server, "/TOKEN/cancel", "")[0] == 200
-        thread.join()
-        answers.extend([first, started()[1]])
-        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            thread, first = started()
+            (tmp_path / "pid").unlink()
+            assert asked(server, "/TOKEN/cancel", "")[0] == 200
+            thread.join(20)
+            answers.extend([first, started()[1]])
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=browse)
     thread.start()
