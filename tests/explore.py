@@ -8,11 +8,12 @@ import signal
 import tempfile
 import threading
 import time
+import xml.etree.ElementTree
 
 import pytest
 
 from lessons import explore
-from safe.page import Page
+from safe.page import Page, ticks
 from tests.pool import table
 
 
@@ -22,6 +23,15 @@ def logged(folder, *entries):
     folder.mkdir(exist_ok=True)
     (folder / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries) + '{"note": 1}\n[1]\n{"st')
     return folder
+
+
+def curves_of(page):
+    """{title: the points of each curve} of a page, whose pictures are XML."""
+    found = {}
+    for picture in page.split("<svg")[1:]:
+        svg = xml.etree.ElementTree.fromstring("<svg" + picture.split("</svg>")[0] + "</svg>")
+        found[svg.get("aria-label")] = [line.get("points").split() for line in svg.iter("polyline")]
+    return found
 
 
 def test_a_page_shows_what_was_logged(tmp_path):
@@ -176,17 +186,21 @@ def test_a_run_ends_when_it_is_cancelled_and_with_the_server(tmp_path, monkeypat
     def started():
         thread = threading.Thread(target=lambda: answers.append(asked(server, "/TOKEN/run", "p=2&m=2")))
         thread.start()
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        for _ in range(1000):
+            if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+                break
             time.sleep(0.02)
         return thread, int((tmp_path / "pid").read_text())
 
     def browse():
-        thread, first = started()
-        (tmp_path / "pid").unlink()
-        assert asked(server, "/TOKEN/cancel", "")[0] == 200
-        thread.join()
-        answers.extend([first, started()[1]])
-        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            thread, first = started()
+            (tmp_path / "pid").unlink()
+            assert asked(server, "/TOKEN/cancel", "")[0] == 200
+            thread.join(20)
+            answers.extend([first, started()[1]])
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=browse)
     thread.start()
