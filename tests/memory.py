@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import fast.run
 import collectives as dist
 import kernels
 import model
