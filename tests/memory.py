@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
