@@ -18,7 +18,6 @@ of some of its parts: they check the input, start the processes that a layout ne
 
 import argparse
 import json
-import math
 import os
 import pathlib
 import sys
@@ -53,13 +52,12 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
     from torch.optim with its options, as a partial; None: for evaluation. edition: whose layers it is made of.
     """
     device = torch.device(device)
-    piece_to_rank = piece_to_rank_of(config, layout)
+    runs, piece_to_rank = runs_of_stages(config, layout)
     mesh = parallel.make_mesh(device.type, layout.dp, layout.tp, layout.pp, layout.cp)
     groups = make_groups(mesh, layout, piece_to_rank, config)
     source = source or partial(initial_weight, config, seed=0)
     pieces = [None] * len(piece_to_rank)
-    stages = parallel.pieces_of_stages(schedule_of(layout.schedule), layout.pp, layout.virtual_stages, len(pieces))
-    first_block = {i: max(1, stage.start) for stage in stages.values() for i in stage}
+    first_block = {i: max(1, run.start) for run in runs for i in run}
     for i in parallel.stages_on(dist.get_rank(groups.pp), piece_to_rank):
         # 1. Shapes without memory, a piece at a time, because the model may not fit on one rank.
         pieces[i] = piece = GPT(config, seed=None, pieces=[i])
@@ -74,7 +72,7 @@ def parallelize(config, layout, device, source=None, optimizer=None, edition=par
         if config.tied and piece.lm_head and pieces[0]:
             piece.lm_head.weight = pieces[0].wte.weight  # one rank has both ends: one parameter
     # 5. Units, of what step 4 has made, and the optimizer, of what ZeRO leaves of them.
-    return ParallelGPT(config, layout, mesh, groups, pieces, optimizer)
+    return ParallelGPT(config, layout, mesh, groups, pieces, runs, optimizer)
 
 
 def keep_less(model, layout, before=0):
@@ -86,20 +84,22 @@ def keep_less(model, layout, before=0):
         idea("recompute")(model, layout.recompute, layout.recompute_blocks, before)
 
 
-def piece_to_rank_of(config, layout):
-    """{piece: rank}: which rank runs each of the model's L+2 pieces, embedding, blocks, head. The number of
-    micro-batches does not change it. ValueError if the model cannot be cut into the schedule's stages."""
+def runs_of_stages(config, layout):
+    """(of each stage its run of the model's L+2 pieces, embedding, blocks, head, so that all take about equally long;
+    {piece: its rank}). ValueError if the model cannot be cut into the schedule's stages."""
     p = layout.pp
     v = layout.virtual_stages
     pieces = config.n_layer + 2
     schedule = schedule_of(layout.schedule)
-    stages = len(parallel.ranks_of_stages(schedule(p, 2 * p, v)))
+    stage_to_rank = parallel.ranks_of_stages(schedule(p, 2 * p, v))
+    stages = len(stage_to_rank)
     if v not in (1, stages // p):
         raise ValueError(f"this schedule has {stages // p} stages a rank, not {v}: give virtual_stages 1")
     if stages > pieces:
         raise ValueError(f"{stages} stages are more than the model's {pieces} pieces, its layers with embedding and "
                          f"head: give a smaller pp")
-    return parallel.ranks_of_stages(parallel.lists_of_pieces(schedule, p, 2 * p, v, pieces))
+    runs = idea("split_pieces")(config, stages)
+    return runs, parallel.ranks_of_pieces(runs, stage_to_rank)
 
 
 OF_FURTHER = "replicate", "ep", "same_experts"
@@ -169,7 +169,7 @@ class ParallelGPT(parallel.Parallel):
     """
     lookups = (0,)
 
-    def __init__(self, config, layout, mesh, groups, pieces, optimizer):
+    def __init__(self, config, layout, mesh, groups, pieces, runs, optimizer):
         self.config = config
         self.layout = layout
         self.routers = {}
@@ -181,7 +181,7 @@ class ParallelGPT(parallel.Parallel):
             pipeline = idea("HalvedPipeline")
         units = getattr(getattr(optimizer, "func", None), "make_units", parallel.make_units)
         super().__init__(pieces, self.loss, mesh, layout.zero, schedule_of(layout.schedule), layout.virtual_stages,
-                         optimizer, layout.dtype, self.count, self.shape, groups, pipeline, units)
+                         optimizer, layout.dtype, self.count, self.shape, groups, pipeline, units, runs)
 
     def named_parameters(self):
         """{parameter: its name in the whole GPT} of this rank's pieces."""
@@ -244,7 +244,7 @@ class ParallelGPT(parallel.Parallel):
 
     def add_up_gradients(self):
         if self.groups.replicate:
-            idea("average_between")(self.params, self.groups.replicate)
+            idea("average_between")(self.units, self.groups)
         super().add_up_gradients()
 
     def whole_parameter(self, name, key=None):
@@ -266,21 +266,19 @@ class Found(NamedTuple):
         return bool(self.loss.isfinite() and self.norm.isfinite())
 
 
-def optimizer_class(s):
-    if s.optimizer == "muon":
-        return idea("Muon")
-    return partial(torch.optim.AdamW, foreach=True)  # else PyTorch steps one PlacedParameter after the other
+def optimizer_of(s):
+    return idea("Muon") if s.optimizer == "muon" else torch.optim.AdamW
 
 
 class Trainer:
     """Model, optimizer, data and this rank's place in the mesh: `step(i)` is step i, counted from 0.
 
     s: the Flags. source(name) gives a parameter's initial value; None: the seed does. data: (training tokens, held-out
-    tokens, their vocabulary). What safe/ and fast/ have others for: build, which makes the model as `parallelize` does;
+    tokens, their vocabulary). What safe/ and fast/ have others for: edition, whose layers the model is made of;
     optimizer, a class or a partial of one; batch, which gives a step's samples as further.text.batch does.
     """
 
-    def __init__(self, s, config, source, data, device, build=parallelize, optimizer=None, batch=batch):
+    def __init__(self, s, config, source, data, device, edition=parallel.Reference, optimizer=None, batch=batch):
         self.s = s
         self.config = config
         self.device = device
@@ -289,8 +287,8 @@ class Trainer:
         on_cpu = "gloo" if device.type == "cuda" else None
         self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`, whose numbers the CPU reads
         source = source or partial(initial_weight, config, seed=s.seed)
-        optimizer = partial(optimizer or optimizer_class(s), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
-        self.net = build(config, layout_of(s), device, source, optimizer)
+        optimizer = partial(optimizer or optimizer_of(s), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
+        self.net = parallelize(config, layout_of(s), device, source, optimizer, edition)
         self.optimizer = self.net.optimizer
         for group in self.net.all_groups():
             dist.use(group, s.comm)

@@ -10,33 +10,40 @@ import torch
 
 import kernels
 import parallel
-from fast import edition, hopper, stages
+from fast import edition, hopper
 from fast.adamw import AdamW
 from fast.fp8 import use_fp8
-from fast.graphs import replay_micro_batches
 from further.muon import Muon
 
 mode = "fast + safe; --plain runs what you read"
 on = edition.on
 
 
-def parts(s, device, edition=edition.Fast):
-    """What a Trainer is made of, by name: the model in stages; AdamW's kernel, where it steps float32 masters."""
+def optimizer_of(s, device):
+    """AdamW's kernel, where it steps float32 masters; else PyTorch's, or Muon."""
     dtype = parallel.PRECISIONS[s.dtype]
     masters = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=device))
-    adamw = AdamW if masters else partial(torch.optim.AdamW, fused=True, foreach=False)
-    optimizer = partial(Muon, fused=True, foreach=False) if s.optimizer == "muon" else adamw
-    return {"build": partial(stages.parallelize, edition=edition), "optimizer": optimizer}
+    if masters and s.optimizer == "adamw":
+        return AdamW
+    return partial(Muon if s.optimizer == "muon" else torch.optim.AdamW, fused=True, foreach=False)
+
+
+def parts(s, device):
+    """What a Trainer is made of, by name."""
+    return {"edition": edition.Fast, "optimizer": optimizer_of(s, device)}
 
 
 def prepare(trainer):
-    """Let a Trainer compute in 8 bits, and replay micro-batches from CUDA graphs, where its flags say so."""
+    """Let a Trainer compute in 8 bits, and replay its steps from CUDA graphs, where its flags say so."""
     hopper.ANY_ORDER = not trainer.s.deterministic
     if trainer.s.dtype == "fp8":
         for module in trainer.net.pieces.values():
             use_fp8(module)
-    if trainer.s.cuda_graphs == "on":
-        replay_micro_batches(trainer.net)
+    trainer.net.pipeline.records = trainer.s.cuda_graphs == "on"
+    if isinstance(trainer.optimizer, AdamW):
+        for unit in trainer.net.units:
+            unit.cast_by = trainer.optimizer
+            trainer.optimizer.copies |= unit.copies()
 
 
 def look(s, trainer):

@@ -25,6 +25,7 @@ IDEAS = """
     schedule_of           --schedule         lists
     read_schedule         --schedule-file    lists
     check                 --pp               lists
+    split_pieces          --pp               pieces
     add_groups            --zero-within      groups
     average_between       --zero-within      nodes
     compute_loss_in       --loss-chunk       chunked_loss

@@ -103,5 +103,5 @@ def take_state(net, state, steps, keys=MOMENTS):
         for key in keys:
             load_state(net, key, lambda name, key=key: state[key][name].to(net.device))
         set_updates(net, steps)
-    for unit in dict.fromkeys(net.unit_of.values()):
+    for unit in net.units:
         unit.refresh()

@@ -51,7 +51,7 @@ class Step(Letters):
 
     def run(self, net, x, y):
         self.names = {id(part): name for piece in net.pieces.values() for name, part in piece.named_modules()}
-        self.units = [*dict.fromkeys(net.unit_of.values())]
+        self.units = net.units
         inputs = dict.fromkeys(self.means | {"pp"}, "V")
         self.between["pp"] = inputs | {"tp": "V" if net.layout.sp else "R"}
         for unit in self.units:

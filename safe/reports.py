@@ -25,7 +25,7 @@ from safe.files import keep_others
 from safe.flags import gpus_here
 from safe.messages import Watched
 from theory import speed
-from theory.memory import kept_tensors, memory_bytes, most_in_a_step, reducers_of
+from theory.memory import kept_tensors, memory_bytes, most_in_a_step
 
 
 @contextlib.contextmanager
@@ -133,11 +133,9 @@ def measured(trainer):
         if not action or action.kind != "F":
             return
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
-        gathered = [bucket.weights for reducer in reducers_of(net) for bucket in reducer.buckets
-                    if hasattr(bucket, "is_whole") and bucket.weights is not None]  # of FSDP
         # What is on its way. On a GPU the host does not wait until that has arrived.
         sent = [tensor for _, tensor in (*pipeline.sending, *pipeline.results.values())]
-        others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *gathered, *sent])
+        others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *sent])
         found.activations = max(found.activations, births.alive(others))
 
     with births, watching(pipeline, note):

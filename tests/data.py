@@ -102,10 +102,10 @@ def test_an_average_is_on_its_way_while_others_compute(rank):
 
 @on_ranks(2)
 def test_clipping_takes_what_pytorch_s_takes():
-    """One tensor, or a generator."""
+    """A generator."""
     weight = nn.Parameter(torch.zeros(4, 3))
     weight.grad = torch.ones(4, 3)
-    assert close(parallel.clip_grad_norm_(weight, 0), 12 ** 0.5, 1e-6)
+    assert close(parallel.clip_grad_norm_(iter([weight]), 0), 12 ** 0.5, 1e-6)
     assert parallel.clip_grad_norm_(iter(()), 1.0) == 0
 
 

@@ -142,7 +142,7 @@ REFUSED = {
         plan --gpus 0                       | --gpus
         plan --machine nope                 | --machine nope
         plan --dtype fp32                   | --machine
-        plan --dtype fp8                    | --dtype fp8 is for strategies and scaling: give --dtype bf16
+        plan --dtype fp8                    | --dtype fp8 is for strategies: give --dtype bf16
         plan --gpus 16 --machine MACHINE    | network
         collectives --gpus 1 --device cpu   | --gpus 2
         strategies --json /no/such/x.json --device cpu | --json
@@ -150,7 +150,7 @@ REFUSED = {
         strategies --gpus 2 --batch-size 3 --only ddp --device cpu | --batch-size 4
         pictures MACHINE                    | KeyError 'traceEvents'
         pictures --into MINE                | ring.svg: is there, and not what would be written: name a new file
-        plan --hf HF --model gpt2           | --model gpt2 beside --hf: leave one of them out
+        plan --init-from HF --model gpt2    | --model gpt2 beside --init-from: leave one of them out
         plan --json WORDS                   | words.bin: is there, and not what would be written: name a new file""",
     lessons.demos.main: """
         tensor --ranks 0                    | --ranks
@@ -162,8 +162,6 @@ REFUSED = {
         together --dp 3                     | give e.g. --dp 2 --tp 2 --pp 1
         types --ep 3                        | --ep 3 does not divide both --dp 2 and the
         types --dp 3 --cp 2 --zero 1 --zero-within 3 | --zero-within 3 cuts through the ranks of --cp or --ep
-        together --many-ranks 7             | give --many-ranks 8 or more
-        together --out WORDS                | words.bin: is there, and not what would be written: name a new file
         blind --out WORDS                   | words.bin: is there, and not what would be written: name a new file
         pages --out MINE                    | index.html: is there, and not what would be written: name a new file
         puzzles ring --into EMPTY/deep      | Not a directory; name a folder that can be written

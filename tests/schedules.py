@@ -58,7 +58,7 @@ class Scaled(nn.Embedding):
 
 @on_ranks(2)
 def test_cut_layers_refuse_what_they_cannot_do():
-    """On a GPU, which nobody waits for, numbers outside of the vocabulary give NaN."""
+    """Tokens outside of the vocabulary give NaN."""
     f, g = parallel.CopyToGroup.apply, parallel.ReduceFromGroup.apply
     plan = {"0": functools.partial(parallel.VocabParallelEmbedding, g=g)}
     columns = {"0": functools.partial(parallel.ColumnParallelLinear, f=f)}
@@ -72,11 +72,11 @@ def test_cut_layers_refuse_what_they_cannot_do():
             ("padding_idx", plan, nn.Embedding(10, 4, padding_idx=0)),
             ("max_norm, sparse", plan, nn.Embedding(10, 4, max_norm=1.0, sparse=True)),
             ("scale_grad_by_freq", plan, nn.Embedding(10, 4, scale_grad_by_freq=True)),
-            ("parametrizations", columns, nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
-            ("with _backward_pre_hooks", columns, hooked), ("adapter", row, adapted),
-            ("weight_mask, weight_orig", columns, narrowed), ("with forward", row, scaled),
+            ("not ParametrizedLinear", columns, nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+            ("with _backward_pre_hooks", columns, hooked), ("_modules", row, adapted),
+            ("_buffers", columns, narrowed), ("with forward", row, scaled),
             ("a plain Embedding can be cut over ranks, not Scaled: leave it out", plan, Scaled(10, 4)),
-            ("a plain Linear can be cut over ranks, not Conv1d: leave it out", columns, nn.Conv1d(4, 4, 1))]:
+            ("a plain Linear can be cut over ranks, not Conv1d with", columns, nn.Conv1d(4, 4, 1))]:
         with pytest.raises(ValueError, match=says):
             parallel.tensor_parallel(nn.Sequential(layer), None, plan_of)
     with pytest.raises(ValueError, match="needs 9 processes, there are 2"):
@@ -88,15 +88,13 @@ def test_cut_layers_refuse_what_they_cannot_do():
         numbers = torch.tensor([[3, bad]])
         kernels.use(way)
         with patch.object(kernels, "readable", lambda tensor: read):
+            assert net(numbers).isnan().all(2).tolist() == [[False, True]]
             if read:
-                with pytest.raises(IndexError, match="an embedding of 10 rows takes 0 to 9"):
-                    net(numbers)
                 with pytest.raises(IndexError, match="of 10 logits they are 0 to 9"):
                     parallel.cross_entropy(z, numbers, 10)
             else:
                 loss = parallel.cross_entropy(z * 1, numbers, 10)
                 assert loss.isnan() and torch.autograd.grad(loss, z)[0].isnan().all()
-                assert net(numbers).isnan().all(2).tolist() == [[False, True]]
 
 
 @on_ranks(3)

@@ -15,8 +15,8 @@ import collectives as dist
 import model
 import parallel
 import train
-from fast.stages import FSDPOptimizer, make_buckets
-from fast.zero import AheadOptimizer, FastFSDP
+
+
 from further.sampling import whole_model
 from tests.data import stepped_by
 from tests.layouts import SMALL, small_gpt, tokens_of
@@ -222,8 +222,6 @@ def test_a_micro_batch_may_leave_layers_out_if_all_ranks_do():
         for some in one, model:
             some(torch.ones(2, 4, dtype=torch.float64), both).square().sum().backward()
     optimizer.finish_grad_sync()
-    with pytest.raises(ValueError, match="not in `groups`"):
-        parallel.clip_grad_norm_(stepped_by(optimizer), 1.0, [])
     norm = parallel.clip_grad_norm_(stepped_by(optimizer), 0)
     assert close(norm.cpu(), nn.utils.get_total_norm([p.grad for p in one.parameters()]).cpu())
 

@@ -66,8 +66,8 @@ def both_ways(function, *inputs):
     return lambda: torch.autograd.grad(function(*inputs), leaves, dy)
 
 
-def measure_machine(device, dtype, config, comm):
-    """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links under `comm`.
+def measure_machine(device, dtype, config):
+    """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links.
     All ranks measure at once, because in training, too, they share power. (In FP8 the head, which stays bf16, is then
     predicted too fast.) On CUDA the GPU's computing is replayed, so that `launch` alone depends on the CPU."""
     eight = dtype == "fp8"
@@ -99,7 +99,7 @@ def measure_machine(device, dtype, config, comm):
     name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
     if cuda:
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    hop, link = measure_links(device, comm) if n > 1 else (None, None)
+    hop, link = measure_links(device) if n > 1 else (None, None)
     return Machine(
         name, speed.peak_flops(device), memory,
         matmul=6 * k * c * config.hidden / seconds["products"],
@@ -109,14 +109,12 @@ def measure_machine(device, dtype, config, comm):
         launch=seconds["launch"], link=link, hop=hop)
 
 
-def measure_links(device, comm):
-    """(seconds of latency, bytes/s) of a collective of all ranks under `comm`, from a short and a long all-reduce."""
-    n, group = dist.get_world_size(), dist.new_group()
-    dist.use(group, comm)
+def measure_links(device):
+    """(seconds of latency, bytes/s) of a collective of all ranks, from a short and a long all-reduce."""
+    n = dist.get_world_size()
     tensors = [torch.zeros(1 << log, device=device) for log in ((11, 26) if device.type == "cuda" else (8, 21))]
-    seconds = interleaved({2 * (n - 1) / n * t.nbytes: functools.partial(dist.all_reduce, t, group=group)
-                           for t in tensors}, device, 5, calls=5)
-    dist.destroy_process_group(group)
+    seconds = interleaved({2 * (n - 1) / n * t.nbytes: functools.partial(dist.all_reduce, t) for t in tensors}, device,
+                          5, calls=5)
     return fit([1, 1], [*seconds], [*seconds.values()])
 
 
