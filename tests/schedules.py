@@ -18,7 +18,7 @@ import model
 import parallel
 from tests.layouts import SMALL, small_gpt, tokens_of
 from fast.linear import WeightGradients
-from fast.pipeline import CollectingMicroBatch
+from fast.graphs import CollectingMicroBatch
 from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, runs_kernels, table, uncollected
 from further.kinds import resized
 from further.lists import check, checked, lower, parse, ScheduleError
