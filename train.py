@@ -21,6 +21,7 @@ import json
 import os
 import pathlib
 import sys
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -412,7 +413,9 @@ class Run:
     def train(self, trainer):
         """The steps that the checkpoint has not done; then a sample."""
         first = idea("load")(trainer, self.saved, say) if self.saved else 0
+        self.since = first, time.perf_counter()  # the last report's
         for i in range(first, self.s.steps):
+            dist.reset_traffic()  # the log then holds what one step sends
             found = trainer.step(i)
             self.report(trainer, i + 1, found)
             if self.s.out and due(self.s, "save", i + 1):
@@ -424,15 +427,21 @@ class Run:
         """After `done` steps, when due: rank 0 prints loss and gradient norm, and the loss of held-out data, and adds
         them to log.jsonl."""
         s = self.s
-        if not (due(s, "log", done) or due(s, "eval", done)):
+        if not (due(s, "log", done) or due(s, "eval", done) or done == 1 and s.log_every):
             return
+        sent = sum(t.bytes for t in dist.traffic().values())
         entry = {"step": done, "loss": trainer.mean_over_ranks(found.loss), "grad_norm": found.norm.item(),
                  "lr": learning_rate(s, done - 1)}
         if found.loads is not None:
             entry |= idea("how_even")(found.loads)
+        before, since = self.since
+        a_step = (time.perf_counter() - since) / (done - before)
+        entry["tokens_per_s"] = s.batch_size * self.config.seq_len / a_step
         if due(s, "eval", done):
             entry["val_loss"] = trainer.evaluate()
-        say("  ".join(f"{key} {value:.6g}" for key, value in entry.items()))
+        self.since = done, time.perf_counter()
+        said = "  ".join(f"{key} {value:.6g}" for key, value in entry.items())
+        say(f"{said}  seconds_left {(s.steps - done) * a_step:.0f}  bytes_sent {sent:,}")
         if s.out and dist.get_rank() == 0:
             with open(os.path.join(s.out, "log.jsonl"), "a") as file:
                 file.write(json.dumps(entry) + "\n")

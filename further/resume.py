@@ -29,7 +29,7 @@ import torch
 
 import collectives as dist
 from further.bad_input import BadInput, reject
-from further.flags import config_of, dashed, Flags, learning_rate
+from further.flags import config_of, dashed, Flags, learning_rate, sizes_in
 from further.folder import (
     hf_config, read_safetensors, source_of, sync_folder, write_file, write_folder, write_safetensors)
 from further.kinds import resized, shapes_of_all
@@ -233,8 +233,8 @@ def read_checkpoint(s, config, *_):
     found = find_checkpoint(s)
     here = run_of(s, config)["model"]
     there = found.manifest["run"]["model"]
-    others = " ".join(f"{dashed(name)} {size}" for name, size in there.items() if size != here.get(name))
-    reject(others, f"the model in --resume has other sizes: give {others}")
+    others = [f"{dashed(name)} {size}" for name, size in sizes_in(there).items() if size != here.get(name)]
+    reject(here != there, f"the model in --resume has other sizes: give {' '.join(others) or '--config, its run.json'}")
     return found.manifest, found.source
 
 

@@ -105,10 +105,9 @@ def load_data(s, vocabulary, left_out=None):
            f"{where} is no file or folder: give one")  # each rank reads it, and a pipe can be read once
     reject(s.pack and vocabulary.end_token is None, f"--pack: in {where} no end token stands between documents: give "
            "text, or leave --pack out")
-    reject(s.tokens and not is_bin(s), f"--tokens {s.tokens} is for a .bin, and {where} is text: leave --tokens out")
     try:
         if is_bin(s):
-            tokens = read_bin(s.data, s.tokens)
+            tokens = read_bin(s)
         else:
             texts = read_texts(files_of(s), left_out)
             bytewise = isinstance(vocabulary, Bytes)
@@ -171,13 +170,13 @@ def about_left_out(names):
     return f"left out, as no text: {', '.join(names[:3])}{others}" * bool(names)
 
 
-def read_bin(path, asked):
-    """The tokens of a .bin, mapped: numbers of uint16, or of what --tokens says, and nothing else."""
-    kind = asked or "uint16"
-    size = os.path.getsize(path)
-    reject(size == 0 or size % np.dtype(kind).itemsize, f"--data {path}: {size} bytes are no {kind} tokens; give "
-           "tokens, or a text under another name than .bin")
-    return np.memmap(path, kind, "r")
+def read_bin(s):
+    """The tokens of a .bin, mapped: numbers of uint16, for a vocabulary above 65,536 of uint32, and nothing else."""
+    kind = np.dtype(np.uint32 if (s.vocab_size or 0) > 1 << 16 else np.uint16)
+    size = os.path.getsize(s.data)
+    reject(size == 0 or size % kind.itemsize, f"--data {s.data}: {size} bytes are no {kind} tokens; give tokens, or a "
+           "text under another name than .bin")
+    return np.memmap(s.data, kind, "r")
 
 
 def check_data(s, config, train, held_out, vocabulary):

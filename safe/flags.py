@@ -28,7 +28,6 @@ class Settings(Flags):
     """Every flag of the command line: those of the reference, and those that only the whole program has."""
     data: str = flag("", "a text file, a folder of text, or a .bin of tokens; left out, the source of Python's "
                          "standard library. The last 10 %% are held out")
-    tokens: str = flag(None, "width of the numbers of a .bin (uint16)", choices=["uint16", "uint32"])
     tokenizer: str = flag("", "folder with tokenizer.json, or a GPT-2's vocab.json and merges.txt; left out, those "
                               "beside the weights of --init-from or --resume, or else tokens are bytes")
     out: str = flag("", "folder for log.jsonl, index.html with its curves, and checkpoints; the same command again "
@@ -106,6 +105,8 @@ def model_config(s, checkpoint=None, open_folder=open_hf):
 def open_weights(s, open_folder):
     """(config, source) of --init-from, with no longer sequences than --seq-len asks for."""
     try:
+        reject(not os.path.isdir(s.init_from), "no such folder; GPT-2's comes by `git clone` (with git-lfs) from "
+               "https://huggingface.co/openai-community/gpt2")
         config, source = open_folder(s.init_from)
     except (ValueError, OSError) as error:
         goes_on = s.out and any(pathlib.Path(s.out).glob("step-*"))

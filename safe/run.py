@@ -314,6 +314,7 @@ class Run:
         if s.tokenizer and not checkpoint and not s.init_from:
             s.vocab_size = s.vocab_size or len(vocabulary)
         self.config, self.source = model_config(s, checkpoint)
+        s.vocab_size = self.config.vocab_size
         self.processes = check_layout(s, self.config, self.world, dist.processes_of_a_node(self.world))
         if self.processes != self.world:
             launch.check_room(self.processes)

@@ -40,11 +40,11 @@ from train import Trainer
 
 # The flags that are not in NUMBERS: a run's identity has these as its model, its data and its start.
 KNOWN_OTHERWISE = {*"""arch model n_layer n_head n_kv_head n_embd seq_len vocab_size activation
-    experts top_k expert_every shared_experts inner tokens tokenizer init_from""".split()}
+    experts top_k expert_every shared_experts inner tokenizer init_from""".split()}
 # And these decide no losses, but for rounding.
 NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep pp schedule schedule_file virtual_stages zero
-    zero_within recompute recompute_blocks loss_chunk device kernels fast comm plain together eval_every
-    log_every sample prompt temperature top_k_sample out save_every resume trace profile cuda_graphs
+    zero_within recompute recompute_blocks loss_chunk device kernels fast comm plain together config eval_every
+    log_every sample prompt temperature out save_every resume trace profile cuda_graphs
     deterministic keep timeout""".split()}
 
 

@@ -75,17 +75,17 @@ def test_a_run_s_page_is_whole_at_every_moment_and_seldom_written(tmp_path, monk
     page.last -= 12  # seconds
     page.next = 0.0
     Page.write(page)
-    said = re.search('"sign">Written (.* UTC); no pause before was longer than 12 s.*now\\(\\) / 1000 - (\\d+) > 120'
+    said = re.search('"sign">Written (.* UTC); no pause before was longer than 12 s.*since > 120000'
                      '\\).*No sign of life since (.*), though no pause before was longer than 12 s',
                      index.read_text(), re.S)
-    assert abs(int(said[2]) - time.time()) < 60 and said[1] == said[3]
+    assert said[1] == said[2]
     assert f"killed   after {said[1]}" in Page(tmp_path / "run").before[-1]
     seen.pop()
     page.write()  # so soon it would be a large part of the run
     assert len(seen) == 1
     page.write(over=True)
     text = index.read_text()
-    assert seen == [False, True] and "http-equiv" not in text and "sign" not in text
+    assert seen == [False, True] and "http-equiv" not in text and "sign" not in text and "Ended, after step 1." in text
     assert "<tr><th>gradients<td>1.0<td>1.5" in text and "layout   dp 2\n&lt;b&gt;" in text
     monkeypatch.setattr(os, "replace", lambda *files: 1 / 0 if index.exists() else None)
     (tmp_path / "run" / "log.jsonl").unlink()

@@ -875,7 +875,7 @@ DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.sp
 LATER = {*"model dtype device kernels plain together schedule_file recompute_blocks".split()}  # they round, or are
 # tested alone
 OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weight_decay seed eval_every log_every
-    sample prompt temperature top_k_sample tokenizer out save_every resume""".split()}
+    sample prompt temperature tokenizer out save_every resume config""".split()}
 IDLE = {  # options that change nothing where one of these is so
     "cp_kind": "cp=1", "schedule": "pp=1", "virtual_stages": "pp=1 schedule=gpipe schedule=1f1b schedule=zb-h1",
     "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "top_k": "experts=0",

@@ -70,7 +70,6 @@ REFUSED = {
         --data TWO                          | give more text$
         --data ZERO                         | left out, as no text: zero; give text
         --data FIFO --dp 2                  | fifo is no file or folder: give one
-        --data ASCII --tokens uint16        | is for a .bin, and --data
         --data BIG_BIN --init-from HF       | holds token 60000: give data for the model's 256
         --data BIG_BIN --tokenizer HAND     | holds token 60000, and the tokenizer has 265: give the one that made
         --data EMPTY_BIN --vocab-size 9     | 0 bytes are no uint16 tokens; give tokens, or a text under
