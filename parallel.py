@@ -422,12 +422,13 @@ class Unit:
             self.free()
 
 
-def params_together(pieces, group):
+def params_together(pieces, group, apart=lambda param: None):
     """Which parameters of this rank's pieces, {number: module}, travel together: {(piece, the ranks that average them,
     ...): [parameter]}.
 
     A parameter of two pieces, as a tied embedding, belongs to the lower one, because its backward ends last. Apart are
-    also those that other ranks average, as experts; that must still be added up over other ranks; and frozen ones.
+    also those that other ranks average, as experts; that must still be added up over other ranks; frozen ones; and
+    those of which `apart` says different things.
     """
     together = defaultdict(list)
     seen = set()
@@ -436,7 +437,8 @@ def params_together(pieces, group):
             if param not in seen:
                 place = placement_of(param)
                 ranks = place.average_over or group
-                together[piece, ranks, place.divide_by, place.partial_over, param.requires_grad].append(param)
+                together[piece, ranks, place.divide_by, place.partial_over, param.requires_grad,
+                         apart(param)].append(param)
             seen.add(param)
     return together
 
