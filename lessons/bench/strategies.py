@@ -73,6 +73,7 @@ class Timed(train.Trainer):
     """A Trainer whose first step is measured, and whose steps are judged by the numbers that fast/ looks at.
 
     s.fast says what it is made of."""
+    seen = None  # the Measured of its first step
 
     def __init__(self, s, config, source, data, device):
         parts = (run if s.fast == "on" else Plain).parts(s, device)
@@ -82,9 +83,9 @@ class Timed(train.Trainer):
         self.look = (run if s.fast == "on" else Plain).look(s, self)
 
     def step(self, i):
-        with contextlib.nullcontext(self.seen) if i else measured(self) as self.seen:
+        with contextlib.nullcontext(self.seen) if self.seen else measured(self) as self.seen:
             found = self.gradients(i)
-            [bad] = self.agree(not self.look(found).is_finite)
+            bad, _ = self.agree(not self.look(found).is_finite, 0)  # as safe/run.py asks, who stops, too
             self.update(found, i, bad)
         return found
 
