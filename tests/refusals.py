@@ -92,7 +92,7 @@ REFUSED = {
         --init-from BAD_HF                  | config.json
         --init-from NO_SHARD                | holds no b.safetensors, which model.safetensors.index.json names
         --init-from NO_INDEX                | model.safetensors.index.json: no index of weights
-        --init-from NO_SIZE                 | makes it (1024, 16) (vocab_size 256, n_positions 1024, a GPT-2's, as there
+        --init-from NO_SIZE                 | config.json: has no n_positions
         --init-from HF --dp 2 --ep 2        | the model has none: leave --ep out
         --init-from HF --top-k 2            | --top-k 2: the model in --init-from has no experts; leave the flag out
         --init-from BAD_EXPERTS             | config.json: model_type 'gpt2' with num_experts 2

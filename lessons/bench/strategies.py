@@ -31,7 +31,7 @@ from lessons.bench.timing import (
     interleaved, of_all_ranks, patched, plain_kernels, say, Table, without_collectives, write_json)
 from lessons.plan import describe_model
 from safe.messages import Watched
-from safe.reports import measured, measured_bytes, predicted_bytes, timed
+from safe.reports import measured, measured_bytes, predicted_bytes, share_of, timed
 from safe.run import Plain
 from theory.clock import halves_backward, stages_in
 from theory.speed import describe_machine, mfu, mfu_note, predict
@@ -87,6 +87,7 @@ class Timed(train.Trainer):
             found = self.gradients(i)
             bad, _ = self.agree(not self.look(found).is_finite, 0)  # as safe/run.py asks, who stops, too
             self.update(found, i, bad)
+        self.seen.share = share_of(self, found.loads)
         return found
 
 
