@@ -119,7 +119,7 @@ class Measured:
 
 @contextlib.contextmanager
 def measured(trainer):
-    """Yields a Measured, of the activations of the step inside. Activations are what lives after a forward, without micro-batches, the
+    """Yields a Measured, of the activations of the step inside: what lives after a forward, without micro-batches, the
     gradients of earlier ones, messages between stages, and buffers of collectives."""
     found = Measured()
     births = BirthLog()
