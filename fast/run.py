@@ -19,22 +19,17 @@ mode = "fast + safe; --plain runs what you read"
 on = edition.on
 
 
-def optimizer_of(s, device):
-    """AdamW's kernel, where it steps float32 masters; else PyTorch's, or Muon."""
+def parts(s, device, edition=edition.Fast):
+    """What a Trainer is made of, by name: fast/'s edition; AdamW's kernel, where it steps float32 masters."""
     dtype = parallel.PRECISIONS[s.dtype]
     masters = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=device))
-    if masters and s.optimizer == "adamw":
-        return AdamW
-    return partial(Muon if s.optimizer == "muon" else torch.optim.AdamW, fused=True, foreach=False)
-
-
-def parts(s, device):
-    """What a Trainer is made of, by name."""
-    return {"edition": edition.Fast, "optimizer": optimizer_of(s, device)}
+    adamw = AdamW if masters else partial(torch.optim.AdamW, fused=True, foreach=False)
+    optimizer = partial(Muon, fused=True, foreach=False) if s.optimizer == "muon" else adamw
+    return {"edition": edition, "optimizer": optimizer}
 
 
 def prepare(trainer):
-    """Let a Trainer compute in 8 bits, and replay its steps from CUDA graphs, where its flags say so."""
+    """Let a Trainer compute in 8 bits, and replay its list from a CUDA graph, where its flags say so."""
     hopper.ANY_ORDER = not trainer.s.deterministic
     if trainer.s.dtype == "fp8":
         for module in trainer.net.pieces.values():

@@ -41,7 +41,6 @@ from tests.pool import (
     BOTH, close, DEVICES, in_new_process, needs_kernels, on_both, on_cpus_both, on_ranks, parallelize, parametrize,
     table)
 from fast.edition import Fast
-from fast.graphs import RecordedPipeline
 from fast.units import WrittenUnit
 from further.experts import routers
 from further.kinds import resized

@@ -144,8 +144,6 @@ REFUSED = {
         strategies --json /no/such/x.json --device cpu | --json
         strategies --only ddp7 --device cpu | --only ddp7
         strategies --gpus 2 --batch-size 3 --only ddp --device cpu | --batch-size 4
-        pictures MACHINE                    | KeyError 'traceEvents'
-        pictures --into MINE                | ring.svg: is there, and not what would be written: name a new file
         plan --init-from HF --model gpt2    | --model gpt2 beside --init-from: leave one of them out
         plan --json WORDS                   | words.bin: is there, and not what would be written: name a new file""",
     lessons.demos.main: """
@@ -159,6 +157,7 @@ REFUSED = {
         types --ep 3                        | --ep 3 does not divide both --dp 2 and the
         types --dp 3 --cp 2 --zero 1 --zero-within 3 | --zero-within 3 cuts through the ranks of --cp or --ep
         blind --out WORDS                   | words.bin: is there, and not what would be written: name a new file
+        pages --assets MINE                 | ring.svg: is there, and not what would be written: name a new file
         pages --out MINE                    | index.html: is there, and not what would be written: name a new file
         puzzles ring --into EMPTY/deep      | Not a directory; name a folder that can be written
         explore --port 70000                | leave --port out

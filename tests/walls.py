@@ -242,7 +242,7 @@ ENTERED = {  # a layout, and the rows that it enters
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11":
         "LayerNorm flash_attention",
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11 arch=llama n_kv_head=1":
-        "RowNorm swiglu rotary",
+        "rms_norm swiglu rotary",
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=1 n_embd=16 inner=16 vocab_size=11 optimizer=muon":
         "orthogonal",
 }

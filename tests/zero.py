@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
+import collectives as dist
 import model
 import parallel
 import train
@@ -59,6 +60,24 @@ def test_a_whole_model_is_on_the_cpu_where_ranks_keep_parts_of_it(layout, device
     net = small_gpt(SMALL, **layout)
     whole = whole_model(types.SimpleNamespace(config=net.config, net=net, device="meta"))
     assert {tensor.device.type for tensor in whole.state_dict().values()} == {"meta" if rank else device}
+
+
+@on_cpus_both
+@parametrize("zero", [0, 1, 2, 3])
+@on_ranks(2)
+def test_16_bit_gradients_add_up_in_float32(zero):
+    """Of 16 micro-batches. (bf16 itself would lose 0.125 beside 128.)"""
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.zeros_(layer.weight)
+    net = parallel.Parallel([layer], lambda output, times: (output * times).sum(), parallel.make_mesh("cpu", dp=2), zero,
+                            optimizer=partial(torch.optim.SGD, lr=1.0), dtype=torch.bfloat16,
+                            count=lambda times: torch.tensor(1))
+    x = [torch.ones(2, 4, dtype=torch.bfloat16)] * 16
+    net.forward_backward(x, [torch.full((2, 4), times, dtype=torch.bfloat16) for times in [1024] + [1] * 15])
+    total = sum(param.grad.sum() for param in net.params)
+    if zero:
+        dist.all_reduce(total)
+    assert total == 4 * 4 * 2 * (1024 + 15) / 16
 
 
 @on_cpus_both
