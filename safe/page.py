@@ -118,14 +118,6 @@ def page_of(title, entries, more="", sign=""):
         refresh='<meta http-equiv="refresh" content="10">' * bool(sign))
 
 
-def memory_table(entries):
-    """Html of a rank's memory, of the last start that has measured it."""
-    found = [entry for entry in entries if "measured_bytes" in entry][-1:]
-    rows = "".join(f"<tr><th>{kind}<td>{entry['predicted_bytes'][kind] / 2**20:,.1f}<td>{measured / 2**20:,.1f}"
-                   for entry in found for kind, measured in entry["measured_bytes"].items())
-    return rows and f"<table><tr><th>MiB of a rank<th>predicted<th>measured{rows}</table>\n"
-
-
 def write_page(path, text):
     """A reader never sees half of it. It may be lost in a power cut, because it can be written again."""
     with open(f"{path}.part", "w", errors="replace") as file:
@@ -165,7 +157,7 @@ class Page:
             keep_others(path, "--out")
             entries = entries_of(self.folder)
             launches = [*self.before, html.escape("\n".join(self.said))]
-            more = memory_table(entries) + "".join(
+            more = "".join(
                 f"<details{' open' * (i == len(launches))}><summary>launch {i}</summary><pre>{said}</pre></details>\n"
                 for i, said in enumerate(launches, 1))
             sign = "" if over else sign_of_life(self.pause)
