@@ -39,7 +39,6 @@ def test_a_page_shows_what_was_logged(tmp_path):
                  {"step": 3, "loss": 2.0, "val_loss": "nan"}, {"step": 9, "loss": 3.0, "after_step": 5})
     Page(run).write(over=True)
     page = (run / "index.html").read_text()
-    assert page.count("step 3: ") == 1 and '<tspan class="curve">2</tspan>' in page  # what the mouse finds
     assert curves_of(page) == {"loss, nats a byte": [["70.0,20.0", "205.0,170.0", "610.0,95.0"]],
                                "learning rate": [["70.0,170.0"]]}
     assert page.count('d="M340.0 15V175"><title>resumed after step 5</title>') == 1
@@ -54,8 +53,7 @@ def test_ticks_are_round_and_inside():
 
 
 def test_a_run_s_page_is_whole_at_every_moment_and_seldom_written(tmp_path, monkeypatch):
-    entry = {"step": 1, "loss": 4.0, "predicted_bytes": {"gradients": 1 << 20},
-             "measured_bytes": {"gradients": 3 << 19}}
+    entry = {"step": 1, "loss": 4.0}
     page = Page(logged(tmp_path / "run", entry))
     page.said += ["layout   dp 2", "<b>"]
     index, seen, replace = tmp_path / "run" / "index.html", [], os.replace
@@ -76,7 +74,7 @@ def test_a_run_s_page_is_whole_at_every_moment_and_seldom_written(tmp_path, monk
     page.write(over=True)
     text = index.read_text()
     assert seen == [False, True] and "http-equiv" not in text and "sign" not in text and "Ended, after step 1." in text
-    assert "<tr><th>gradients<td>1.0<td>1.5" in text and "layout   dp 2\n&lt;b&gt;" in text
+    assert "layout   dp 2\n&lt;b&gt;" in text
     monkeypatch.setattr(os, "replace", lambda *files: 1 / 0 if index.exists() else None)
     (tmp_path / "run" / "log.jsonl").unlink()
     page.write(over=True)  # costs the page, not the run
