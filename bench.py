@@ -5,10 +5,8 @@
     python bench.py collectives           time and bandwidth by size; bytes sent against the formula
     python bench.py strategies            one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
-    python bench.py scaling               1, 2, 4, ... GPUs, weak and strong
     python bench.py optimizers            a step of AdamW and of Muon alone
     python bench.py context               attention to a sequence over several ranks, beside PyTorch's
-    python bench.py pictures FILE         SVG of what the code does, and of a trace of train.py --trace
 
 Each command starts as many processes as it needs (or runs under torchrun) and prints a table; `--json FILE` writes its
 rows with hardware, versions and commit. Our code and PyTorch's run in the same processes and take turns, so that both
@@ -22,13 +20,9 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook, "finding the best training c
 
 import argparse
 import dataclasses
-import functools
 import itertools
-import json
 import os
-import subprocess
 import sys
-import tempfile
 
 import torch
 import torch.distributed as torch_dist
@@ -41,26 +35,25 @@ import collectives as dist
 import kernels
 from fast import edition
 from fast.recorded import RecordedGraph
-from lessons.bench import context as over_ranks
+from lessons.bench.context import context
 from lessons.bench.optimizers import KINDS, optimizers
 from lessons.bench.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
-from lessons.bench.strategies import configs_of, layouts, OF_EDITION, pieces, strategies
+from lessons.bench.strategies import configs_of, layouts, pieces, strategies
 from lessons.bench.timing import (
-    clock_and_power, interleaved, of_all_ranks, readable, ROWS, say, seconds_of, Table, traffic_of, write_json)
-from lessons.demos import positive
+    interleaved, of_all_ranks, ROWS, say, seconds_of, Table, traffic_of, write_json)
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
-from lessons.pictures import check_picture, draw_trace, DRAWN, pictures
 from lessons.plan import plan
 from model import PRESETS
 from safe import launch
-from safe.files import check_file, check_folder
-from safe.flags import check_layout, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES
+from safe.files import check_file
+from safe.flags import (
+    check_layout, checked_use, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES)
+from further.refusals import check_numbers
 from safe.huggingface import read_config
 from safe.launch import is_forked
-from safe.sizes import BadInput, checked_use, reject
+from safe.sizes import BadInput, reject
 from theory.speed import MACHINES, describe_machine
-from train import LLAMAS
 
 
 # ---------------------------------------------------------------------------------------- kernels, lessons, collectives
@@ -77,23 +70,17 @@ def measure_kernels(a, device):
     say(f"copy {hbm / 1e12:.2f} TB/s, bf16 product of {side} x {side} {peak / 1e12:.0f} TFLOP/s. The roofline is "
         f"the longer time: bytes at the first rate, or FLOPs at the second\n"
         f"to see what torch.compile has written: TORCH_LOGS=output_code python bench.py kernels --only elu")
-    hot = {"mhz": "MHz:>5.0f", "watts": "W:>4.0f"} if device.type == "cuda" else {}
-    said = ". MHz, W: of the card while our forward runs, so that a hot one is seen" * bool(hot)
-    table = Table("TB/s: the fewest bytes that must move, over seconds" + said, {
+    table = Table("TB/s: the fewest bytes that must move, over seconds", {
         "op": "operation:<30", "way": "way:<8", "who": "who:<16", "ms": "ms:>9.3f", "tb": "TB/s:>6.2f",
-        "tflops": "TFLOP/s:>8.0f", "share": "% of roofline:>13.0f", **hot}, device)
+        "tflops": "TFLOP/s:>8.0f", "share": "% of roofline:>13.0f"}, device)
     for case in itertools.chain(*(CASES[name](Size(device, torch.bfloat16, n)) for name in a.only)):
         x = case.inputs[0]
         name = f"{case.name} {str(x.dtype)[6:]}"
         for who, seconds in seconds_of(case.who(), device, repeats).items():
-            mhz, watts = clock_and_power(device, case.ours, case.inputs) if who == "ours" else (None, None)
             for way, t, passes, flops in zip(("forward", "backward"), seconds, case.passes, case.flops):
                 moved = passes * x.nbytes
-                table.row(op=name, way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12, mhz=mhz, watts=watts,
+                table.row(op=name, way=way, who=who, ms=1e3 * t, tb=moved / t / 1e12,
                           tflops=flops / t / 1e12 if flops else None, share=100 * max(moved / hbm, flops / peak) / t)
-        for who, speeds in (case.published or {}).items():
-            for way, tflops in zip(("forward", "backward"), speeds):
-                table.row(op=name, way=way, who=who, tflops=tflops)
         torch._dynamo.reset()
     write_json(a, device, table)
 
@@ -120,15 +107,14 @@ GRAPHED = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"  # tim
 
 
 def collectives(a, device):
-    dist.use(None, a.comm)
+    dist.use(None, a.comm or "ours")
     dtype, name = ("bf16", "gpt2-xl") if device.type == "cuda" else ("fp32", "tiny")
-    machine = measure_machine(device, dtype, PRESETS[name], a.comm)
+    machine = measure_machine(device, dtype, PRESETS[name])
     say(f"{a.gpus} processes, {torch_dist.get_backend()}\n{describe_machine(machine)}")
     table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
-        "ours_graph_us": "ours graph:>10,.0f", "torch_graph_us": "torch graph:>11,.0f", "ratio": "torch / ours:>12.2f",
-        "bus": "bus GB/s:>8.2f", "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,",
-        "formula": "formula:>14,"}, device)
+        "ours_graph_us": "ours graph:>10,.0f", "torch_graph_us": "torch graph:>11,.0f", "bus": "bus GB/s:>8.2f",
+        "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,", "formula": "formula:>14,"}, device)
     lines = Table("ours: seconds = a x messages + bytes sent / b, fitted over the sizes", {
         "op": "collective:<22", "a": "a, us:>10.1f", "b": "b, GB/s:>12.2f"})
     logs = range(10, 21, 5) if a.quick else range(10, 31 if device.type == "cuda" else 25, 2)
@@ -145,7 +131,7 @@ def collectives(a, device):
 def measure_collective(op, size, a, device):
     """A row. messages, most: of the rank that sends most of them, and most bytes."""
     calls, count = calls_of(op, size, device)
-    if device.type == "cuda" and a.comm == "ours" and op in GRAPHED:
+    if device.type == "cuda" and a.comm in (None, "ours") and op in GRAPHED:
         for who, column in (("us", "ours_graph_us"), ("torch_us", "torch_graph_us")):
             calls[who]()  # what a first call sets up cannot be recorded
             calls[column] = RecordedGraph(calls[who]).replay
@@ -155,117 +141,63 @@ def measure_collective(op, size, a, device):
     logs = of_all_ranks(traffic_of(op))
     bus = 4e-9 * count * BUS[op](a.gpus)
     return {"op": op, "size": count / 256, **{who: 1e6 * took for who, took in seconds.items()},
-            "ratio": seconds["torch_us"] / seconds["us"], "bus": bus / seconds["us"],
-            "torch_bus": bus / seconds["torch_us"], "counted": sum(log.bytes for log in logs),
+            "bus": bus / seconds["us"], "torch_bus": bus / seconds["torch_us"], "counted": sum(log.bytes for log in logs),
             "formula": sum(of_all_ranks(sent_in(dist.link_of(None), op, count, 4))),
             "messages": max(log.messages for log in logs), "most": max(log.bytes for log in logs)}
-
-
-# -------------------------------------------------------------------------------------------------------------- scaling
-
-def scaling(a, device):
-    """Run `strategies` with 1, 2, 4, ... processes. In weak scaling the batch grows with them, in strong it stays."""
-    table = Table("scaling: tokens/s a GPU, and as a share of one GPU's", {
-        "kind": "scaling:<7", "gpus": "GPUs:>5", "strategy": "strategy:<11", "who": "who:<31", "batch": "batch:>6",
-        "ms": "ms:>8.1f", "tokens": "tokens/s GPU:>12,.0f", "efficiency": "efficiency %:>12.1f", "mfu": "MFU %:>5.1f",
-        "launch": "host's launch, us:>17.1f"})
-    worlds = [1 << i for i in range(a.gpus.bit_length())]
-    one = {}
-    names = "device", "comm", "dtype", "arch", "model", "cuda_graphs", "repeats", *SIZES
-    for n in worlds:
-        batch = a.batch_size * (n if a.kind == "weak" else worlds[-1])
-        with tempfile.TemporaryDirectory() as folder:
-            file = os.path.join(folder, "rows.json")
-            given = {"gpus": n, "batch_size": batch, "json": file, "micro_batches": batch // n // a.batch_size,
-                     **{name: getattr(a, name) for name in names if getattr(a, name)}}
-            words = [f"{dashed(name)}={value}" for name, value in given.items()]
-            done = subprocess.run([sys.executable, os.path.abspath(__file__), "strategies", *words, "--only", *a.only,
-                                   *["--quick"] * a.quick], stdout=subprocess.DEVNULL)
-            if done.returncode:  # the command has said why
-                sys.exit(done.returncode)
-            with open(file) as written:
-                found = json.load(written)
-        for row in found["rows"]:
-            first = one.setdefault((row["strategy"], row["who"]), row["tokens"])
-            efficiency = 100 * row["tokens"] / first if row["tokens"] else None  # a peer that failed has none
-            table.row(kind=a.kind, gpus=n, batch=batch, efficiency=efficiency, launch=found["launch_us"], **row)
-    write_json(a, device, table)
-    return table
 
 
 # ---------------------------------------------------------------------------------------------------------------- flags
 
 WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectives, "strategies": strategies,
-        "plan": plan, "scaling": scaling, "optimizers": optimizers, "context": over_ranks.context,
-        "pictures": pictures}
-TRAINED = "strategies", "scaling", "optimizers"
+        "plan": plan, "optimizers": optimizers, "context": context}
 ON_RANKS = "collectives", "strategies", "optimizers", "context"
-
-
-def option(takers, name, help=None, **more):
-    """An entry of FLAGS: the commands of WHAT that take it, its name, the arguments for argparse."""
-    return takers.split(), name, dict(more, help=help)
-
-
-number = functools.partial(option, type=positive)
-MEASURED = "kernels lessons collectives strategies scaling optimizers context"
-OF_A_MODEL = "strategies scaling plan"
-SIZED = OF_A_MODEL + " optimizers"
-FLAGS = [
-    option(MEASURED + " plan", "--json", "write the rows there, with hardware, versions, commit", default="",
-           metavar="FILE"),
-    number("collectives strategies scaling optimizers context plan", "--gpus",
-           "processes, in plan GPUs; left out, all GPUs, on the CPU 2, in plan 8"),
-    option(MEASURED, "--device", choices=["auto", "cpu", "cuda"], default="auto"),
-    option(MEASURED, "--quick", "tiny sizes, few repeats: shows only that it works", action="store_true"),
-    option(MEASURED, "--only", "which kernels, lessons, collectives, optimizers, kinds of --cp-kind or strategies; "
-           "left out, all (but experts, dense twin only with --experts), in scaling ddp and zero3", nargs="+",
-           metavar="NAME"),
-    option(SIZED, "--arch", "architecture; left out, that of the preset", choices=["gpt2", "llama"]),
-    option(SIZED, "--model", "preset; left out, gpt2, on the CPU tiny, in plan gpt2-xl; of a llama 1b, on the CPU tiny",
-           choices=[*PRESETS, *LLAMAS]),
-    option("plan", "--hf", "plan for the model of this Hugging Face folder; its config.json is enough", default="",
-           metavar="FOLDER"),
-    *(number(SIZED, dashed(name), "instead of the preset's") for name in SIZES),
-    number(OF_A_MODEL, "--batch-size", "sequences a step of all GPUs, in scaling of each; left out, 8 for each GPU"),
-    option(SIZED, "--dtype", "what layers compute in; left out, bf16, on the CPU fp32",
-           choices=["bf16", "fp32", "fp8"]),
-    option("collectives strategies scaling", "--comm", "whose collectives are ours; ring: the textbook's",
-           choices=[*dist.LINKS], default="ours"),
-    number("strategies", "--micro-batches", "how many a step has; left out, 8 in a pipeline, else 1"),
-    option("strategies", "--recompute", "as in train.py; PyTorch's side runs whole blocks again",
-           choices=["none", "mlp", "block"], default="none"),
-    number("strategies", "--recompute-blocks", "as in train.py", default=0),
-    number("strategies", "--loss-chunk", "as in train.py", default=0),
-    number("strategies", "--virtual-stages", "stages of a rank in the interleaved pipeline", default=2),
-    option("strategies scaling", "--cuda-graphs", "as in train.py", choices=["auto", "off", "on"], default="auto"),
-    option("kernels collectives strategies context", "--plain", "measure the reference alone, without fast/",
-           action="store_true"),
-    number("strategies scaling optimizers context", "--repeats",
-           "timed runs of each step; left out, 7, but 3 with --quick"),
-    option("strategies", "--without", "time ours without these pieces of fast/, one at a time; no names: all of "
-           + ", ".join([*pieces(), *OF_EDITION]), nargs="*", choices=[*pieces(), *OF_EDITION], metavar="PIECE"),
-    option("scaling", "--kind", "whether the batch grows with the GPUs", choices=["weak", "strong"], default="weak"),
-    option("plan", "--machine", f"{', '.join(MACHINES)}, or a file that `collectives --json` wrote", default="h200"),
-    number("plan", "--top", "layouts to print", default=15),
-    option("pictures", "file", "trace.json of train.py's --trace; left out, the code alone is drawn", nargs="?",
-           metavar="FILE"),
-    option("pictures", "--into", "where the SVG files go", default="assets", metavar="DIR"),
+FLAGS = [  # (the commands that take it, its name, arguments for argparse)
+    ("kernels lessons collectives strategies optimizers context plan", "--json", dict(
+        help="write the rows there, with hardware, versions, commit", default="", metavar="FILE")),
+    ("collectives strategies optimizers context plan", "--gpus", dict(
+        help="processes, in plan GPUs; left out, all GPUs, on the CPU 2, in plan 8", type=int)),
+    ("kernels lessons collectives strategies optimizers context", "--quick", dict(
+        help="tiny sizes, few repeats: shows only that it works", action="store_true")),
+    ("kernels lessons collectives strategies optimizers", "--only", dict(
+        help="which of the command's rows; left out, all (but experts, dense twin only with --experts)", nargs="+",
+        metavar="NAME")),
+    ("strategies optimizers context", "--repeats", dict(
+        help="timed runs of each step; left out, 7, but 3 with --quick", type=int)),
+    ("strategies", "--without", dict(
+        help=f"time ours without these pieces of fast/, one at a time; no names: all of {', '.join(pieces())}",
+        nargs="*", choices=[*pieces()], metavar="PIECE")),
+    ("plan", "--machine", dict(
+        help=f"{', '.join(MACHINES)} (the default), or a file that `collectives --json` wrote", default="h200")),
+    ("plan", "--top", dict(help="layouts to print (default: 15)", type=int, default=15)),
 ]
+OF_A_MODEL = ("arch", "model", *SIZES, "dtype")
+OF_TRAIN = {  # the flags of train.py that a command takes, too
+    "kernels": ["device"], "lessons": ["device"], "context": ["device"], "collectives": ["device", "comm"],
+    "optimizers": ["device", *OF_A_MODEL], "plan": [*OF_A_MODEL, "batch_size", "init_from"],
+    "strategies": ["device", *OF_A_MODEL, "batch_size", "micro_batches", "recompute", "recompute_blocks", "loss_chunk",
+                   "cuda_graphs"]}
 
 
 def parse(words):
     parser = Parser(description="What the lecture predicts, what we measure, what PyTorch's own does.",
                           allow_abbrev=False)
     whats = parser.add_subparsers(dest="what", required=True, metavar="WHAT", help=" | ".join(WHAT))
+    of_train = {field.name: field for field in dataclasses.fields(Settings)}
     for what in WHAT:
-        sub = whats.add_parser(what, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        sub = whats.add_parser(what, allow_abbrev=False)
         for takers, name, more in FLAGS:
-            if what in takers:
+            if what in takers.split():
                 sub.add_argument(name, **more)
-    others = argparse.Namespace(gpus=1, json="", without=None, plain=False, batch_size=None, hf="",
-                                device="cpu")  # no flags there
+        for name in OF_TRAIN[what]:  # None: left out
+            sub.add_argument(dashed(name), type=of_train[name].type, **of_train[name].metadata)
+    others = argparse.Namespace(gpus=1, repeats=1, top=1, json="", only=[], init_from=None)  # no flags there
     return parser.parse_args(words, others)
+
+
+def settings(a, **more):
+    """train.py's Settings, with the flags that were given."""
+    given = {name: getattr(a, name) for name in OF_TRAIN[a.what]}
+    return Settings(**{name: value for name, value in given.items() if value is not None} | more)
 
 
 def on_triton(a):
@@ -276,20 +208,18 @@ def check(a, world):
     """Fill in flags left out; BadInput before any process starts. Returns the number of processes needed."""
     if a.json:
         check_file(a.json, "--json", ROWS)
-    if a.what == "pictures":
-        check_trace(a)
-        return 1
+    for name in "gpus", "repeats", "top":
+        reject(getattr(a, name) is not None and getattr(a, name) < 1, f"--{name} {getattr(a, name)}: give 1 or more")
     if a.what == "plan":
         a.gpus = a.gpus or 8
         a.device = "cuda"
-        a.machine = load_machine(a)
         check_model(a, "gpt2-xl")
+        a.machine = load_machine(a)
         return 1
     check_processes(a, world)
-    if a.what in TRAINED:
+    a.repeats = a.repeats or (3 if a.quick else 7)
+    if a.what in ("strategies", "optimizers"):
         check_model(a, "gpt2" if a.device == "cuda" and not a.quick else "tiny")
-    if a.what in (*TRAINED, "context"):
-        a.repeats = a.repeats or (3 if a.quick else 7)
     if a.what == "strategies":
         check_strategies(a)
     else:
@@ -299,10 +229,8 @@ def check(a, world):
 
 def check_names(a):
     able = [name for name, lesson in LESSONS.items() if on_triton(a) or not lesson.on_triton]
-    names = {"kernels": list(CASES), "collectives": list(BUS), "lessons": able,
-             "scaling": ["ddp", "zero3", "zero1", "zero2"], "optimizers": list(KINDS),
-             "context": over_ranks.KINDS}[a.what]
-    a.only = a.only or names[:2 if a.what == "scaling" else None]
+    names = {"kernels": CASES, "collectives": BUS, "lessons": able, "optimizers": KINDS, "context": ()}[a.what]
+    a.only = a.only or [*names]
     for name in a.only:
         reject(name not in names, f"--only {name}: there are {', '.join(names)} with --device {a.device}")
     reject(a.what == "kernels" and not on_triton(a),
@@ -314,20 +242,20 @@ def check_names(a):
 
 def check_model(a, preset):
     a.dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
-    reject(a.dtype == "fp8" and a.what not in ("strategies", "scaling"), "--dtype fp8 is for strategies and scaling: "
-           "give --dtype bf16")
-    reject(a.hf and a.model, f"--model {a.model} beside --hf: leave one of them out, e.g. --hf")
+    reject(a.dtype == "fp8" and a.what != "strategies", "--dtype fp8 is for strategies: give --dtype bf16")
+    reject(a.init_from and a.model, f"--model {a.model} beside --init-from: leave one of them out, e.g. --model")
     a.model = a.model or (preset if a.arch != "llama" or preset == "tiny" else "1b")
-    sizes = {name: getattr(a, name) for name in SIZES}
-    a.config = model_config(Settings(arch=a.arch, model=a.model, init_from=a.hf, **sizes), open_folder=read_config)[0]
-    a.batch_size = a.batch_size or 8 * (1 if a.what == "scaling" else a.gpus)
+    check_numbers(settings(a))
+    a.config, _ = model_config(settings(a), open_folder=read_config)
+    if a.what != "optimizers":
+        a.batch_size = a.batch_size or 8 * a.gpus
 
 
 def check_processes(a, world):
     gpus = gpus_here()
-    a.device = ("cuda" if gpus else "cpu") if a.device == "auto" else a.device
-    reject(world > 1 and (a.what == "scaling" or a.gpus not in (None, world)),
-           f"torchrun has started {world} processes: give python bench.py {a.what}, without torchrun")
+    if a.device in (None, "auto"):
+        a.device = "cuda" if gpus else "cpu"
+    reject(world > 1 and a.gpus not in (None, world), f"torchrun has started {world} processes: leave --gpus out")
     a.gpus = a.gpus or (world if world > 1 else max(1, gpus) if a.device == "cuda" else 2)
     reject(a.device == "cuda" and world == 1 and a.gpus > gpus,
            f"--gpus {a.gpus}: this machine has {gpus}; give " + (f"--gpus {gpus}" if gpus else "--device cpu"))
@@ -336,21 +264,16 @@ def check_processes(a, world):
 def check_strategies(a):
     """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
     that --only names and that cannot run."""
-    a.without = [*pieces(), *OF_EDITION] if a.without == [] else a.without
-    given = {"dtype": a.dtype, "device": a.device, "fast": "off" if a.plain else "on", "comm": a.comm,
-             "batch_size": a.batch_size, "micro_batches": a.micro_batches or 1,
-             "cuda_graphs": "off" if a.plain else a.cuda_graphs,
-             "recompute": a.recompute, "recompute_blocks": a.recompute_blocks,
-             "loss_chunk": a.loss_chunk}
+    a.without = [*pieces()] if a.without == [] else a.without
     asked = a.config.experts
     a.config, routed, twin = configs_of(a.config)
-    every = layouts(a.gpus, a.micro_batches or 8, a.virtual_stages, routed.experts)
+    every = layouts(a.gpus, a.micro_batches or 8, routed.experts)
     a.configs = dict.fromkeys(every, a.config) | {"experts": routed, "dense twin": twin}
     a.layouts = {}
     a.reasons = []
     for name in a.only or [name for name in every if asked or a.configs[name] is a.config]:
         reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
-        s = Settings(**given | every[name])
+        s = settings(a, fast="on", **every[name])
         try:
             check_layout(s, a.configs[name], 1, 1)
             a.layouts[name] = s
@@ -360,17 +283,6 @@ def check_strategies(a):
     reject(not a.layouts, f"--batch-size {a.batch_size}: no strategy can run with it; {''.join(a.reasons[:1])}")
 
 
-def check_trace(a):
-    """Set a.drawn, {"pipeline": the picture of the trace}. BadInput for a file that cannot be drawn."""
-    a.drawn = {}
-    if a.file:
-        with readable(a.file, "give the trace.json that train.py --trace wrote"), open(a.file) as file:
-            a.drawn["pipeline"] = draw_trace(json.load(file))
-    check_folder(a.into, "--into")
-    for name in (*DRAWN, *a.drawn):
-        check_picture(os.path.join(a.into, f"{name}.svg"), "--into")
-
-
 def main():
     if len(sys.argv) == 1:
         print(__doc__.strip())
@@ -378,8 +290,7 @@ def main():
     try:
         world = launch.started()
         a = parse(sys.argv[1:])
-        if not a.plain:
-            edition.on()
+        edition.on()
         processes = check(a, world)
     except BadInput as problem:
         refuse("bench.py", problem)
@@ -387,13 +298,13 @@ def main():
         launch.start_again(processes)
     if a.what not in ON_RANKS:
         WHAT[a.what](a, torch.device(a.device))
-    else:
-        WHAT[a.what](a, dist.initialize(a.device, rendezvous=launch.settled_rendezvous))
-        torch_dist.barrier()
-        dist.destroy_process_group()
-        sys.stdout.flush()
-        if not is_forked():  # a forked rank must return, because its launcher waits for the result
-            os._exit(0)  # all is written, and Python's normal exit now and then aborts in a thread that a peer left
+        return
+    WHAT[a.what](a, dist.initialize(a.device, rendezvous=launch.settled_rendezvous))
+    torch_dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    if not is_forked():  # a forked rank must return, because its launcher waits for the result
+        os._exit(0)  # all is written, and Python's normal exit now and then aborts in a thread that a peer left
 
 
 if __name__ == "__main__":

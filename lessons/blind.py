@@ -30,7 +30,8 @@ import train
 from collectives import ReduceOp
 from further import experts, kinds, together
 from lessons import letters
-from lessons.pictures import box, check_picture, COLOURS, words, write_rows
+from lessons.drawer import Cell, COLOURS, Frame, GREY, svg_of
+from lessons.pictures import check_picture
 from lessons.puzzles import HERE
 from parallel import PRECISIONS
 from safe.launch import cores
@@ -144,7 +145,7 @@ def train_on(case, steps, optimizer, dtype):
         if steps > 1:  # of one step gradients are looked at, which some optimizers would refuse
             net.step()
         if config.experts:
-            experts.balance(net, 0.02)
+            experts.balance(net, experts.loads(net), 0.02)
     return torch.tensor(log), gradients, net.params, sum(some.bytes for some in dist.traffic().values())
 
 
@@ -240,13 +241,13 @@ def matrix(jobs):
 
 def draw(found, path):
     """A row a bug, a column a habit: filled where it sees the bug."""
-    x = range(415, 1000, 90)
-    rows = defaultdict(list)
-    for kind, name, habits in found:
-        for middle, (n, is_seen) in zip(x, habits if kind == "bugs" else ()):
-            colour = COLOURS[2] if is_seen else "#8882"
-            rows[name].append(box(middle - 41, 0, 82, 17, colour) + words(middle, 12, f"{n:.2g}", 10))
-    write_rows(path, 365, [words(middle, 16, habit, 12) for middle, habit in zip(x, HABITS)], rows)
+    cells = [Cell(0, column, habit) for column, habit in enumerate(HABITS)]
+    names = {}
+    for row, (_, name, habits) in enumerate((bug for bug in found if bug[0] == "bugs"), 1):
+        names[row] = name
+        cells += [Cell(row, column, f"{n:.2g}", 1, COLOURS[2] if is_seen else GREY)
+                  for column, (n, is_seen) in enumerate(habits)]
+    pathlib.Path(path).write_text(svg_of(Frame(cells, "", (), names, 90, 365)))
 
 
 def demo_blind(out):

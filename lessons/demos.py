@@ -6,39 +6,37 @@ import json
 import math
 import os
 import re
+import sys
+import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import collectives as dist
 import fast
 from further import expert_parallel, llama
 from further.context import own_tokens, seen
-from further.expert_parallel import split_experts
+from further.groups import split_experts
 from further.experts import count_of_each, ExpertsConfig
 from further.lists import check
-from further.packed import pairs_of_ranks
 from further.schedules import SCHEDULES
-from lessons import kernels, links, micro, mutate, pages, puzzles, same, turns
-from lessons.allocator import demo_allocator
+from lessons import kernels, links, mutate, pages, puzzles, same
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.compiled import demo_compile
 from lessons.explore import explore
-from lessons.extension import demo_extension
-from lessons.graph import demo_graph
 from lessons.ladder import demo_ladder
 from lessons.lecture8 import demo_lecture8
 from lessons.letters import check as check_letters
 from lessons.machine import demo_machine
-from lessons.measuring import demo_fp16, demo_measuring
-from lessons.moving import ring_states, ring_steps
+from lessons.measuring import demo_measuring
 from lessons.overlap import demo_overlap
 from lessons.path import demo_path
 from lessons.plan import KINDS
-from lessons.pictures import costs_of, spans_of
+from lessons.pictures import ring_states, ring_steps, spans_of
 from lessons.sampling import demo_sampling
 from lessons.step import demo_step
 from lessons.together import demo_together, function
@@ -51,8 +49,8 @@ from safe.flags import check_layout, dashed, gpus_here, Parser, refuse, Settings
 from safe.sizes import BadInput
 from theory.clock import bubble, draw, simulate
 from theory.speed import MACHINES
-from theory.traffic import messages_of_context, sent
-from train import config_of, layout_of
+from theory.traffic import sent
+from further.flags import config_of, layout_of
 
 
 def shown(tensors):
@@ -66,6 +64,22 @@ def show_ring():
         say(f"  {step}")
         chunks = ["".join("abcdefghijklmnopqrstuvwxyz"[i] for i in range(n) if bits >> i & 1) for bits in state]
         say_in_order(f"    rank {rank}   " + "  ".join(chunk.ljust(n, "·") for chunk in chunks))
+
+
+def by_hand(tensor):
+    """The sum over all ranks, point to point: one rank does all the work, and its links carry all bytes."""
+    rank, other = dist.get_rank(), torch.empty_like(tensor)
+    for peer in range(1, dist.get_world_size()):
+        if rank == 0:
+            dist.recv(other, peer)
+            tensor += other
+        elif rank == peer:
+            dist.send(tensor, 0)
+    for peer in range(1, dist.get_world_size()):
+        if rank == 0:
+            dist.send(tensor, peer)
+        elif rank == peer:
+            dist.recv(tensor, 0)
 
 
 def demo_collectives():
@@ -93,8 +107,13 @@ def demo_collectives():
         say_in_order(f"  rank {rank}   {before}   ->   {shown(tensors)}")
 
     show_ring()
+    whole = torch.ones(n << 18)
+    dist.reset_traffic()
+    by_hand(whole)
+    say(f"\nan all-reduce by hand, all to rank 0 and back: rank 0 sends {dist.traffic()['send'].bytes if n > 1 else 0:,} "
+        f"bytes, (N-1) K; of the ring's ranks each 2(N-1)/N K")
     say(f"\nbytes sent by rank 0, K = {n} MiB, N = {n}:  counted | formula")
-    whole, part = torch.ones(n << 18), torch.ones(1 << 18)
+    part = torch.ones(1 << 18)
     for call, tensors, text in (
             (dist.all_reduce, [whole], "2(N-1)/N K"),
             (dist.reduce_scatter_tensor, [part, whole], "(N-1)/N K"),
@@ -126,10 +145,29 @@ def demo_sizes():
         print(f"{name:32}{''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):8.2f}")
     xl = PRESETS["gpt2-xl"]
     print(f"GPT-2 XL beside its blocks: embedding V C = {xl.vocab_size * xl.n_embd:,}, which is the head, too; "
-          f"positions T C = {xl.seq_len * xl.n_embd:,}.\nOf a parameter's 6 FLOPs a token 2 are forward, 4 backward.")
+          f"positions T C = {xl.seq_len * xl.n_embd:,}.\nOf a parameter's 6 FLOPs a token 2 are forward, 4 backward; "
+          "counted in a GPT of {:.1f}M parameters {:.2f}, {:.2f}.".format(*flops_of_a_parameter()))
     print("\nwhat a sampler's cache keeps of a token in a layer, numbers")
     for name, c in {"16 heads of 128": wide, "half as many k and v": llama.PRESETS["1b"]}.items():
         print(f"{name:32}{2 * c.kv_heads * c.head_dim:12,}")
+
+
+def flops_of_a_parameter():
+    """(parameters in millions, FLOPs a parameter and token forward, backward) of a small GPT, as PyTorch counts them."""
+    net = GPT(GPTConfig(seq_len=16, n_layer=4, n_head=4, n_embd=256))
+    with FlopCounterMode(display=False) as counted:
+        loss = net(torch.zeros(1, 16, dtype=torch.int64)).sum()
+        forward = counted.get_total_flops()
+        loss.backward()
+    count = net.config.parameters() - 16 * 256  # positions multiply nothing
+    return count / 1e6, *(flops / 16 / count for flops in (forward, counted.get_total_flops() - forward))
+def costs_of(spans):
+    """[F, I, W]: medians of what they take. A B that ran whole counts half as I, half as W."""
+    times = defaultdict(list)
+    for action, start, end in sum(spans, []):
+        times[action.kind].append(end - start)
+    half = statistics.median(times.pop("B", [0])) / 2
+    return [statistics.median(times.get(kind, [half])) for kind in "FIW"]
 
 
 def costs_in(trace):
@@ -140,8 +178,11 @@ def costs_in(trace):
         return [3 * cost / sum(costs) for cost in costs]
 
 
-def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
-    """The schedules: grids, bubbles, activations."""
+DRAWN = "gpipe", "1f1b", "interleaved", "zb-h1"
+
+
+def demo_pipeline(stages, micro_batches, virtual_stages, schedule=None, trace=None):
+    """Schedules: grids, bubbles, activations. Four of them, or the one that --schedule names."""
     p, m = stages, micro_batches
     costs = costs_in(trace) if trace else (1, 1, 1)
     odd = {"v-half": -(p % 2) / 2, "v-min": 0.5 if p % 3 == 0 else -0.5}  # what the formula leaves out
@@ -149,18 +190,21 @@ def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
         print("F, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1,\n"
               "from its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and\n"
               "F0/5 runs micro-batch 0 through stage 5. -- is the rest of an action, .. idle.")
-    for name, schedule in SCHEDULES.items():
+    for name in [schedule] if schedule else SCHEDULES if trace else DRAWN:
         v = virtual_stages if name == "interleaved" else 1
-        lists = schedule(p, m, v)
+        lists = SCHEDULES[name](p, m, v)
         check(lower(lists), m)
         formula, timeline = bubble(name, p, v, 1, 1, 1), simulate(lists, *costs)
-        said = "no formula" if formula is None else f"{max(formula + odd.get(name, 0), 0):g} by the formula"
+        holds = formula is not None and m >= p
+        said = f"{max(formula + odd.get(name, 0), 0):g} by the formula | " if holds else ""
         idle = max(timeline.idle)
-        print(f"\n{name}: idle {said} | {idle:.4g} simulated, bubble "
+        print(f"\n{name}: idle {said}{idle:.4g} simulated, bubble "
               f"{100 * idle / timeline.length:.0f} % of {timeline.length:g}; peak activations "
               + " ".join(f"{n:g}" for n in timeline.peak))
         if not trace:
             print(draw(timeline))
+    if m < p:
+        print("\nThe lecture's formulas hold for as many micro-batches as stages, or more.")
     if trace:
         print("\nF, I and W take {:.2f}, {:.2f} and {:.2f} units of time, as in the trace; in the formulas each takes "
               "1.".format(*costs))
@@ -260,31 +304,6 @@ def demo_context(ranks):
         show("busiest", [f"{most:g}" for most in longest], f"{sum(longest):g}")
     print(f"\nA step lasts as long as its busiest rank. All {2 * n * n} blocks, shared out evenly, are {2 * n} a rank, "
           f"and zigzag takes just that.")
-    print("\nzigzag with --pack, a sequence of four documents: half of it, a quarter, and two eighths")
-    documents = torch.tensor([0, 4, 6, 7]) * 16 * n                                          # of 128 n tokens
-    starts = documents[torch.bucketize(torch.arange(128 * n), documents, right=True) - 1].unsqueeze(0)
-    work = pairs_of_ranks(starts, n) / 64**2  # blocks of 64 x 64 scores
-    show("", [f"step {s}" for s in range(n)], "blocks")
-    for rank, row in enumerate(work):
-        show(f"rank {rank}", [f"{blocks:.2f}" for blocks in row], f"{row.sum():.2f}")
-    busiest = work.max(0).values
-    show("busiest", [f"{most:.2f}" for most in busiest], f"{busiest.sum():.2f}")
-    even = work.sum() / n
-    print(f"\nAll {work.sum():.2f} blocks, shared out evenly, are {even:.2f} a rank. Here ranks wait, and a sequence "
-          f"takes {busiest.sum() / even:.1f} times\nas long.")
-    print(f"\nMiB that a rank sends for one sequence in a block of {4 * n} heads of 128, bf16, forward and backward:")
-    show("tokens", ["ring"], "Ulysses")
-    for tokens in 2**13, 2**16, 2**19:
-        ring, ulysses = (f"{sent_for_context(n, tokens, kind) / 2**20:,.1f}" for kind in KINDS)
-        show(f"{tokens:,}", [ring], ulysses)
-
-
-def sent_for_context(n, tokens, kind):
-    """Bytes that a rank of n sends in a block, for a sequence of so many tokens."""
-    config = llama.LlamaConfig(seq_len=tokens, n_layer=1, n_head=4 * n, n_embd=512 * n)
-    s = Settings(dp=1, cp=n, cp_kind=kind, batch_size=1, dtype="bf16")
-    return sum(item.times * sent(item.op, elements, item.width, n)
-               for item in messages_of_context(config, s, {0: range(3)}) for elements in item.elements)
 
 
 def demo_experts():
@@ -324,7 +343,6 @@ def positive(text, least=1):
 
 
 DEMOS = {  # name: (function, {flag: what it is if left out})
-    "micro": (micro.main, {}),
     "sizes": (demo_sizes, {}),
     "machine": (demo_machine, {"model": "gpt2-xl", "machine": "h100"}),
     "kernels": (kernels.main, {}),
@@ -335,24 +353,20 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "tensor": (demo_tensor, {"ranks": 2}),
     "types": (demo_types, {"dp": 2, "tp": 2, "sp": False, "cp": 1, "cp_kind": "ring", "ep": 1, "pp": 1, "zero": 0,
                            "zero_within": None, "schedule": "1f1b", "virtual_stages": 1, "micro_batches": 1}),
-    "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
+    "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "schedule": "",
+                                 "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
-    "graph": (demo_graph, {"model": "tiny"}),
-    "allocator": (demo_allocator, {}),
-    "fp16": (demo_fp16, {"ranks": 1}),
     "measuring": (demo_measuring, {"ranks": 2}),
     "links": (links.demo_links, {"ranks": 2, "json": ""}),
     "lecture8": (demo_lecture8, {"ranks": 2}),
-    "extension": (demo_extension, {}),
     "ladder": (demo_ladder, {}),
     "sampling": (demo_sampling, {"model": "tiny", "steps": 60}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
-    "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "out": None, "many_ranks": 0,
-                                 "break": None, "rank": None}),
+    "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "break": None, "rank": None}),
     "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0}),
     "blind": (demo_blind, {"out": None}),
-    "pages": (pages.pages, {"out": "runs/site"}),
+    "pages": (pages.pages, {"out": "runs/site", "show": None, "assets": None}),
     "explore": (explore, {"port": 0})}
 TYPES = {"port": int, "zero": int, "zero_within": positive, "break": function, "rank": int,
          "steps": partial(positive, least=0)}  # else a text, or positive
@@ -362,25 +376,54 @@ HELP = {  # of the flags
     "micro_batches": "of a step", "virtual_stages": "stages a rank, of the schedule interleaved",
     "trace": "a trace.json of train.py --trace: its times in place of units", "tokens": "on each rank",
     "out": "file for the picture, an .svg; of pages, their folder",
-    "many_ranks": "run a ring of so many, FSDP, and a pipeline; 8 or more",
     "break": "stop in pdb in this function, e.g. all_reduce, isend, Unit.gather, collectives.ring_all_reduce",
     "rank": "of --break: stop on this rank; left out, on the first that comes", "zero": "stage of ZeRO",
     "sp": "sequence parallelism", "cp": "ranks each sequence is cut over", "cp_kind": "of context parallelism",
     "ep": "ranks of dp that share out experts, which the blocks have then", "schedule": "of the pipeline",
     "zero_within": "ranks that ZeRO shards over; left out, all of dp x cp",
     "json": "write the machine's rates there, for bench.py plan --machine",
+    "show": "a picture of the pages, step by step in the terminal, e.g. ring",
+    "assets": "write README's and docs' pictures into this folder, as SVG",
     "steps": "of training before", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
-ON_RANKS = (demo_collectives, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
+ON_RANKS = (demo_collectives, demo_tensor, demo_experts, demo_measuring, demo_lecture8,
             links.demo_links)
 
 
+BY_STOP = {  # of docs/reading.md
+    "1 Messages and the ring": "collectives links together",
+    "2, 3 Averaging gradients; a step is a list": "zero overlap step",
+    "4 f and g": "tensor types",
+    "5 Pipelines": "pipeline lecture8",
+    "The machine; 6 to 8 kernels": "machine ladder compile kernels",
+    "9, 10 A layout, and a step of it": "sizes path",
+    "Measuring": "measuring",
+    "Further": "context experts sampling",
+    "All of it, to touch": "pages explore puzzles",
+    "Your own code (docs/same.md has mutate, too, docs/bugs.md blind)": "same"}
+BY_TEXT = {  # of docs/lecture.md
+    "Lecture 8": "lecture8 collectives zero tensor pipeline measuring",
+    "GPUs, an introduction": "machine ladder compile kernels",
+    "Notes on lectures 5 to 8": "zero machine step overlap",
+    "The playbook's crash course": "collectives measuring sizes overlap ladder",
+    "How large models run on GPUs": "measuring sampling ladder compile"}
+
+
+def listing(parsers):
+    """All lessons by stop, with what each shows; and their names by text."""
+    lines = ["by stop (0 is python lessons/micro.py):"]
+    for stop, names in BY_STOP.items():
+        lines.append(f"  {stop}")
+        lines += [f"    {name:13}{' '.join((parsers[name].description or '').split())}" for name in names.split()]
+    lines.append("\nby text:")
+    return "\n".join(lines + [f"  {text:30}{names}" for text, names in BY_TEXT.items()])
+
+
 def main():
-    parser = Parser(prog="python -m lessons", description="Lessons of the reading path, of the reference. On several "
-                    "ranks safe/ says which of them failed.")
+    parser = Parser(prog="python -m lessons", formatter_class=argparse.RawDescriptionHelpFormatter)
     lessons = parser.add_subparsers(required=True, metavar="LESSON")
     for name, (demo, flags) in DEMOS.items():
-        lesson = lessons.add_parser(name, help=demo.__doc__, description=demo.__doc__)
+        lesson = lessons.add_parser(name, description=demo.__doc__)
         lesson.set_defaults(demo=demo)
         for flag, default in flags.items():
             if default is False:
@@ -393,10 +436,12 @@ def main():
             lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
         if demo is demo_step:
             lesson.add_argument("more", nargs="*", help="behind --, further flags of train.py")
-    for many in (puzzles, turns):
-        many.add_to(lessons)
-    same.add_to(lessons.add_parser("same", help=same.main.__doc__)).set_defaults(demo=same.main)
-    mutate.add_to(lessons.add_parser("mutate", help=mutate.mutate.__doc__)).set_defaults(demo=mutate.mutate)
+    puzzles.add_to(lessons)
+    same.add_to(lessons.add_parser("same", description=same.main.__doc__)).set_defaults(demo=same.main)
+    mutate.add_to(lessons.add_parser("mutate", description=mutate.mutate.__doc__)).set_defaults(demo=mutate.mutate)
+    parser.description = listing(lessons.choices)
+    if len(sys.argv) == 1:
+        return parser.print_help()
     try:
         launch.started()
         flags = vars(parser.parse_args())

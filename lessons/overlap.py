@@ -1,4 +1,4 @@
-"""What computation can hide: the playbook's four ratios, with bytes, beside the playbook's own and what was measured.
+"""What computation can hide: the playbook's four ratios, with bytes, beside the playbook's own.
 
     python -m lessons overlap --model gpt2-xl --ranks 8 --machine h200
 
@@ -10,7 +10,7 @@ import math
 import torch
 
 from model import PRESETS
-from theory.speed import MACHINES, matrices, overlaps, ring_hides
+from theory.speed import call_seconds, MACHINES, matrices, overlaps, ring_hides
 
 
 def ratios(config, tokens, n, rates):
@@ -29,8 +29,8 @@ def hidden_from(tokens, ratio, of_more):
 
 FOR_AND_AGAINST = """
         keeps               sends                              for                       against
-dp      all                 gradients, once a step             any links, any model      one GPU must hold it
-ZeRO-3  K/N                 half as much again                 large models              hides only under many tokens
+dp      all                 gradients, once a step             any model                 one GPU must hold it
+ZeRO-3  K/N                 16-bit weights twice, gradients    large models              in each micro-batch
 tp      K/N, less of T C    in every layer, and waits          wide models, no bubble    fast links: a node's 8 GPUs
 pp      L/N layers          BTC between two ranks              deep models, slow links   idles (p-1)/(m+p-1); much code
 """
@@ -61,17 +61,14 @@ def demo_overlap(model, ranks, tokens, machine):
     near, far = (max(ring_hides(rates.attention_with(8192), link, torch.bfloat16))
                  for link in (rates.link, rates.network))
     received, block = overlaps(config, tokens, n)["pp"][0], sum(matrices(config))
-    print(f"cp, ring: hidden from {near:,.0f} tokens of a rank on, between nodes {far:,.0f} (`ring_hides`)\n\n"
+    ring, levels = (1e3 * call_seconds("all_reduce", k, 4, rates, 2 * rates.node, here) for here in (1, rates.node))
+    print(f"two nodes of {rates.node}: all gradients in one ring, which leaves each node by one card, {ring:,.0f} ms; in two "
+          f"levels {levels:,.0f} ms\n"
+          f"cp, ring: hidden from {near:,.0f} tokens of a rank on, between nodes {far:,.0f} (`ring_hides`)\n\n"
           "The playbook's bandwidth counts elements, and K stays in its data-parallel ratio, where it cancels.\n"
           "tp: in forward the next product waits for a sum. Backward's sums can hide under dW; in fast/ they do.\n"
           f"dp: a bucket of 25 MB takes {25e9 * 2 * (n - 1) / n / rates.link:.2f} ms in a node (2(N-1)/N bucket / W), "
           f"a block's backward {1e3 * 4 * block * tokens / rates.matmul:.2f} (4 tokens K / F).\n"
           f"pp's row is BTC: what a stage waits for in forward, {received / 1e6:.1f} MB. A stage sends BTC forward and "
           f"BTC backward, 2 BTC a\nmicro-batch, {2 * received / 1e6:.1f} MB (docs/words.md), and receives as much. The "
-          f"playbook adds both up: 4 BTC, {4 * received / 1e6:.1f} MB.\n\n"
-          "measured on H200s (docs/results.md, docs/tried.md):")
-    sent, _ = overlaps(PRESETS["gpt2-xl"], 8192, 4)["dp"]
-    seconds = sent * PRESETS["gpt2-xl"].n_layer / MACHINES["h200"].link
-    print(f"  XL, DDP, 8 sequences each: one GPU 171 ms a step, four 177. Of {1e3 * seconds:.0f} ms of traffic 6 "
-          "show.\n"
-          "  --tp 2, 12 blocks of width 4096: 58.1 ms; in pieces, so that sums hide under products, 57.9.")
+          f"playbook adds both up: 4 BTC, {4 * received / 1e6:.1f} MB.")

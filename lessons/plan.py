@@ -11,14 +11,14 @@ import torch
 
 import parallel
 from lessons.bench.timing import say, Table, write_json
-from safe.flags import check_parts, dashed, replayable, Settings, SIZES
+from safe.flags import dashed, replayable, Settings, SIZES
 from safe.reports import about_context, parameters_in_words
-from safe.sizes import BadInput
+from further.fits import misfit, what_ranks_divide
 from theory.clock import stage_to_rank_in, stages_in
 from theory.memory import ROOM, needed_bytes
-from theory.speed import Costs, describe_machine, mfu, mfu_note, predict, ring_hides
+from theory.speed import describe_machine, mfu, mfu_note, predict, ring_hides
 from theory.traffic import blocks_of, tokens_of, widths
-from train import Layout, LLAMAS
+from further.flags import Layout, LLAMAS
 
 
 def divisors(n):
@@ -33,9 +33,7 @@ SPLIT = "zb-h1", "zb-v", "v-half"  # these split backward: W must come late, so 
 
 def is_taken(s, config, gpus, node):
     """Whether train.py takes layout s, on nodes of so many GPUs."""
-    try:
-        check_parts(s, config, gpus, min(gpus, node), gpus)
-    except BadInput:
+    if misfit(what_ranks_divide(s, config, gpus, node if gpus > node else 0)):
         return False
     most = config.n_layer + 2
     return s.pp <= most and len(stage_to_rank_in(s)) <= most
@@ -124,7 +122,7 @@ def sizes_of(a):
 
 def describe_model(a):
     """The preset, the flags that change it, and its parameters."""
-    return f"{a.hf or a.model}{sizes_of(a)}, {parameters_in_words(a.config)}"
+    return f"{a.init_from or a.model}{sizes_of(a)}, {parameters_in_words(a.config)}"
 
 
 def command_of(a, layout):
@@ -133,72 +131,51 @@ def command_of(a, layout):
     nodes = a.gpus // each
     over = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500 " * (nodes > 1)
     arch = " --arch llama" * (a.config.arch == "llama" and a.model not in LLAMAS)
-    model = f"--init-from {shlex.quote(a.hf)}" if a.hf else f"--model {a.model}{arch}"
+    model = f"--init-from {shlex.quote(a.init_from)}" if a.init_from else f"--model {a.model}{arch}"
     return (f"torchrun {over}--nproc_per_node {each} train.py {model}{sizes_of(a)} --dtype {a.dtype} "
             f"--batch-size {a.batch_size} {layout}").rstrip()
 
 
+VARIED = "micro_batches", "virtual_stages", "recompute", "recompute_blocks", "loss_chunk"
+
+
 def rows_of(a):
     """A row of `plan`'s table for each layout that fits, fastest first, of those that take as long the one that needs
-    least memory. A layout gets one row, for its fastest micro-batches, recomputing and chunks. `limits`: what takes
-    most of the step beside computing, and its share."""
-    for _, tied in itertools.groupby(by_time(a), lambda row: row["ms"]):
-        yield from sorted(tied, key=lambda row: row["gib"])
-
-
-def by_time(a):
-    """The rows, fastest first."""
+    least memory. Of layouts that differ in VARIED alone, the fastest. `limits`: what takes most of the step beside
+    computing, and its share."""
     config, machine = a.config, a.machine
     candidates = []
     for layout in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine):
         for s in fitting(config, layout, machine):
             on_gpus = dataclasses.replace(s, cuda_graphs="on" if replayable(s, config) else "off")
-            candidates.append((predict(config, on_gpus, machine), s))
-    candidates.sort(key=lambda pair: sum(pair[0]))
-    tokens, seen = a.batch_size * config.seq_len / a.gpus, set()
-    for costs, s in candidates:
-        key = describe_layout(dataclasses.replace(s, micro_batches=1, virtual_stages=1, recompute="none",
-                                                  recompute_blocks=0, loss_chunk=0))
+            costs = predict(config, on_gpus, machine)
+            candidates.append((round(1e3 * sum(costs), 6), needed_bytes(config, s), costs, s))
+    candidates.sort(key=lambda candidate: (candidate[0], max(candidate[1])))
+    tokens = a.batch_size * config.seq_len / a.gpus
+    seen = set()
+    for ms, needed, costs, s in candidates:
+        key = describe_layout(dataclasses.replace(s, **{name: getattr(Settings, name) for name in VARIED}))
         if key in seen:
             continue
         seen.add(key)
-        needed = needed_bytes(config, s)
-        step = sum(costs)
-        shares = {axis: 100 * seconds / step for axis, seconds in costs._asdict().items()}
+        shares = {axis: 100 * seconds / sum(costs) for axis, seconds in costs._asdict().items()}
         limit = max(shares.keys() - {"compute"}, key=shares.get)
-        yield dict(layout=describe_layout(s), ms=round(1e3 * step, 6), tokens=tokens / step, gib=max(needed) / 2**30,
+        speed = 1e3 * tokens / ms
+        yield dict(layout=describe_layout(s), ms=ms, tokens=speed, gib=max(needed) / 2**30,
                    ranks=" ".join(f"{n / 2**30:.1f}" for n in needed) if s.pp > 1 else "",
-                   mfu=mfu(config, tokens / step, machine.peak), settings=dataclasses.asdict(s),
+                   mfu=mfu(config, speed, machine.peak), settings=dataclasses.asdict(s),
                    limits=f"{limit} {shares[limit]:.0f} %", **shares)
-
-
-def about_ties(rows):
-    """Lines that say why layouts take as long as the one before."""
-    for before, row in itertools.pairwise(rows):
-        if row["ms"] == before["ms"]:
-            same = all(math.isclose(row[cost], before[cost], abs_tol=1e-9) for cost in Costs._fields)
-            why = "they compute and send the same, and keep" if same else "what one saves the other spends; they keep"
-            yield (f"tie: {before['layout']} takes as long as {row['layout']}: {why} {before['gib']:.1f} and "
-                   f"{row['gib']:.1f} GiB")
-    near = sum(row["ms"] < 1.03 * rows[0]["ms"] for row in rows)
-    if near > 1:
-        yield (f"The first {near} are within 3 %, and predictions have been up to 17 % too short on four H100s "
-               "(docs/results.md): measure them.")
-
-
-def heading(a, rows):
-    """The command of the fastest layout, the model, the machines."""
-    config, machine = a.config, a.machine
-    command = f"{command_of(a, rows[0]['layout'])}\n\n" if rows else ""
-    nodes = f"{machine.node} a node" if a.gpus > machine.node else "one node"
-    return (f"{command}{describe_model(a)}, {a.dtype}, on {a.gpus} GPUs, {nodes}, {a.batch_size} sequences of "
-            f"{config.seq_len} a step{about_context(config)}\n{describe_machine(machine)}{mfu_note(config)}")
 
 
 def plan(a, _):
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
     rows = [*itertools.islice(rows_of(a), a.top)]
-    say(heading(a, rows))
+    machine = a.machine
+    if rows:
+        say(f"{command_of(a, rows[0]['layout'])}\n")
+    nodes = f"{machine.node} a node" if a.gpus > machine.node else "one node"
+    say(f"{describe_model(a)}, {a.dtype}, on {a.gpus} GPUs, {nodes}, {a.batch_size} sequences of {a.config.seq_len} a "
+        f"step{about_context(a.config)}\n{describe_machine(machine)}{mfu_note(a.config)}")
     of_some = {**{axis: f"{axis} %:>8.1f" for axis in ("bubble", "dp", "tp", "cp", "ep", "pp")},
                "layout": "layout:<80", "ranks": "GiB of each pipeline rank:<1"}
     table = Table("layouts that fit, fastest first; GiB of the fullest rank; bubble, and traffic that nothing hides, "
@@ -208,8 +185,10 @@ def plan(a, _):
     for row in rows:
         table.row(**row)
     if not rows:
-        say(f"\nnothing divides batch and heads and fits {ROOM:.0%} of {a.machine.memory / 2**30:.0f} GiB: give more "
+        say(f"\nnothing divides batch and heads and fits {ROOM:.0%} of {machine.memory / 2**30:.0f} GiB: give more "
             "--gpus, or another --batch-size")
-    for line in about_ties(rows):
-        say(f"\n{line}")
+    near = sum(row["ms"] < 1.03 * rows[0]["ms"] for row in rows)
+    if near > 1:
+        say(f"\nThe first {near} are within 3 %, and predictions have been up to 17 % too short on four H100s "
+            "(docs/results.md): measure them.")
     write_json(a, torch.device("cpu"), table)

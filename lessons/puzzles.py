@@ -213,7 +213,7 @@ def solution(puzzle):
 
 
 def empty(puzzle):
-    task = textwrap.fill("# Puzzle: " + " ".join(puzzle.example.__doc__.split()), 96, subsequent_indent="# ")
+    task = textwrap.fill("# Puzzle: " + " ".join((puzzle.example.__doc__ or "").split()), 96, subsequent_indent="# ")
     return task + "\nraise NotImplementedError('puzzle: nothing is written here yet')"
 
 
@@ -297,7 +297,7 @@ def puzzles(name, into, check_in, shows_solution):
     if not name:
         reject(into or check_in or shows_solution, "which puzzle? Name one, e.g. ring; without flags they are listed")
         for name, puzzle in PUZZLES.items():
-            print(f"{name:12}{puzzle.file:28}{puzzle.function:36}{puzzle.example.__doc__.split(':')[0]}")
+            print(f"{name:12}{puzzle.file:28}{puzzle.function:36}{(puzzle.example.__doc__ or '').split(':')[0]}")
         return
     puzzle = PUZZLES[name]
     if shows_solution:
@@ -318,7 +318,7 @@ def puzzles(name, into, check_in, shows_solution):
 
 def add_to(lessons):
     """The lesson's flags, on the command line."""
-    lesson = lessons.add_parser("puzzles", help=puzzles.__doc__)
+    lesson = lessons.add_parser("puzzles", description=puzzles.__doc__)
     lesson.add_argument("name", nargs="?", choices=[*PUZZLES], metavar="PUZZLE", help="left out, all are listed")
     lesson.add_argument("--into", metavar="FOLDER", help="write the reference there, with a hole")
     lesson.add_argument("--check", metavar="FOLDER", dest="check_in", help="run what is there on a small example")

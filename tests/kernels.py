@@ -20,7 +20,6 @@ import fast.experts
 import fast.grouped
 import fast.llama
 import further.experts
-import further.rms_norm
 import kernels
 import lessons.demos
 import model
@@ -31,13 +30,12 @@ from fast import edition
 from fast.adamw import AdamW
 from fast.exchange import AllToAll, sum_rows
 from fast.experts import FusedExperts
-from fast.norm import add_layer_norm
+from fast.norm import add_layer_norm, tuned_rms_norm
 from further import by_hand
 from further.experts import ExpertsConfig, MixtureOfExperts
 from lessons.compiled import occupancy
 from lessons.kernels import attention, CASES, main, tiles_read
-from safe.flags import BadInput, check_layout, Settings
-from safe.sizes import checked_use
+from safe.flags import BadInput, check_layout, checked_use, Settings
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
@@ -301,6 +299,19 @@ GROUPED_ATTENTIONS = sizes("""
     1  2  3  384  64""")
 
 
+class SimpleAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):
+        o = kernels.simple_attention(q, k, v)
+        ctx.save_for_backward(q, k, v, o, kernels.attention_reference(q, k, v, True)[1])
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        grads = kernels.simple_attention_backward(*ctx.saved_tensors, do.contiguous())
+        return tuple(grad.to(do.dtype) for grad in grads)
+
+
 def rows_of_kernels():
     for name, ours, plain in ("elu", kernels.elu, F.elu), ("gelu", kernels.gelu, plain_gelu):
         for shape in (1,), (3, 50, 7):
@@ -316,7 +327,7 @@ def rows_of_kernels():
         yield Row("x, norm", lambda x, *more, eps: add_layer_norm(x, None, *more, eps),
                   lambda x, *more, eps: (x, plain_norm(x, *more, eps)), [x, w, w], eps, strided=True)
 
-        yield Row("rms norm", further.rms_norm.rms_norm, plain_rms_norm, [x, w], eps, scale=2, replaced=True)
+        yield Row("rms norm", tuned_rms_norm, plain_rms_norm, [x, w], eps, scale=2)
         yield Row("add, rms norm", lambda x, r, w, eps: add_layer_norm(x, r, w, None, eps),
                   lambda x, r, w, eps: (x + r, plain_rms_norm(x + r, w, eps)), [x, x, w], eps)
     yield Row("swiglu", fast.llama.swiglu, plain_swiglu, [(2, 3, 2060)], scale=3)
@@ -327,8 +338,8 @@ def rows_of_kernels():
         yield Row(name, lambda *qkv, is_causal: kernels.FlashAttention.apply(*qkv, is_causal), plain_attention,
                   [q, k, k], masked, WITH_PRODUCTS, strided=causal, replaced=True)
         if Tq == Tk and causal:
-            yield Row("simple attention", lambda *qkv, is_causal: kernels.simple_attention(*qkv), torch.no_grad()(
-                plain_attention), [q, k, k], masked, WITH_PRODUCTS)
+            yield Row("simple attention", lambda *qkv, is_causal: SimpleAttention.apply(*qkv), plain_attention,
+                      [q, k, k], masked, WITH_PRODUCTS)
         if Tq == Tk:
             yield Row(f"packed {name}", kernels.attention, plain_packed_attention, [(B, Tq, 3, H, D)], masked,
                       WITH_PRODUCTS, replaced=True)
@@ -475,6 +486,26 @@ def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
             check_layout(Settings(kernels="triton", dtype=dtype), model.GPTConfig(n_head=heads), 1, 1)
     with pytest.raises(ValueError, match="need a CUDA GPU|need the package triton"):
         checked_use("triton")
+
+
+def test_adamw_steps_neighbours_by_one_kernel(triton_kernels):
+    """Two whose numbers, gradients and copies lie side by side, and one whose do not."""
+    device, options = KERNEL_DEVICE, {"lr": 0.1, "weight_decay": 0.3}
+    start, grads, copies = random(3000).float(), random(3000).float(), torch.empty(3000, device=device, dtype=torch.float16)
+    places = slice(0, 1000), slice(1000, 1700), slice(1800, 3000)
+    params = [torch.nn.Parameter(start[place]) for place in places]
+    theirs = [torch.nn.Parameter(start[place].double()) for place in places]
+    ours, exact = AdamW(params, **options), torch.optim.AdamW(theirs, **options)
+    for place, mine, other in zip(places, params, theirs):
+        mine.grad, other.grad, ours.copies[mine] = grads[place], grads[place].double(), copies[place]
+    with patch.object(ours, "runs_of", side_effect=lambda some: runs.append(runs_of(some)) or runs[-1]):
+        runs, runs_of = [], AdamW.runs_of.__get__(ours)
+        for _ in range(2):
+            ours.step(), exact.step()
+    assert [[len(run) for run in step] for step in runs] == [[2, 1]] * 2
+    for place, mine, other in zip(places, params, theirs):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6, check_dtype=False)
+        assert copies[place].equal(mine.half()) and ours.state[mine]["step"] == 2
 
 
 def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):

@@ -4,7 +4,6 @@ Read with: Ultra-Scale Playbook, "finding the best training configuration" and i
 """
 
 import dataclasses
-import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ import torch
 import parallel
 from further.pieces import matrices
 from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
-from theory.memory import local_elements, table_elements
+from theory.memory import elements_of, elements_of_piece, table_elements
 from theory.traffic import (
-    AGAIN, BESIDE, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, messages, messages_in_buckets, recomputed,
-    sent, sequences_of, shards_of, tokens_of, widths)
+    AGAIN, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, Message, messages, messages_of_unit,
+    recomputed, sent, shards_of, tokens_of, widths)
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -103,8 +102,8 @@ def call_seconds(op, elements, width, machine, n, here):
 class Costs(NamedTuple):
     """Predicted seconds of a step on the busiest pipeline rank, whose sum the step takes."""
     compute: float      # forward and backward of all micro-batches
-    tp: float           # tensor parallelism's collectives and copies, less the time that backward's products hide
-    cp: float           # context parallelism's traffic and copies, less the time that attention hides
+    tp: float           # tensor parallelism's collectives, less the time that backward's products hide
+    cp: float           # context parallelism's traffic, less the time that attention hides
     ep: float           # expert parallelism's all-to-alls, which nothing hides
     bubble: float
     pp: float           # a pipeline's transfers that a rank waits for
@@ -178,18 +177,12 @@ def block_seconds(config, s, machine, routed):
     return f, i, w, again
 
 
-# With ep = 1, and with ep > 1. The first was measured with tiny blocks: 7.53 ms with experts, 4.39 without. The second
-# was inferred from steps of GPT-2 medium on four GPUs. It is more, because in each such block the CPU also sends counts
-# of rows, and waits to read them. Autograd's functions, 3 and 7 more than a dense block's 9, say too little.
-MORE_TO_LAUNCH = 0.72, 1.5
-
-
 def stage_seconds(config, s, machine, stages):
     """(F, I, W): seconds of one micro-batch on a rank with these stages, in layout s, each kind of work at its rate.
 
     Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU computes the head, the
     CPU already issues backward. So a micro-batch takes the GPU's seconds or the CPU's, whichever are more, summed over
-    all blocks and the head. A block with experts takes the CPU longer, by MORE_TO_LAUNCH of a dense block's time.
+    all blocks and the head. (A block with experts takes the CPU longer than is counted here.)
     """
     tokens = tokens_of(config, s)
     blocks, routed, _, head = contents(config, stages.values())
@@ -213,9 +206,7 @@ def stage_seconds(config, s, machine, stages):
         f, i, w = (a + b for a, b in zip((f, i, w), parts))
     if not blocks or s.cuda_graphs == "on":
         return f, i, w
-    launched_twice = blocks if s.recompute == "mlp" else twice
-    launch = (blocks + routed * MORE_TO_LAUNCH[s.ep > 1]) * machine.launch * (1 + launched_twice / blocks / 3)
-    slow = max(1.0, launch / (f + i + w))
+    slow = max(1.0, machine.launch * (blocks + twice / 3) / (f + i + w))
     return slow * f, slow * i, slow * w
 
 
@@ -318,61 +309,35 @@ def seconds_by_axis(config, s, machine, items):
             continue
         local = max(1, machine.node // distance)
         here = n if n <= local else local if n % local == 0 else 1  # how many of the group's ranks a node has
-        for elements, calls in Counter(item.elements).items():
-            call = item.op, elements, item.width
-            times = calls * item.times
-            spent[item.axis][item.what] += times * call_seconds(*call, machine, n, here)
-            touched[item.axis] += times * MOVED / machine.hbm * sent(*call, n)
+        call = item.op, item.elements, item.width
+        spent[item.axis][item.what] += item.times * call_seconds(*call, machine, n, here)
+        touched[item.axis] += item.times * MOVED / machine.hbm * sent(*call, n)
     return spent, touched
 
 
-ROW_BYTES = 1 << 22  # as in fast/nccl.py: from so many on a row of a message is sent beside products from its own place
+def messages_of_parameters(config, s, stages):
+    """Messages of G and A of this rank's pieces, and of the sum of a tied embedding's ends."""
+    pieces = [i for run in stages.values() for i in run]
+    last = config.n_layer + 1
+    both_ends = config.tied and 0 in pieces and last in pieces
+    for i in pieces:
+        sizes = Counter()
+        for (experts, _), n in elements_of_piece(config, s.tp, i).items():
+            sizes["same_experts" if experts else "shard"] += n / (s.ep if experts else 1)
+        sizes["shard"] -= table_elements(config, s) * (both_ends and i == last)
+        for axis, n in sizes.items():
+            yield from messages_of_unit(s, axis, int(n), 1 if i in (0, last) else 2)
+    if config.tied and not both_ends and (ends := pieces.count(0) + pieces.count(last)):
+        kept = table_elements(config, s) // (shards_of(s) if s.zero else 1)
+        yield Message("tied embedding", "all_reduce", "embedding", int(kept), widths(s)[1], ends)
 
 
-def copies_of(config, s, machine, item):
-    """How often a rank copies a Message to put tokens or heads in order. With B > 1 sequences, tokens that another rank
-    has lie in B places.
+def data_seconds(s, spent, touched, count, forward, backward):
+    """Seconds of data parallelism's traffic that computation does not hide. count: pieces on a rank; forward, backward:
+    seconds of a micro-batch.
 
-        Ulysses   1 for heads, and for tokens 1 more if B > 1: before it sends, or when they have arrived
-        --sp      1 for tokens if B > 1. Between GPUs of a node fast/ writes and reads B rows of T/N tokens where they
-                  lie, but beside products only from ROW_BYTES a row on
-    """
-    several = sequences_of(s) > 1
-    if item.axis == "cp" and item.op == "all_to_all_single":
-        return 1 + several
-    if not s.sp or item.axis != "tp" or item.op not in HALVES:
-        return 0
-    row = config.seq_len // s.cp // s.tp * config.n_embd * item.width
-    in_place = is_fast(s) and s.tp <= machine.node and (item.what not in BESIDE or row >= ROW_BYTES)
-    return int(several and not in_place)
-
-
-def copied_seconds(config, s, machine, items):
-    """{axis: seconds of these copies}, which nothing hides. Each reads and writes all k bytes of a message."""
-    copied = Counter()
-    for item in items:
-        if copies := copies_of(config, s, machine, item):
-            copied[item.axis] += copies * 2 * sum(item.elements) * item.width * item.times / machine.hbm
-    return copied
-
-
-def buckets_of(s, elements, units):
-    """Buckets as for `messages`, of so many elements on a rank. units: of ZeRO-3, taken for equally large. (So the
-    embedding counts as gathered twice.)"""
-    if s.zero == 3:
-        return [(elements // units, 2)] * (units - 1) + [(elements // units, 1)]
-    count = max(1, math.ceil(elements * widths(s)[1] / (100 << 20)))
-    return [(elements // count, 0)] * count
-
-
-def data_seconds(s, spent, touched, count, forward, backward, updates):
-    """Seconds of data parallelism's traffic that computation does not hide. count: buckets sent in a row; forward,
-    backward: seconds of a micro-batch; updates: seconds of work that goes on while weights are gathered.
-
-    Backward hides the traffic of gradients, except the last bucket's. ZeRO-1 and 2 gather a bucket's new weights while
-    AdamW updates the next ones and, with CUDA graphs, while forward computes the layers before. ZeRO-3 gathers each
-    unit while the one before computes: in forward nothing hides the first unit, and in backward the last unit is still
-    whole.
+    A G is one computation ahead, so nothing hides the first one; then forward hides those of ZeRO-1 and 2, and each
+    computation one of ZeRO-3's. Nobody waits for an A, and backward hides all but the last one.
     """
     m = s.micro_batches
     gather, reduce = (spent["shard"][what] + spent["same_experts"][what] for what in ("weights", "gradients"))
@@ -382,13 +347,10 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
         seen = m * (max(one, count * one - forward) + max(send / count, (count - 1) * one + send - backward))
     else:
         seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
-        seen += max(gather / count, gather - updates)
+        seen += max(gather / count, gather - forward)
     lost = min(1.0, (touched["shard"] + touched["same_experts"]) / max(gather + reduce, 1e-9))
     between = spent["replicate"].total()  # starts when all else has arrived
     return seen + (gather + reduce - seen) * lost + between
-
-
-BESIDE_FROM = 1 << 24  # bytes, as in fast/tensor.py, which sends fewer beside nothing
 
 
 def tensor_seconds_saved(config, s, machine, stages, spent, touched):
@@ -399,7 +361,7 @@ def tensor_seconds_saved(config, s, machine, stages, spent, touched):
         sp             dx, reduce-scattered    beside the same; where they do not wait, but for FP8, its own alone
         sp, but FP8    x, gathered again       beside dy W
 
-    They wait where CUDA graphs add up gradients, so not in ZeRO-2 and 3. An I leaves all of them to W.
+    An I leaves all of them to W.
     """
     if s.tp == 1 or not is_fast(s):
         return 0.0
@@ -410,14 +372,10 @@ def tensor_seconds_saved(config, s, machine, stages, spent, touched):
     product = 2 * columns * tokens / machine.matmul  # dy W; dy^T x takes as long
     if halves_backward(s.schedule, s.pp, s.virtual_stages):
         gradients = 0.0
-    elif s.cuda_graphs == "on" and s.zero < 2:  # so no block has experts
-        gradients = blocks * block_seconds(config, s, machine, False)[2]
     else:
-        gradients = product if s.sp and s.dtype != "fp8" else 0.0
-    if tokens * config.n_embd * widths(s)[0] < BESIDE_FROM and (s.dtype == "fp8" or not s.sp):
-        gradients = 0.0
+        gradients = (blocks - routed) * block_seconds(config, s, machine, False)[2]
     tp = spent["tp"]
-    hidden = min((tp["gradients: 2 a block"] + tp[MEANWHILE]) / m, gradients) + min(tp[AGAIN] / m, product)
+    hidden = min((tp["f, backward"] * (not s.sp) + tp[MEANWHILE]) / m, gradients) + min(tp[AGAIN] / m, product)
     return hidden * (1 - min(1.0, touched["tp"] / tp.total()))
 
 
@@ -428,21 +386,12 @@ def predict(config, s, machine):
     stages = max((stages_in(s, config, rank) for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
-    blocks, routed, _, _ = contents(config, stages.values())
-    count = local_elements(config, s.tp, tuple(stages.values()))
-    experts = count[True, True] + count[True, False] if s.ep > 1 else 0  # those with buckets of their own
-    others = count.total() - experts
-    own = experts / s.ep
-    buckets = buckets_of(s, int(others), blocks + 1)
-    of_experts = buckets_of(s, int(own), routed) if own else []
-    of_parameters = messages_in_buckets(config, s, stages, buckets, of_experts=of_experts)
-    items = list(messages(config, s, stages, of_parameters))
+    items = list(messages(config, s, stages, messages_of_parameters(config, s, stages)))
     spent, touched = seconds_by_axis(config, s, machine, items)
-    copied = copied_seconds(config, s, machine, items)
 
-    tp = spent["tp"].total() + copied["tp"]
+    tp = spent["tp"].total()
     ep = spent["ep"].total()
-    cp = context_seconds(config, s, machine, stages, spent) + copied["cp"]
+    cp = context_seconds(config, s, machine, stages, spent)
     waits = (tp + cp + ep) / m / 2  # a micro-batch's, in forward, and as long in backward
     saved = tensor_seconds_saved(config, s, machine, stages, spent, touched)  # a micro-batch's, in backward
     costs = f + waits, i + waits - saved, w
@@ -454,11 +403,11 @@ def predict(config, s, machine):
     pp = spent["pp"]["activations"] / m * (s.pp - 1) + spent["embedding"].total()
 
     # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
-    shards, copies = (shards_of(s), s.dp * s.cp // s.ep) if s.zero else (1, 1)
-    optimizer = (others / shards + own / copies) * (8 * wide + narrow * (narrow < wide)) / machine.hbm
-    in_a_row = len(buckets) + len(of_experts) * (s.zero < 3)
-    updates = optimizer + (f + waits) * (s.cuda_graphs == "on")
-    dp = data_seconds(s, spent, touched, in_a_row, f + waits, i + w + waits - saved, updates)
+    copies = {False: shards_of(s), True: s.dp * s.cp // s.ep} if s.zero else {False: 1, True: 1}
+    stepped = sum(n / copies[experts] for (experts, _), n in elements_of(config, s, stages.values()).items())
+    optimizer = stepped * (8 * wide + narrow * (narrow < wide)) / machine.hbm
+    pieces = sum(map(len, stages.values()))
+    dp = data_seconds(s, spent, touched, pieces, f + waits, i + w + waits - saved)
     return Costs(m * (f + i + w), tp - m * saved, cp, ep, idle, pp, dp, optimizer)
 
 

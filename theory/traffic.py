@@ -1,10 +1,10 @@
-"""What each strategy sends: folds over a rank's list, and formulas of what F and B of a layout send.
+"""What each strategy sends: G and A of a rank's list, and a table of what F and B of its pieces send.
 
 Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as in model.py, m micro-batches,
 p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters on each axis.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -59,10 +59,12 @@ class Message(NamedTuple):
     what: str
     op: str
     axis: str
-    elements: list  # for each call, as `sent` takes them
-    width: int      # bytes an element
-    times: int = 1  # how often a step repeats all these calls
+    elements: object  # as `sent` takes them
+    width: int        # bytes an element
+    times: int = 1    # how often in a step
 
+
+# ------------------------------------------------------------------------------------------------- sizes of a layout
 
 def blocks_of(config, runs):
     """The blocks in a rank's runs of pieces, by number from 1."""
@@ -100,14 +102,9 @@ def widths(s):
     return dtype.itemsize, parallel.master_dtype(dtype).itemsize
 
 
-def sequences_of(s):
-    """Sequences of a micro-batch, B. A rank has tokens of each of them."""
-    return s.batch_size // s.dp // s.micro_batches
-
-
 def tokens_of(config, s):
     """Tokens of a micro-batch on a rank."""
-    return sequences_of(s) * config.seq_len // s.cp
+    return s.batch_size // s.dp // s.micro_batches * config.seq_len // s.cp
 
 
 def chunks_of(config, s):
@@ -122,6 +119,8 @@ def shards_of(s):
     return s.zero_within or s.replicas
 
 
+# ------------------------------------------------------------------------------------------------- weights, gradients
+
 def messages_of_list(actions, net):
     """Messages of G and A in a rank's list, and of what a step adds up behind it. net: the Parallel that runs it.
 
@@ -132,68 +131,116 @@ def messages_of_list(actions, net):
     for kind, piece, _ in actions:
         for unit in net.pipeline.units[piece] if kind in "GD" else ():
             if kind == "G" and not holders[unit]:
-                yield Message("weights", GATHER, names[unit.group], [unit.weights.numel()], unit.weights.itemsize)
+                yield Message("weights", GATHER, names[unit.group], unit.weights.numel(), unit.weights.itemsize)
             holders[unit] += 1 if kind == "G" else -1
         for unit in net.pipeline.averaged[piece] if kind == "A" else ():
             if unit.trained:
                 op = SCATTER if unit.zero else "all_reduce"
-                yield Message("gradients", op, names[unit.group], [unit.weights.numel()], unit.mine.itemsize)
+                yield Message("gradients", op, names[unit.group], unit.weights.numel(), unit.mine.itemsize)
     yield from messages_of_sums(net)
     if muon := getattr(net.optimizer, "matrices", {}):
         yield from messages_of_muon(muon)
-
-
-def messages_of_sums(net):
-    """Messages of gradients that are added up, or averaged, behind the list: of what this rank steps."""
-    names = {group: name for name, group in vars(net.groups).items()}
-    together = defaultdict(int)
-    for param in net.params:
-        place = parallel.placement_of(param)
-        if net.groups.replicate and not place.average_over:
-            yield Message("averages of shards", "all_reduce", "replicate", [param.numel()], param.itemsize)
-        together[place.partial_over, param.itemsize] += param.numel()
-    for (groups, width), elements in together.items():
-        for group in groups:
-            yield Message("sums of gradients", "all_reduce", names[group], [elements], width)
 
 
 def messages_of_muon(matrices):
     """Messages of Muon's step, which gathers each matrix that tp has cut. On GPUs in 16 bits."""
     for param, parts in matrices.items():
         width = 2 if param.is_cuda and param.dtype == torch.float32 else param.itemsize
-        for here, part in parts:
-            if part.cut:
-                yield Message("matrices", GATHER, "tp", [part.cut.size * (here.stop - here.start)], width)
+        for part in parts:
+            if part.group:
+                elements = torch.distributed.get_world_size(part.group) * (part.here.stop - part.here.start)
+                yield Message("matrices", GATHER, "tp", elements, width)
 
 
-def messages_of_buckets(s, axis, buckets, shards):
-    """In fast/'s edition: messages that average gradients over an axis and gather weights there.
+def messages_of_sums(net):
+    """Messages of gradients that are added up, or averaged, behind the list: of what this rank steps."""
+    names = {group: name for name, group in vars(net.groups).items()}
+    for unit in [unit for unit in net.units if unit.trained]:
+        row = unit.mine.numel(), unit.mine.itemsize
+        if net.groups.replicate and unit.group is net.groups.shard:
+            yield Message("averages of shards", "all_reduce", "replicate", *row)
+        for group in unit.partial_over:
+            yield Message("sums of gradients", "all_reduce", names[group], *row)
 
-    buckets: (elements, how often a micro-batch gathers them) of each bucket, with its padding. Under ZeRO-3 that is 2,
-    but 1 for a stage's last unit, which stays whole from forward to backward, and for an embedding, whose backward
-    needs no weights; and 0 for 1-D parameters. shards: the number of ranks over which ZeRO cuts them.
-    """
+
+def messages_of_unit(s, axis, elements, gathers=2):
+    """Messages of G and A of a unit, where there is no list to read them off. gathers: how often ZeRO-3 gathers it for a
+    micro-batch, once if its B needs no weights, or follows its F."""
     m = s.micro_batches
     narrow, wide = widths(s)
-    whole = [n for n, gathers in buckets if not gathers]
-    cut = [n for n, gathers in buckets if gathers]
-    if s.zero == 3:
-        yield Message("weights", GATHER, axis, [n for n, gathers in buckets for _ in range(gathers)], narrow, m)
-        yield Message("gradients", SCATTER, axis, cut, wide, m)
-        yield Message("1-D gradients", "all_reduce", axis, whole, wide)
-        kept = [n // shards for n in cut] + whole
+    if s.zero:
+        yield Message("weights", GATHER, axis, elements, narrow, m * gathers if s.zero == 3 else 1)
+        yield Message("gradients", SCATTER, axis, elements, wide, m if s.zero > 1 else 1)
+        elements //= shards_of(s)
     else:
-        yield Message("gradients", SCATTER if s.zero else "all_reduce", axis, whole, wide, m if s.zero == 2 else 1)
-        kept = [n // shards for n in whole]
-    if s.zero in (1, 2):
-        yield Message("weights", GATHER, axis, whole, narrow)
-    if axis == "shard" and shards < s.replicas:
-        yield Message("averages of shards", "all_reduce", "replicate", kept, wide)
+        yield Message("gradients", "all_reduce", axis, elements, wide)
+    if axis == "shard" and shards_of(s) < s.replicas:
+        yield Message("averages of shards", "all_reduce", "replicate", elements, wide)
 
 
-def scaled(rows, elements):
-    """Elements of so many rows: a number, or of each rank its own, as `sent` takes them."""
-    return tuple(n * elements for n in rows) if isinstance(rows, tuple) else rows * elements
+# ------------------------------------------------------------------------------------------- what F and B of pieces send
+#
+#     piece                 F                          B                              of B times tokens
+#     embedding             g
+#     block                 f g f g                    the same backwards             x: C; experts' rows: k C
+#     block with experts    f g f, rows, rows, g       the same backwards
+#     head and loss         f, three numbers a token   f
+#     attention with --cp   keys and values            keys, values, their gradients
+#
+#     tp    f    -                                         all-reduce of dx
+#           g    all-reduce of terms                       -
+#     sp    f    all-gather of x                           reduce-scatter of dx
+#           g    reduce-scatter of terms                   all-gather of dy
+
+# Beside backward's products, with async_op, in fast/.
+AGAIN, MEANWHILE = "activations gathered again", "gradients scattered meanwhile"
+
+
+def messages_of_tensors(config, s, stages):
+    """Messages of tensor parallelism, f's and g's. Shared experts have an f and a g of their own."""
+    m = s.micro_batches
+    narrow, wide = widths(s)
+    blocks, routed, first, last = contents(config, stages.values())
+    twice, twice_routed = recomputed(config, s, stages.values())
+    shared = bool(config.experts and config.shared_experts)
+    sublayers = m * (2 * blocks + shared * routed)
+    times = backward_runs(s)
+    # What backward runs again: all f's, and all g's but the last one, whose result it does not need.
+    again = times * m * (twice * (s.recompute == "block") + shared * twice_routed)
+    for rows in chunks_of(config, s):
+        yield Message("loss: the maximum", "all_reduce", "tp", rows, wide, m * last)
+        yield Message("loss: two sums", "all_reduce", "tp", 2 * rows, wide, m * last)
+    x = tokens_of(config, s) * config.n_embd
+    reduce = SCATTER if s.sp else "all_reduce"
+    # fast/ sends what it can beside products. It gathers again what f has gathered, but experts and FP8 have kept it.
+    beside = (sublayers - m * routed) * (is_fast(s) and s.sp)
+    yield Message("embedding, head", reduce, "tp", x, narrow, m * (first + times * last))
+    yield Message("g, forward", reduce, "tp", x, narrow, sublayers + again)
+    yield Message("f, backward", reduce, "tp", x, narrow, times * sublayers - beside)
+    if s.sp:
+        yield Message("embedding, head", GATHER, "tp", x, narrow, m * (first + last))
+        yield Message("f, forward", GATHER, "tp", x, narrow, sublayers + again + times * m * twice)
+        yield Message("g, backward", GATHER, "tp", x, narrow, times * sublayers)
+        yield Message(AGAIN, GATHER, "tp", x, narrow, beside * (s.dtype != "fp8"))
+        yield Message(MEANWHILE, SCATTER, "tp", x, narrow, beside)
+
+
+def messages_of_context(config, s, stages):
+    """Messages of context parallelism. Recomputing runs attention's forward again, with both of Ulysses' all-to-alls,
+    because c_proj's weight gradient needs the second one's result."""
+    yield Message("loss", "all_reduce", "cp", 1, widths(s)[1])
+    narrow, wide = widths(s)
+    heads, keys = (tokens_of(config, s) * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
+    times = backward_runs(s)
+    forwards = s.micro_batches * contents(config, stages.values())[0]
+    twice = s.micro_batches * recomputed(config, s, stages.values())[0] * (s.recompute == "block")
+    both = forwards + times * (forwards + twice)  # forwards and backwards: keys and values travel in each
+    if s.cp_kind == "ring":
+        yield Message("keys and values", "isend", "cp", 2 * keys, narrow, (s.cp - 1) * both)
+        yield Message("their gradients", "isend", "cp", 2 * keys, wide, (s.cp - 1) * times * forwards)
+    else:
+        yield Message("heads for tokens", "all_to_all_single", "cp", heads + 2 * keys, narrow, both)
+        yield Message("tokens for heads", "all_to_all_single", "cp", heads, narrow, both)
 
 
 def messages_of_experts(config, s, stages, rows):
@@ -209,84 +256,23 @@ def messages_of_experts(config, s, stages, rows):
     again = recomputed(config, s, stages.values())[1]
     times = backward_runs(s)
     passes = s.micro_batches * routed  # through blocks, forward
-    backwards = times * passes
     forwards = passes + times * s.micro_batches * again
     if s.ep > 1:
-        yield Message("counts of rows", "all_to_all_single", "ep", [config.experts], 8, forwards)
-        there, back = ([scaled(each, config.n_embd) for each in way] for way in rows or [[choices] * passes] * 2)
-        for way, reverse in (there, back), (back, there):
-            twice = [each for i, each in enumerate(way) if i % routed < again]  # of each micro-batch, in order
-            yield Message("rows", "all_to_all_single", "ep", way + times * twice, narrow)
-            yield Message("gradients of rows", "all_to_all_single", "ep", times * reverse, narrow)
+        yield Message("counts of rows", "all_to_all_single", "ep", config.experts, 8, forwards)
+        for i, ways in enumerate(rows or [(choices, choices)]):
+            runs = 1 + times * (i % routed < again) if rows else forwards
+            for way in ways:
+                elements = tuple(n * config.n_embd for n in way) if rows else way * config.n_embd
+                yield Message("rows", "all_to_all_single", "ep", elements, narrow, runs)
+                yield Message("gradients of rows", "all_to_all_single", "ep", elements, narrow,
+                              times if rows else times * passes)
     if s.sp:  # f gathers choices and gates, too
-        yield Message("choices", GATHER, "tp", [choices], 8, forwards)
-        yield Message("gates", GATHER, "tp", [choices], wide, forwards)
+        yield Message("choices", GATHER, "tp", choices, 8, forwards)
+        yield Message("gates", GATHER, "tp", choices, wide, forwards)
     if s.tp > 1:
-        yield Message("gradients of gates", SCATTER if s.sp else "all_reduce", "tp", [choices], wide, backwards)
+        yield Message("gradients of gates", SCATTER if s.sp else "all_reduce", "tp", choices, wide, times * passes)
     for axis in ("dp_cp", "pp") + ("tp",) * s.sp:
-        yield Message("loads", "all_reduce", axis, [config.n_layer * config.experts], 8)
-
-
-# Beside backward's products, with async_op.
-BESIDE = AGAIN, MEANWHILE = "activations gathered again", "gradients scattered meanwhile"
-
-
-def messages_of_tensors(config, s, stages):
-    """Messages of tensor parallelism, f's and g's."""
-    runs = stages.values()
-    m = s.micro_batches
-    c = config.n_embd
-    tokens = tokens_of(config, s)
-    narrow, wide = widths(s)
-    blocks, routed, first, last = contents(config, runs)
-    twice, twice_routed = recomputed(config, s, runs)
-    shared = routed if config.experts and config.shared_experts else 0  # these have an f and a g of their own
-    sublayers = m * (2 * blocks + shared)
-    times = backward_runs(s)
-    # Sublayers whose f backward runs again, and whose g: not the last one's, whose result backward does not need.
-    shared_again = twice_routed * bool(shared)
-    f_again = times * m * (twice * (2 if s.recompute == "block" else 1) + shared_again)
-    g_again = times * m * (twice * (s.recompute == "block") + shared_again)
-    rows = [n * rows for rows in chunks_of(config, s) for n in (1, 2)]
-    yield Message("loss: the maximum, then two sums", "all_reduce", "tp", rows, wide, m * last)
-    ends = m * (first + times * last)  # the embedding's g in forward, the head's f in backward
-    if not s.sp:
-        yield Message("embedding, head", "all_reduce", "tp", [tokens * c], narrow, ends)
-        yield Message("activations: 2 a block", "all_reduce", "tp", [tokens * c], narrow, sublayers + g_again)
-        yield Message("gradients: 2 a block", "all_reduce", "tp", [tokens * c], narrow, times * sublayers)
-        return
-    yield Message("embedding, head", GATHER, "tp", [tokens * c], narrow, m * (first + last))
-    yield Message("embedding, head", SCATTER, "tp", [tokens * c], narrow, ends)
-    # In forward f gathers and g scatters, in backward the other way round: 8 halves a block.
-    both_ways = sublayers + times * sublayers
-    # Backward also gathers again what f has gathered, but experts and FP8's products have kept it.
-    beside = (sublayers - m * routed) * is_fast(s)
-    regathered = beside * (s.dtype != "fp8")
-    yield Message("activations gathered", GATHER, "tp", [tokens * c], narrow, both_ways + f_again)
-    yield Message(AGAIN, GATHER, "tp", [tokens * c], narrow, regathered)
-    yield Message(MEANWHILE, SCATTER, "tp", [tokens * c], narrow, beside)
-    yield Message("activations scattered", SCATTER, "tp", [tokens * c], narrow, both_ways + g_again - beside)
-
-
-def messages_of_context(config, s, stages):
-    """Messages of context parallelism. Recomputing runs attention's forward again, with both of Ulysses' all-to-alls,
-    because c_proj's weight gradient needs the second one's result."""
-    yield Message("loss", "all_reduce", "cp", [1], widths(s)[1])
-    runs = stages.values()
-    narrow, wide = widths(s)
-    tokens = tokens_of(config, s)
-    heads, keys = (tokens * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
-    times = backward_runs(s)
-    passes = s.micro_batches * contents(config, runs)[0]
-    backwards = times * passes
-    twice = times * s.micro_batches * recomputed(config, s, runs)[0] * (s.recompute == "block")
-    both = passes + backwards + twice  # forwards and backwards: keys and values travel in each
-    if s.cp_kind == "ring":
-        yield Message("keys and values", "isend", "cp", [2 * keys], narrow, (s.cp - 1) * both)
-        yield Message("their gradients", "isend", "cp", [2 * keys], wide, (s.cp - 1) * backwards)
-    else:
-        yield Message("heads for tokens", "all_to_all_single", "cp", [heads + 2 * keys], narrow, both)
-        yield Message("tokens for heads", "all_to_all_single", "cp", [heads], narrow, both)
+        yield Message("loads", "all_reduce", axis, config.n_layer * config.experts, 8)
 
 
 def messages_of_pipeline(config, s, stages):
@@ -296,55 +282,19 @@ def messages_of_pipeline(config, s, stages):
     rank = stage_to_rank[min(stages)]
     neighbours = sum(stage_to_rank.get(i + side, rank) != rank for i in stages for side in (1, -1))
     passed = tokens_of(config, s) * config.n_embd // (s.tp if s.sp else 1)
-    yield Message("activations", "isend", "pp", [passed], narrow, s.micro_batches * neighbours)
-    yield Message("loss", "all_reduce", "pp", [1], wide)
-
-
-def formula_of_sums(config, s, stages, tp_rank):
-    """In fast/'s edition: messages that add up gradients, of the ends of a tied embedding, and of what saw some of the
-    tokens or of the heads. tp leaves whole, of matrices, routers and positions; of vectors, norms and biases of
-    row-parallel layers."""
-    c = config.n_embd
-    _, wide = widths(s)
-    blocks, routed, first, last = contents(config, stages.values())
-    of_matrices = shards_of(s) if s.zero else 1
-    of_vectors = shards_of(s) if s.zero in (1, 2) else 1
-    vectors = config.head_dim * 2 * blocks * getattr(config, "qk_norm", False)
-    matrices = 0
-    if s.sp:
-        a_norm = config.parameters(lambda name: name.startswith("ln_f."))
-        shared = routed if config.experts and config.shared_experts else 0
-        matrices += routed * config.experts * c + first * config.parameters(lambda name: name == "wpe.weight")
-        vectors += blocks * (2 * a_norm + 2 * c * config.biased)
-        vectors += last * a_norm + (shared - routed) * c * config.biased
-    if s.tp > 1 and matrices + vectors:
-        elements = matrices // of_matrices + vectors // of_vectors
-        yield Message("sums of gradients", "all_reduce", "tp", [elements], wide)
-    stage_to_rank = stage_to_rank_in(s)
-    if config.tied and (first or last) and stage_to_rank[0] != stage_to_rank[len(stage_to_rank) - 1]:
-        vocabulary = config.vocab_size // s.tp + (tp_rank < config.vocab_size % s.tp)
-        kept = -(-vocabulary * c // of_matrices)
-        yield Message("tied embedding", "all_reduce", "embedding", [kept], wide, first + last)
-
-
-def messages_in_buckets(config, s, stages, buckets, tp_rank=0, of_experts=()):
-    """In fast/'s edition, which runs no list with G and A: what messages_of_list gives of the reference. of_experts:
-    buckets of the parameters that --ep cuts."""
-    yield from messages_of_buckets(s, "shard", buckets, shards_of(s))
-    yield from messages_of_buckets(s, "same_experts", of_experts, s.dp * s.cp // s.ep)
-    yield from formula_of_sums(config, s, stages, tp_rank)
+    yield Message("activations", "isend", "pp", passed, narrow, s.micro_batches * neighbours)
+    yield Message("loss", "all_reduce", "pp", 1, wide)
 
 
 def messages(config, s, stages, of_parameters, rows=None):
     """All Messages of one rank in a training step of train.py in layout s.
 
     stages: this rank's {number: pieces}.
-    of_parameters: messages of weights and gradients, of messages_of_list or messages_in_buckets.
-    rows: how many rows this rank sends to each rank of ep and gets from each, for each call: ([(to rank 0, to rank 1,
-        ...), ...], [(from rank 0, ...), ...]); None: equally many for each expert.
+    of_parameters: messages of weights and gradients, of messages_of_list or messages_of_unit.
+    rows: how many rows this rank sends to each rank of ep and gets from each, for each forward in order: [((to rank 0,
+        to rank 1, ...), (from rank 0, ...)), ...]; None: equally many for each expert.
     """
     yield from of_parameters
-    yield Message("how many targets count, and micro-batches", "all_reduce", "dp_cp", [3], 8)
     if config.experts:
         yield from messages_of_experts(config, s, stages, rows)
     if s.tp > 1:
@@ -353,5 +303,6 @@ def messages(config, s, stages, of_parameters, rows=None):
         yield from messages_of_context(config, s, stages)
     if s.pp > 1:
         yield from messages_of_pipeline(config, s, stages)
-    yield Message("gradient norm", "all_reduce", "world", [1], 8)
-    yield Message("who stops, who skips", "all_reduce", "all", [2], 8)
+    yield Message("how many targets count, and micro-batches", "all_reduce", "dp_cp", 3, 8)
+    yield Message("gradient norm", "all_reduce", "world", 1, 8)
+    yield Message("who stops, who skips", "all_reduce", "all", 2, 8)

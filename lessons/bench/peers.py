@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import collectives as dist
@@ -121,16 +121,14 @@ def torch_fsdp(config, s, device, x, y, compiled):
     """fully_shard. For ZeRO-2 weights stay whole after forward (no second all-gather), which comes nearest to it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     model, kept = plain_model(config, device, compiled, recompute=s.recompute), s.zero == 2
-    within = s.zero_within
-    mesh = init_device_mesh(device.type, (s.dp // within, within)) if within else world_mesh(device)
-    options = {"mesh": mesh, "reshard_after_forward": not kept,
+    options = {"mesh": world_mesh(device), "reshard_after_forward": not kept,
                "mp_policy": MixedPrecisionPolicy(parallel.PRECISIONS[s.dtype], torch.float32)}
     for part in (*model.h.values(), model):
         fully_shard(part, **options)
     of_logits = torch.compile(token_loss_in_float32) if compiled else token_loss_in_float32
     step = torch_step(model, s, device, x, y, lambda tokens, targets: of_logits(model(tokens), targets),
                       precision=contextlib.nullcontext)
-    return step, "fully_shard" + ", kept" * kept + f", within {within}" * bool(within)
+    return step, "fully_shard" + ", kept" * kept
 
 
 def torch_tp(config, s, device, x, y, compiled):
@@ -152,11 +150,8 @@ def torch_tp(config, s, device, x, y, compiled):
     return step, "DTensor"
 
 
-THEIR_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
-                   "zb-h1": "InterleavedZeroBubble", "dualpipe-v": "DualPipeV"}
-
-
-FAIL_COMPILED = {"ZBVZeroBubble", "DualPipeV"}  # seen with the first on two H100s; the second has the same V of stages
+THEIR_SCHEDULES = {"1f1b": "1F1B", "zb-v": "ZBVZeroBubble", "zb-h1": "InterleavedZeroBubble",
+                   "dualpipe-v": "DualPipeV"}
 
 
 def torch_pipeline(config, s, device, x, y, compiled):
@@ -164,14 +159,12 @@ def torch_pipeline(config, s, device, x, y, compiled):
     kept equal, and each rank clips by its own norm."""
     from torch.distributed.pipelining import PipelineStage, schedules
     name = THEIR_SCHEDULES[s.schedule]
-    if compiled and name in FAIL_COMPILED:
-        raise RuntimeError("the first W of compiled blocks fails on one rank, and the other waits for it (torch 2.11)")
     modules = {i: plain_model(config, device, compiled, parallel.PRECISIONS[s.dtype], pieces)
                for i, pieces in stages_in(s, config, dist.get_rank()).items()}
     group = dist.new_group()  # of its own, so that a peer that fails leaves no messages to the next one
     stages = [PipelineStage(module, i, len(stage_to_rank_in(s)), device, group=group) for i, module in modules.items()]
     runner = getattr(schedules, "Schedule" + name)(
-        stages[0] if name in ("GPipe", "1F1B") else stages, len(x),
+        stages[0] if name == "1F1B" else stages, len(x),
         loss_fn=lambda logits, targets: token_loss(logits.float(), targets))
     params = [p for module in modules.values() for p in module.parameters()]
     optimizer = torch.optim.AdamW(params, **ADAMW)
@@ -193,5 +186,5 @@ def torch_pipeline(config, s, device, x, y, compiled):
 
 
 PEERS = {"one": torch_compiled, "ddp": torch_ddp, "zero1": torch_ddp, "zero2": torch_fsdp, "zero3": torch_fsdp,
-         "hsdp": torch_fsdp, "tp": torch_tp, "dense twin": torch_ddp,
+         "tp": torch_tp, "dense twin": torch_ddp,
          **dict.fromkeys(THEIR_SCHEDULES, torch_pipeline)}

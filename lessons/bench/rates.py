@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -15,11 +14,10 @@ import kernels
 import parallel
 from fast import recorded
 from fast.edition import FusedBlock
-from fast.fp8 import use_fp8
 from fast.nccl import Direct
 from further.kinds import resized
 from lessons.bench.timing import interleaved, readable
-from model import GPTConfig, Linear
+from model import GPTConfig
 from safe.sizes import reject
 from theory import speed
 from theory.speed import MACHINES, Machine, matrices, passes
@@ -66,11 +64,10 @@ def both_ways(function, *inputs):
     return lambda: torch.autograd.grad(function(*inputs), leaves, dy)
 
 
-def measure_machine(device, dtype, config, comm):
-    """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links under `comm`.
-    All ranks measure at once, because in training, too, they share power. (In FP8 the head, which stays bf16, is then
-    predicted too fast.) On CUDA the GPU's computing is replayed, so that `launch` alone depends on the CPU."""
-    eight = dtype == "fp8"
+def measure_machine(device, dtype, config):
+    """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links. (Those of FP8
+    are not measured: its steps are predicted as bf16's.) All ranks measure at once, because in training, too, they share
+    power. On CUDA the GPU's computing is replayed, so that `launch` alone depends on the CPU."""
     dtype = parallel.PRECISIONS[dtype]
     config = resized(config, experts=0)  # rates are a dense block's
     cuda, n, c, t = device.type == "cuda", dist.get_world_size(), config.n_embd, config.seq_len
@@ -81,12 +78,9 @@ def measure_machine(device, dtype, config, comm):
     targets = torch.zeros(b, t, dtype=torch.int64, device=device)
     k = min(b * t, 8192)  # tokens of a step on one GPU; with more, products are faster
     a, wide, up = random(k, c), random(k, config.hidden), random(c, config.hidden)
-    if eight:
-        layer = Linear(c, config.hidden, bias=False).to(device, dtype)
-        use_fp8(SimpleNamespace(h=torch.nn.ModuleList([block, layer])))
     source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
     computing = {
-        "products": both_ways(layer, a) if eight else torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
+        "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
         "block": both_ways(block, random(b, t, c)),
         "attention": both_ways(kernels.attention, random(
             b, t, config.n_head // config.kv_heads + 2, config.kv_heads, config.head_dim)),
@@ -99,7 +93,7 @@ def measure_machine(device, dtype, config, comm):
     name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
     if cuda:
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    hop, link = measure_links(device, comm) if n > 1 else (None, None)
+    hop, link = measure_links(device) if n > 1 else (None, None)
     return Machine(
         name, speed.peak_flops(device), memory,
         matmul=6 * k * c * config.hidden / seconds["products"],
@@ -109,14 +103,12 @@ def measure_machine(device, dtype, config, comm):
         launch=seconds["launch"], link=link, hop=hop)
 
 
-def measure_links(device, comm):
-    """(seconds of latency, bytes/s) of a collective of all ranks under `comm`, from a short and a long all-reduce."""
-    n, group = dist.get_world_size(), dist.new_group()
-    dist.use(group, comm)
+def measure_links(device):
+    """(seconds of latency, bytes/s) of a collective of all ranks, from a short and a long all-reduce."""
+    n = dist.get_world_size()
     tensors = [torch.zeros(1 << log, device=device) for log in ((11, 26) if device.type == "cuda" else (8, 21))]
-    seconds = interleaved({2 * (n - 1) / n * t.nbytes: functools.partial(dist.all_reduce, t, group=group)
-                           for t in tensors}, device, 5, calls=5)
-    dist.destroy_process_group(group)
+    seconds = interleaved({2 * (n - 1) / n * t.nbytes: functools.partial(dist.all_reduce, t) for t in tensors}, device,
+                          5, calls=5)
     return fit([1, 1], [*seconds], [*seconds.values()])
 
 

@@ -19,31 +19,28 @@ import kernels
 import model
 import parallel
 import train
-from fast import attention, hopper, linear, nccl, norm, recorded, run, stages
-from fast.edition import Fast
+from fast import attention, hopper, linear, norm, run
+from fast.graphs import RecordedPipeline
 from fast.nccl import Direct, NodeLink
-from fast.overlap import FastReducer
-from fast.pipeline import PatientPipeline
-from fast.stages import EMBEDDINGS, FlatParameter, Prefetcher, StagedGPT
-from further import experts
 from further.kinds import resized
-from further.schedules import SCHEDULES
+from further.schedules import HalvedPipeline, SCHEDULES
+from further.text import Bytes
 from lessons.bench import peers
 from lessons.bench.rates import measure_machine, sent_in
 from lessons.bench.timing import (
     interleaved, of_all_ranks, patched, plain_kernels, say, Table, without_collectives, write_json)
 from lessons.plan import describe_model
 from safe.messages import Watched
-from safe.reports import measured_bytes, predicted_bytes, timed
-from safe.run import WatchedTrainer
+from safe.reports import measured, measured_bytes, predicted_bytes, timed
+from safe.run import Plain
 from theory.clock import halves_backward, stages_in
 from theory.speed import describe_machine, mfu, mfu_note, predict
-from theory.traffic import messages, messages_in_buckets, messages_of_list
+from theory.traffic import messages, messages_of_list
 
 
 # ----------------------------------------------------------------------------------------------------------- strategies
 
-def layouts(n, m, virtual, experts):
+def layouts(n, m, experts):
     """{strategy: its fields of train.py's Settings} for n processes. experts: how many the strategy "experts" has."""
     every = {"ddp": {"dp": n}, **{f"zero{zero}": {"dp": n, "zero": zero} for zero in (1, 2, 3)}}
     # Random tokens teach a router nothing, and training on them would soon send all tokens to a few experts.
@@ -54,11 +51,10 @@ def layouts(n, m, virtual, experts):
     every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}, "cp": {"cp": n},
               "cp ulysses": {"cp": n, "cp_kind": "ulysses"}}
     if n > 3 and n % 2 == 0:
-        every |= {"dp+tp": {"dp": n // 2, "tp": 2},
-                  "hsdp": {"dp": n, "zero": 3, "zero_within": n // 2}}
+        every |= {"dp+tp": {"dp": n // 2, "tp": 2}}
     # pipelines late, because after them ranks have made different numbers of windows, and `make_window` makes no more
     every |= {name: {"pp": n, "micro_batches": m, "schedule": name} for name in SCHEDULES}
-    every["interleaved"]["virtual_stages"] = virtual
+    every["interleaved"]["virtual_stages"] = 2
     return every | last
 
 
@@ -73,14 +69,30 @@ def configs_of(config):
     return dense, routed, dataclasses.replace(dense, inner=config.hidden * mlps // config.n_layer)
 
 
-def make_trainer(config, s, device, edition=Fast):
-    """A trainer on random tokens, of fast/ or of the reference. edition: fast/'s, where s.fast is on."""
+class Timed(train.Trainer):
+    """A Trainer whose first step is measured, and whose steps are judged by the numbers that fast/ looks at.
+
+    s.fast says what it is made of."""
+
+    def __init__(self, s, config, source, data, device):
+        parts = run.parts(s, device) if s.fast == "on" else Plain.parts(s, device)
+        super().__init__(s, config, source, data, device, **parts)
+        if s.fast == "on":
+            run.prepare(self)
+        self.look = (run if s.fast == "on" else Plain).look(s, self)
+
+    def step(self, i):
+        with contextlib.nullcontext(self.seen) if i else measured(self) as self.seen:
+            found = self.gradients(i)
+            [bad] = self.agree(not self.look(found).is_finite)
+            self.update(found, i, bad)
+        return found
+
+
+def make_trainer(config, s, device):
+    """A Timed trainer on random tokens."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len)
-    given = s, config, peers.random_source(config, device), (tokens, tokens, train.Bytes()), device
-    if s.fast == "off":
-        return WatchedTrainer(*given)
-    with patched([(run.FastTrainer, "build", staticmethod(functools.partial(stages.parallelize, edition=edition)))]):
-        return run.FastTrainer(*given)
+    return Timed(s, config, peers.random_source(config, device), (tokens, tokens, Bytes()), device)
 
 
 @contextlib.contextmanager
@@ -100,51 +112,27 @@ def routes_of_rows():
         yield routes
 
 
-def sent_together(net):
-    """(group, elements, how often a micro-batch gathers them) of each bucket of fast/'s."""
-    wrapped = net.optimizer.modules if net.layout.zero == 3 else []
-    # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights.
-    once = {flat for model in wrapped for flat in model.prefetcher.until_backward}
-    once |= {model.bucket_of[unit.weight] for model in wrapped for unit in model.modules()
-             if isinstance(unit, EMBEDDINGS)}
-    for bucket in net.optimizer.buckets:
-        gathers = 0 if not isinstance(bucket, FlatParameter) else 1 if bucket in once else 2
-        yield bucket.group, bucket.numel, gathers
-
-
-def messages_of_parameters(trainer, of_stages):
-    """Messages that gather this rank's weights and average its gradients."""
-    s, net = trainer.s, trainer.net
-    pp_rank, _, _, tp_rank = net.mesh.get_coordinate()
-    if not isinstance(net, StagedGPT):
-        return messages_of_list(net.lists(s.micro_batches)[pp_rank], net)
-    sizes = {True: [], False: []}  # cut by ep, or not
-    for group, numel, gathers in sent_together(net):
-        sizes[group == net.groups.same_experts].append((numel, gathers))
-    return messages_in_buckets(trainer.config, s, of_stages, sizes[False], tp_rank, sizes[True])
-
-
 def predicted_traffic(trainer, routes):
     """{collective: bytes} that this rank sends in a step, by its list and by formulas. routes: the step's, by
     `routes_of_rows`."""
     s, net = trainer.s, trainer.net
-    of_stages = stages_in(s, trainer.config, net.mesh.get_coordinate()[0])
+    rank = net.mesh.get_coordinate()[0]
+    rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in ways] for ways in routes]
     where = vars(net.groups) | {"world": None, "all": trainer.control}
-    rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in way] for way in zip(*routes)]
     total = Counter()
-    for item in messages(trainer.config, s, of_stages, messages_of_parameters(trainer, of_stages), rows):
-        link = dist.link_of(where[item.axis])
-        total[item.op] += item.times * sum(sent_in(link, item.op, elements, item.width) for elements in item.elements)
+    for item in messages(trainer.config, s, stages_in(s, trainer.config, rank),
+                         messages_of_list(net.lists(s.micro_batches)[rank], net), rows):
+        total[item.op] += item.times * sent_in(dist.link_of(where[item.axis]), item.op, item.elements, item.width)
     return {op: n for op, n in total.items() if n}
 
 
 def communication(trainer, device, seconds, repeats, calls):
     """The percentage of a step that its collectives cost: what it takes less when they send nothing. Then gradients are
     wrong, but the time is right. seconds: a step's."""
-    trainer.net.pipeline.graphs = None  # a recorded graph would call the real collectives
+    trainer.net.pipeline.recording = None  # a recorded graph would call the real collectives
     with without_collectives():
         without = interleaved({"": lambda: trainer.step(2)}, device, repeats, calls)[""]
-    trainer.net.pipeline.graphs = None  # the graphs just recorded send nothing
+    trainer.net.pipeline.recording = None  # the graph just recorded sends nothing
     return 100 - 100 * without / seconds
 
 
@@ -194,7 +182,7 @@ def strategies(a, device):
     if a.without:
         without(a, device)
         return
-    machine = measure_machine(device, a.dtype, a.config, a.comm)
+    machine = measure_machine(device, a.dtype, a.config)
     say(f"{a.gpus} processes, {torch_dist.get_backend()}; {describe_model(a)}, {a.dtype}; "
         f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}{mfu_note(a.config)}")
     for reason in a.reasons:
@@ -215,49 +203,28 @@ def strategies(a, device):
     write_json(a, device, table, model=a.model, machine=dataclasses.asdict(machine))
 
 
-def sends_late(computed):
-    """`Reducer.computed`, but buckets wait for the end of backward."""
-    def call(self, param):
-        syncing, self.syncing = self.syncing, False
-        computed(self, param)
-        self.syncing = syncing
-    return call
-
-
 def never(*args, **more):
     return False
 
 
-# Pieces that are an attribute of the edition, and what it is without them.
-OF_EDITION = {"ring": {"context": {}},     # the reference's
-              "hiding": {"experts": {}}}   # all rows travel, then all compute
-
-
 def pieces():
     """{piece of fast/: [(object, attribute, what stands in its place), ...]}, as for `patched`"""
+    norms = [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", norm.add_and_norm)]
     return {
-        "graphs": [(run, "replay_micro_batches", lambda net: None)],                # kernels launched one by one
+        "graphs": [(RecordedPipeline, "run", HalvedPipeline.run)],                  # kernels launched one by one
         "kernels": [(kernels, "on_triton", never)],                                 # PyTorch's operations
-        "tuning": [*plain_kernels(                                                  # the reference's
-            F.linear, parallel.RowParallelLinear, kernels.LayerNorm, kernels.flash_attention,
-            kernels.attention_forward, kernels.attention_backward), (norm, "add_layer_norm", norm.add_and_norm)],
-        "norm": [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", norm.add_and_norm)],
+        "tuning": [*norms, *plain_kernels(                                          # the reference's
+            F.linear, parallel.RowParallelLinear, kernels.flash_attention, kernels.attention_forward,
+            kernels.attention_backward)],
+        "norm": norms,
         "addition": plain_kernels(model.Block),                                     # added to x, and then the norm
         "specialized": [(attention, "specialized_takes", never), (hopper, "specialized_takes", never)],  # Triton's
-        "reading": [(run.FastTrainer, "all_finite", WatchedTrainer.all_finite)],    # a step waits for its own norm
+        "reading": [(run, "look", Plain.look)],                                     # a step waits for its own norm
         "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
         "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
         "links": [(dist.LINKS, "ours", Watched)],                                   # rings
         "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
-        "sums": [(NodeLink, "kernel_for", lambda *args: None)],                     # all-reduces by copies, messages
-        "replay": [(recorded, "REPLAY_BYTES", 0)],                                  # collectives launched one by one
-        "fp8": [(run, "use_fp8", lambda stage: None)],                              # of --dtype fp8: bf16
-        "early": [(FastReducer, "computed", sends_late(FastReducer.computed))],
-        "fetching": [(Prefetcher, "prefetch", lambda self, unit: None)],            # no unit ahead
-        "rows": [(nccl, "takes_rows", never)],                                      # tokens copied into one message
-        "patience": [(PatientPipeline, "receive", PatientPipeline.post)],
-        "grouped": plain_kernels(experts.grouped_linear),                           # a product for each group
-        "exchange": [(NodeLink, "_all_to_all_at_once", never), (NodeLink, "_by_one_kernel", never)]}
+        "fp8": [(run, "use_fp8", lambda stage: None)]}                              # of --dtype fp8: bf16
 
 
 def without(a, device):
@@ -268,8 +235,7 @@ def without(a, device):
 
     def seconds(name, piece=None):
         with patched([*pieces().get(piece, ()), (dist.process, "links", defaultdict(dict))]):
-            edition = type("Without", (Fast,), OF_EDITION.get(piece, {}))
-            trainer = make_trainer(a.configs[name], a.layouts[name], device, edition)
+            trainer = make_trainer(a.configs[name], a.layouts[name], device)
             trainer.step(0)
             found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats, in_a_row(a, device))[name]
             trainer = None
@@ -282,7 +248,7 @@ def without(a, device):
         first = seconds(name)
         ratios = {piece: seconds(name, piece) / first for piece in (*a.without, "again")}
         table.row(strategy=name, ms=1e3 * first, **ratios)
-    write_json(a, device, table, what="without", model=a.model)
+    write_json(a, device, table, model=a.model)
     return table
 
 
@@ -305,22 +271,14 @@ def build_ours(config, s, device):
     return trainer
 
 
-def ways_of_peer(name, s, device):
-    """Whether the peer's blocks are compiled: [True], [False] or, where both might be the faster, [True, False]. Of a
-    compiled block PyTorch's schedules cannot run half a backward, so I and W each run all of it."""
-    if name not in peers.PEERS:
-        return []
-    if device.type == "cpu":  # torch.compile needs a C++ compiler there
-        return [False] * (name != "one")
-    return [True, False] if halves_backward(s.schedule, s.pp, s.virtual_stages) else [True]
-
-
-def build_peer(name, compiled, config, s, device, batches):
+def build_peer(name, config, s, device, batches):
     """(a function that runs a step of PyTorch's parts, its label)"""
+    # torch.compile needs a C++ compiler on a CPU; of compiled blocks the first W of a V fails on one rank (torch 2.11)
+    compiled = device.type == "cuda" and name not in ("zb-v", "dualpipe-v")
     if compiled:
         torch._dynamo.reset()
-        whole = not halves_backward(s.schedule, s.pp, s.virtual_stages)
-        torch._functorch.config.donated_buffer = whole  # else I frees what W needs
+        # else PyTorch's I frees what its W needs
+        torch._functorch.config.donated_buffer = not halves_backward(s.schedule, s.pp, s.virtual_stages)
     step, title = peers.PEERS[name](config, s, device, *batches, compiled)
 
     def in_pytorch():
@@ -352,7 +310,8 @@ def tried(build):
 def memory_and_traffic(trainer):
     """Columns: GiB that the fullest rank keeps, and MiB that rank 0 sends, predicted and found."""
     memory = [max(of_all_ranks(sum(kinds.values()))) / 2**30
-              for kinds in (predicted_bytes(trainer), measured_bytes(trainer))]
+              for kinds in (predicted_bytes(trainer, trainer.seen.share),
+                            measured_bytes(trainer, trainer.seen))]
     trainer.step(2)
     with routes_of_rows() as routes:
         dist.reset_traffic()
@@ -364,42 +323,42 @@ def memory_and_traffic(trainer):
 
 
 def measure_strategy(name, s, a, device, machine):
-    """Rows of one strategy: ours, and PyTorch's own, or why these failed."""
+    """Rows of one strategy: ours, and PyTorch's own, or why that failed."""
     config, tokens = a.configs[name], a.batch_size * a.config.seq_len / a.gpus
     trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
     alone = fills_half(peak, device)  # then there is no room for a peer beside it
     calls = 1 if s.pp > 1 or alone else in_a_row(a, device)  # a pipeline fills and drains in each step
     found = memory_and_traffic(trainer)
-    steps, peaks = {"ours" if a.comm == "ours" else f"ours, {a.comm}": lambda: trainer.step(2)}, [peak]
-    batches, failed = trainer.micro_batches(trainer.train_data, 0, 0), []
+    steps = {"ours": lambda: trainer.step(2)}
+    peaks = {"ours": peak}
+    batches = trainer.micro_batches(trainer.train_data, 0, 0)
     seconds = {}
     if alone:
         seconds = interleaved(steps, device, a.repeats, calls)
         trainer = None
         steps.clear()
         free_memory()
-    for compiled in ways_of_peer(name, s, device):
-        made, why = tried(lambda: peak_gib(device, lambda: build_peer(name, compiled, config, s, device, batches)))
-        if why:
-            failed.append("torch" + ", compiled" * compiled + f": {why}")
-        else:
+    why = None
+    if name in peers.PEERS and not (name == "one" and device.type == "cpu"):  # which has nothing but compile
+        made, why = tried(lambda: peak_gib(device, lambda: build_peer(name, config, s, device, batches)))
+        if made:
             (step, title), peak = made
             steps[title] = step
-            peaks.append(peak)
+            peaks[title] = peak
     seconds |= interleaved(steps, device, a.repeats, calls) if steps else {}
     ours, *theirs = seconds.values()
     costs = predict(config, s, machine)
     planned = sum(costs)
-    found |= {"plan": 1e3 * planned, "off": planned / ours, "ratio": min(theirs) / ours if theirs else None}
+    found |= {"plan": 1e3 * planned, "off": planned / ours, "ratio": theirs[0] / ours if theirs else None}
     if s.pp > 1 and not alone:
         found |= {"bubble": 100 * costs.bubble / (planned - costs.optimizer),
                   "bubble_measured": measured_bubble(trainer, a.repeats)}
     elif a.gpus > 1 and not alone:
         found["communication"] = communication(trainer, device, ours, a.repeats, calls)
-    for (who, took), peak in zip(seconds.items(), peaks):
+    for who, took in seconds.items():
         speed = tokens / took
         yield {"strategy": name, "who": who, "ms": 1e3 * took, "tokens": speed, "mfu": mfu(config, speed, machine.peak),
-               "peak": peak, **found}
+               "peak": peaks[who], **found}
         found = {}  # all of it is about ours
-    for who in failed:
-        yield dict.fromkeys(("ms", "tokens", "mfu", "peak"), None) | {"strategy": name, "who": who}
+    if why:
+        yield dict.fromkeys(("ms", "tokens", "mfu", "peak"), None) | {"strategy": name, "who": f"torch: {why}"}

@@ -196,29 +196,6 @@ def seconds_of(functions, device, repeats):
     return {who: [statistics.median(column) for column in zip(*rows)] for who, rows in samples.items()}
 
 
-def clock_and_power(device, function, inputs):
-    """(MHz of a GPU's multiprocessors, watts of the card) while function(*inputs) runs again and again, for a second at
-    least, the time over which a card's power is averaged. (None, None) on a CPU, or where nvidia-smi says nothing."""
-    if device.type != "cuda":
-        return None, None
-    end = time.perf_counter() + 1
-    asked = None
-    while asked is None or asked.poll() is None:
-        function(*inputs)
-        synchronize(device)
-        if asked is None and time.perf_counter() > end:
-            card = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            try:
-                asked = subprocess.Popen(["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--id", card,
-                                          "--format=csv,noheader,nounits"], stdout=subprocess.PIPE, text=True)
-            except OSError:
-                return None, None
-    with contextlib.suppress(ValueError):  # a card may not know its power: [N/A]
-        mhz, watts = map(float, asked.stdout.read().split(","))
-        return mhz, watts
-    return None, None
-
-
 def left_out(function):
     """A collective that sends nothing. An all-to-all gives a rank its own data back, so that counts of rows stay
     possible, and as many rows come as leave. An all-gather repeats the rank's own part, because products of unset
