@@ -11,33 +11,36 @@ import torch
 import kernels
 import parallel
 import safe
-from fast import edition, hopper, stages
+import train
+from fast import edition, hopper
 from fast.adamw import AdamW
 from fast.fp8 import use_fp8
-from fast.graphs import replay_micro_batches
-from further.sampling import CachedGPT
 from safe.run import WatchedRun, WatchedTrainer
+
+
+def optimizer_of(s, device):
+    """{"optimizer": our AdamW} where it steps float32 masters, else {}."""
+    dtype = parallel.PRECISIONS[s.dtype]
+    masters = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=device))
+    return {"optimizer": AdamW} if masters and s.optimizer == "adamw" else {}
 
 
 class FastTrainer(WatchedTrainer):
     """The WatchedTrainer that replays micro-batches from CUDA graphs, and steps float32 masters with our AdamW."""
-    sampler = CachedGPT
-    build = staticmethod(partial(stages.parallelize, edition=edition.Fast))
     unread = None  # (loss and norm of a step on their way to the CPU, the event at their end)
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, s, config, source, data, device, **parts):
+        super().__init__(s, config, source, data, device, **{
+            "build": partial(train.parallelize, edition=edition.Fast), **optimizer_of(s, device)} | parts)
         hopper.ANY_ORDER = not self.s.deterministic
         if self.s.dtype == "fp8":
             for module in self.net.pieces.values():
                 use_fp8(module)
-        if self.s.cuda_graphs == "on":
-            replay_micro_batches(self.net)
-
-    def optimizer_class(self):
-        dtype = parallel.PRECISIONS[self.s.dtype]
-        masters = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=self.device))
-        return AdamW if masters and self.s.optimizer == "adamw" else super().optimizer_class()
+        self.net.pipeline.records = self.s.cuda_graphs == "on"
+        if isinstance(self.optimizer, AdamW):
+            for unit in self.net.units:
+                unit.cast_by = self.optimizer
+                self.optimizer.copies |= unit.copies()
 
     def all_finite(self, loss, norm):
         """As in WatchedTrainer. On GPUs with --on-nan stop a step looks at the numbers of the step before, which have
@@ -57,10 +60,10 @@ class FastTrainer(WatchedTrainer):
             arrived.synchronize()
         return super().all_finite(*numbers)
 
-    def report(self, done, loss, norm):
+    def report(self, done, found):
         if self.unread and (self.stopping or self.due("save", done)):
             self.read()  # nothing that is not finite is saved
-        super().report(done, loss, norm)
+        super().report(done, found)
 
 
 class FastRun(WatchedRun):

@@ -189,13 +189,13 @@ def make_units(pieces, group, zero, dtype):
     for (piece, ranks, *place), params in params_together(pieces, group).items():
         matrices = [param for param in params if zero and param in ours]
         if others := [param for param in params if not zero or param not in ours]:
-            units.append((piece, Unit(others, ranks, zero, dtype)))
+            units.append((piece, kernels.table[Unit](others, ranks, zero, dtype)))
         if matrices:
             blocks[ranks, *place].append((piece, matrices))
     for (ranks, *_), some in blocks.items():
         for few in in_few_units(some, dist.get_world_size(ranks)):
             params = [param for _, matrices in few for param in matrices]
-            units.append((few[0][0], UnitOfMatrices(params, ranks, zero, dtype)))
+            units.append((few[0][0], kernels.table[UnitOfMatrices](params, ranks, zero, dtype)))
     return units
 
 

@@ -16,6 +16,7 @@ import torch
 
 import collectives as dist
 import parallel
+from further.flags import learning_rate
 from further.kinds import shapes_of_all
 from further.whole import part_here, put_together, take_part
 from model import buffers, shapes
@@ -126,15 +127,15 @@ def read_checkpoint(s, config, config_of):
     return saved, weights.__getitem__
 
 
-def load(trainer, saved, learning_rate):
+def load(trainer, saved, say):
     """Let a Trainer go on as if never stopped; returns how many steps are done. Its weights came with the model, from
-    `source`; here each rank takes its part of the moments. learning_rate(flags, step): a change of it is said."""
+    `source`; here each rank takes its part of the moments. say(text): a change of the learning rate is said."""
     s = trainer.s
     done = saved["step"]
     before = argparse.Namespace(**vars(s) | saved.get("run", saved)["flags"])
     was, now = learning_rate(before, done), learning_rate(s, done)
     if was != now and done < s.steps:
-        trainer.say(f"lr       of step {done + 1}: {was:.4g} by the checkpoint's settings, now {now:.4g}")
+        say(f"lr       of step {done + 1}: {was:.4g} by the checkpoint's settings, now {now:.4g}")
     trainer.skipped = saved["skipped"]
     if trainer.scaler and saved["scaler"]:
         vars(trainer.scaler).update(saved["scaler"])

@@ -90,13 +90,13 @@ def whole_model(trainer):
     layout = trainer.net.layout
     in_parts = layout.zero == 3 or layout.tp * layout.pp * layout.ep > 1
     device = "cpu" if in_parts else trainer.device
-    whole = trainer.sampler(trainer.config, seed=None)
+    whole = CachedGPT(trainer.config, seed=None)
     materialize(whole, trainer.net.whole_parameter, device if dist.get_rank() == 0 else "meta",
                 master_dtype(layout.dtype))
     return whole
 
 
-def show_sample(trainer, goes_on=lambda: True):
+def show_sample(trainer, say, goes_on=lambda: True):
     """Rank 0 prints what a Trainer's model goes on with after its prompt. Call it on all ranks, after the last step,
     which all ask goes_on() before each tenth token."""
     s = trainer.s
@@ -107,7 +107,7 @@ def show_sample(trainer, goes_on=lambda: True):
             break
         if dist.get_rank() == 0:
             tokens.append(next(stream).item())
-    trainer.say(f"--- sample, {s.sample} tokens ---\n{trainer.vocabulary.decode(tokens)}\n---")
+    say(f"--- sample, {s.sample} tokens ---\n{trainer.vocabulary.decode(tokens)}\n---")
 
 
 def stream_after(trainer, prompt):

@@ -85,5 +85,5 @@ def take_state(net, state, steps, keys=MOMENTS):
             for key, tensor in kept.items():
                 take_part((tensor, *where), param, state[key][name].to(net.device))
             net.optimizer.state[stepped] = {"step": torch.tensor(float(steps)), **kept}
-    for unit in dict.fromkeys(net.unit_of.values()):
+    for unit in net.units:
         unit.refresh()

@@ -151,7 +151,7 @@ def train_on(case, steps, optimizer, dtype):
         if steps > 1:  # of one step gradients are looked at, which some optimizers would refuse
             net.optimizer.step()
         if config.experts:
-            experts.balance(net, 0.02)
+            experts.balance(net, experts.loads(net), 0.02)
     return torch.tensor(log), gradients, net.params, sum(some.bytes for some in dist.traffic().values())
 
 

@@ -17,7 +17,7 @@ import collectives as dist
 import fast
 from further import expert_parallel, llama
 from further.context import own_tokens, seen
-from further.expert_parallel import split_experts
+from further.groups import split_experts
 from further.experts import count_of_each, ExpertsConfig
 from further.lists import check
 from further.schedules import SCHEDULES
@@ -48,7 +48,7 @@ from safe.sizes import BadInput
 from theory.clock import bubble, draw, simulate
 from theory.speed import MACHINES
 from theory.traffic import sent
-from train import config_of, layout_of
+from further.flags import config_of, layout_of
 
 
 def shown(tensors):

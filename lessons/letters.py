@@ -10,7 +10,7 @@ from torch.distributed import get_process_group_ranks, ProcessGroup
 
 import collectives as dist
 import train
-from further.experts import balance
+from further.experts import balance, loads
 from further.letters import Letters, Wrong
 from parallel import placement_of
 from safe.sizes import reject
@@ -51,7 +51,7 @@ class Step(Letters):
 
     def run(self, net, x, y):
         self.names = {id(part): name for piece in net.pieces.values() for name, part in piece.named_modules()}
-        self.units = [*dict.fromkeys(net.unit_of.values())]
+        self.units = net.units
         inputs = dict.fromkeys(self.means | {"pp"}, "V")
         self.between["pp"] = inputs | {"tp": "V" if net.layout.sp else "R"}
         for unit in self.units:
@@ -76,7 +76,7 @@ class Step(Letters):
             self.check_weights(net)
             self.sent = sent
             if net.config.experts:
-                balance(net, 0.02)
+                balance(net, loads(net), 0.02)
             for router in net.routers.values():
                 self.must_be("a router's bias", router.bias, {})
 

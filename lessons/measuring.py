@@ -186,7 +186,7 @@ def loss_scale():
     trainer.scaler = LossScale(start=2.0**22, interval=4)
     for step in range(12):
         scale, skipped = trainer.scaler.scale, trainer.skipped
-        loss, norm = trainer.step(step)
+        loss, norm, _ = trainer.step(step)
         say(f"{step + 1:4}  2^{math.log2(scale):<8.0f}{loss:10.4f}  {norm:13.4f}"
             + "  skipped" * (trainer.skipped - skipped))
 

@@ -18,7 +18,7 @@ from theory.clock import stage_to_rank_in, stages_in
 from theory.memory import ROOM, needed_bytes
 from theory.speed import describe_machine, mfu, mfu_note, predict, ring_hides
 from theory.traffic import blocks_of, tokens_of, widths
-from train import Layout, LLAMAS
+from further.flags import Layout, LLAMAS
 
 
 def divisors(n):

@@ -191,7 +191,8 @@ def zigzag(rank):
 def expert(rank):
     """An expert's scale: say in the parameter's placement who averages its gradient, and of how many ranks' losses it
     is the sum. `set_placement` changes some fields of it."""
-    from further.expert_parallel import expert_parallel, split_experts
+    from further.expert_parallel import expert_parallel
+    from further.groups import split_experts
     from further.experts import ExpertsConfig
     from model import GPT
     from parallel import make_mesh, make_units

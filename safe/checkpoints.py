@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from further.flags import config_of
 from further.resume import lacking, MOMENTS, unknown
+from further.text import Bytes
 from model import GPTConfig, shapes
 from parallel import master_dtype
 from safe.files import (
@@ -26,7 +28,6 @@ from safe.files import (
 from safe.flags import dashed, Settings
 from safe.huggingface import open_hf, shortened, weight_files, write_hf
 from safe.sizes import BadInput, reject
-from train import Bytes, config_of
 
 # A crash or a full disk must not leave half a checkpoint that looks whole. So each is written into a folder called
 # .step-00000200.part, which is renamed only when every byte is on the disk:

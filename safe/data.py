@@ -15,9 +15,9 @@ import numpy as np
 from further.bpe import END, FILES, LETTERS, read, Tokenizer
 from further.bpe_json import JsonTokenizer, read_whole, WHOLE
 from further.fits import parts_of_sequence
+from further.text import Bytes, split, standard_library
 from safe.files import is_ours, writable, write_blocks
 from safe.sizes import BadInput, reject
-from train import Bytes, split, standard_library
 
 
 class Numbers:

@@ -14,12 +14,12 @@ import torch
 import kernels
 import parallel
 from further.fits import multiple, what_muon_needs, what_ranks_divide, what_stages_divide
+from further.flags import config_of, dashed, device_for, flag, Flags, processes_of
 from further.lists import check, lower, read_schedule, schedule_of
 from further.refusals import AT_LEAST_1
 from safe.files import tell
 from safe.huggingface import open_hf, shortened
 from safe.sizes import BadInput, check_sizes, checked_use, reject, reject_misfit
-from train import config_of, dashed, device_for, flag, Flags, processes_of
 
 
 # -------------------------------------------------------------------------------------------------- settings, bad input
@@ -181,8 +181,8 @@ def check_device(s, config, world, local_world, processes):
     choose_edition(s)
     able = s.device == "cuda" and s.fast == "on" and replayable(s, config)
     on_triton = kernels.HAVE_TRITON and s.dtype != "fp64" and (kernels.INTERPRETED or s.device == "cuda")
-    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --fast on, --zero 0 or 1 (2 or "
-           "3 with --pp 1 --schedule 1f1b) and no --experts: leave it out")
+    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --fast on and no --experts: "
+           "leave it out")
     reject(s.kernels == "triton" and not on_triton, "--kernels triton is for CUDA, or TRITON_INTERPRET=1, in fp32, "
            "bf16 or fp16, and needs the package triton: give --kernels auto")
     reject(s.kernels == "triton" and config.head_dim not in kernels.HEAD_DIMS, f"--kernels triton: --n-embd "
@@ -197,24 +197,14 @@ def check_device(s, config, world, local_world, processes):
 
 
 def choose_edition(s):
-    """Reject what fast/ cannot do. Fills in s.fast, "on" or "off"."""
-    is_muon = s.optimizer == "muon"
-    lists = schedule_of(s.schedule)(s.pp, s.micro_batches, s.virtual_stages)
-    has_letters = any(action.kind in "GDA" for actions in lists for action in actions)
+    """Fills in s.fast, "on" or "off"."""
     if s.fast == "auto":
-        s.fast = "on" if s.device == "cuda" and not (is_muon and s.zero == 3 or has_letters) else "off"
-    if s.fast == "on":
-        reject(is_muon and s.zero == 3, "--fast on --optimizer muon: Muon steps whole matrices, and --zero 3 of fast/ "
-               "keeps parts of them: give --zero 2 or leave --fast out")
-        reject(is_muon and s.zero and s.comm == "torch" and s.device == "cpu", "--fast on --comm torch --device cpu: "
-               "gloo gathers no parts of unlike sizes, as --optimizer muon with --zero has them: leave --comm out")
-        reject(has_letters, f"--fast on --schedule-file {s.schedule_file}: fast/ takes no G, D and A of a list: leave "
-               "--fast out")
+        s.fast = "on" if s.device == "cuda" else "off"
 
 
 def replayable(s, config):
-    """Whether CUDA graphs can replay a micro-batch. Not with experts: the CPU must read their counts in each block."""
-    return not config.experts and (s.zero < 2 or s.pp == 1 and s.schedule == "1f1b")
+    """Whether a CUDA graph can replay a step. Not with experts: the CPU must read their counts in each block."""
+    return not config.experts
 
 
 def check_fp8(s, c):

@@ -15,6 +15,7 @@ import collectives as dist
 import kernels
 from further.bpe import Tokenizer
 from further.letters import tensors_in
+from further.text import Bytes
 from parallel import master_dtype
 from safe.data import about_left_out, Numbers
 from safe.files import keep_others
@@ -23,8 +24,7 @@ from safe.huggingface import changes
 from safe.messages import Watched
 from safe.sizes import BadInput
 from theory import speed
-from theory.memory import kept_tensors, memory_bytes, most_in_a_step, reducers_of
-from train import Bytes
+from theory.memory import kept_tensors, memory_bytes, most_in_a_step
 
 
 @contextlib.contextmanager
@@ -125,11 +125,9 @@ def measured(trainer):
         if not action or action.kind != "F":
             return
         gc.collect()  # recomputation leaves reference cycles, which keep dropped activations
-        gathered = [bucket.weights for reducer in reducers_of(net) for bucket in reducer.buckets
-                    if hasattr(bucket, "is_whole") and bucket.weights is not None]  # of FSDP
         # What is on its way. On a GPU the host does not wait until that has arrived.
         sent = [tensor for _, tensor in (*pipeline.sending, *pipeline.results.values())]
-        others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *gathered, *sent])
+        others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *sent])
         trainer.activations = max(trainer.activations, births.alive(others))
 
     with births, watching(pipeline, note):

@@ -12,9 +12,12 @@ from functools import partial
 import torch
 
 import collectives as dist
+from further.experts import how_even
+from further.flags import ABOUT, due, learning_rate, parse
 from further.refusals import agreed, told
-from further.resume import whole_tensors
+from further.resume import load, whole_tensors
 from further.sampling import show_sample
+from further.text import batch, Bytes
 from safe import launch
 from safe.checkpoints import (
     check_optimizer, check_same_data, checkpoints, crc_of, differences, find_checkpoint, fingerprint, lock, run_of,
@@ -30,7 +33,7 @@ from safe.reports import describe, describe_first_steps, measured, profiled, tra
 from safe.sizes import BadInput, reject
 from safe.watch import Watch
 from theory import speed
-from train import ABOUT, batch, Bytes, parse, Run, Trainer
+from train import Found, optimizer_of, Trainer
 
 
 # ------------------------------------------------------------------------------------------- training under observation
@@ -46,6 +49,14 @@ class Terminated(Exception):
     """A signal to end has come, and the step that was running is finished and saved."""
 
 
+def checked_batch(s, config, *args):
+    """As further.text.batch, of tokens that the model has; in memory from which a GPU copies by itself."""
+    rows = batch(*args)
+    for t in rows:
+        check_tokens(s, t, config.vocab_size)
+    return [t.pin_memory() for t in rows] if s.device == "cuda" else rows
+
+
 class WatchedTrainer(Trainer):
     """The Trainer for long runs: it reports memory and speed, writes traces and profiles, names the rank whose numbers
     are not finite, stops cleanly on SIGTERM and SIGHUP, and saves checkpoints that are complete or absent."""
@@ -59,8 +70,9 @@ class WatchedTrainer(Trainer):
     terminated = stopping = 0  # the signal to end that this rank has had; that one of them has had
     saved = True  # whether the last checkpoint was written
 
-    def optimizer_class(self):
-        return partial(super().optimizer_class(), fused=True, foreach=False)
+    def __init__(self, s, config, *args, **parts):
+        super().__init__(s, config, *args, **{"optimizer": partial(optimizer_of(s), fused=True, foreach=False),
+                                              "batch": partial(checked_batch, s, config)} | parts)
 
     # the loop
 
@@ -71,7 +83,13 @@ class WatchedTrainer(Trainer):
             self.page = self.run.page = Page(self.s.out)
         describe(self, trains=(saved["step"] if saved else 0) < self.s.steps)
         try:
-            super().train(saved)
+            for step in range(self.load(saved), self.s.steps):
+                dist.reset_traffic()  # the log then holds what one step sends
+                self.report(step + 1, self.step(step))
+                if self.s.out and self.due("save", step + 1):
+                    self.save(step + 1)
+            if self.s.sample:
+                self.show_sample()
         except Terminated:
             pass
         except torch.OutOfMemoryError as error:
@@ -94,16 +112,10 @@ class WatchedTrainer(Trainer):
                 around.enter_context(traced(self))
             if third and self.s.profile:
                 around.enter_context(profiled(self))
-            return super().step(step)
-
-    def micro_batches(self, tokens, seed, step):
-        rows = batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
-        for t in rows:
-            check_tokens(self.s, t, self.config.vocab_size)
-        rows = self.packed(rows)
-        if self.device.type == "cuda":  # a copy from pageable memory makes the CPU wait, and then the GPU
-            rows = [t.contiguous().pin_memory().to(self.device, non_blocking=True) for t in rows]
-        return [t.chunk(self.s.micro_batches) for t in rows]
+            found = self.gradients(step)
+            self.loads = found.loads
+            self.update(found, step, not self.all_finite(found.loss, found.norm))
+            return found
 
     def agree(self, *numbers):
         """As in Trainer. self.stopping becomes the same signal on all ranks, if one has had it."""
@@ -111,9 +123,11 @@ class WatchedTrainer(Trainer):
         return numbers
 
     def all_finite(self, loss, norm):
-        """As in Trainer. If not: NotFinite, before anything is saved; with --on-nan skip, a line that says so."""
+        """Whether this step counts. If not: NotFinite, before anything is saved; with --on-nan skip, a line that says
+        so."""
         hopeless = not self.scaler or self.scaler.scale == 1  # until then, an overflow of fp16 is no error
-        finite = super().all_finite(loss, norm)
+        [bad] = self.agree(not Found(loss, norm).is_finite)
+        finite = not bad
         if finite or not hopeless or not self.run:  # a benchmark also times steps without their collectives
             return finite
         world = dist.get_world_size()
@@ -123,7 +137,7 @@ class WatchedTrainer(Trainer):
         self.write_log({"step": done, "not_finite": what, "on_nan": self.s.on_nan})
         if self.s.on_nan == "stop":
             raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
-        self.say(f"{self.where(done)}  {what} is not finite: step skipped, {self.skipped} in all")
+        self.say(f"{self.where(done)}  {what} is not finite: step skipped, {self.skipped + 1} in all")
         return False
 
     # printing and logging
@@ -139,16 +153,22 @@ class WatchedTrainer(Trainer):
 
     def due(self, what, done):
         also = what == "log" and self.s.log_every > 0 and (done == 1 or self.stopping)
-        return also or super().due(what, done)
+        return also or due(self.s, what, done)
 
-    def report(self, done, loss, norm):
+    def report(self, done, found):
         if done == min(self.first + 2, self.s.steps):
             self.memory = self.memory | describe_first_steps(self)
         if self.due("log", done) or self.due("eval", done):
-            norm.item()  # waits for the device
+            found.norm.item()  # waits for the device
             self.seconds = time.perf_counter() - self.since
             self.sent = sum(t.bytes for t in dist.traffic().values())
-        super().report(done, loss, norm)
+            entry = {"step": done, "loss": self.mean_over_ranks(found.loss), "grad_norm": found.norm.item(),
+                     "lr": learning_rate(self.s, done - 1)}
+            if found.loads is not None:
+                entry |= how_even(found.loads)
+            if self.due("eval", done):
+                entry["val_loss"] = self.evaluate()
+            self.record(entry)
         if self.stopping:
             if self.s.out:
                 self.save(done)
@@ -196,7 +216,7 @@ class WatchedTrainer(Trainer):
         """As in Trainer. All ranks agree before each tenth token: if the others only waited for rank 0's last one, they
         could time out."""
         progress("sampling")
-        show_sample(self, self.goes_on)
+        show_sample(self, self.say, self.goes_on)
 
     def goes_on(self):
         self.agree()
@@ -228,8 +248,8 @@ class WatchedTrainer(Trainer):
         if saved and first < self.s.steps:
             changes = differences(saved["run"], self.run.identity, ("flags",))
             self.say(f"resume   {self.run.checkpoint.path}: " + ", ".join([f"after step {first}", *changes]))
-        if first < self.s.steps:
-            super().load(saved)
+        if saved and first < self.s.steps:
+            load(self, saved, self.say)
         if self.optimizer.param_groups[0].get("fused"):  # it wants them there
             for state in self.optimizer.state.values():
                 state["step"] = state["step"].to(self.device)
@@ -242,7 +262,7 @@ class WatchedTrainer(Trainer):
 
 # ------------------------------------------------------------------------------------------------- a run that survives
 
-class WatchedRun(Run):
+class WatchedRun:
     """The Run that checks its input before processes connect, starts them itself, locks --out, and explains errors.
 
     It also has `checkpoint` (the Checkpoint to go on from, or None), `identity` (by `run_of`), `world` (how many
@@ -250,7 +270,6 @@ class WatchedRun(Run):
     and, if checkpoints go to --out, there `lock` (the file that is locked), `log` and `page`; else None.
     """
     mode = "reference + safe: what you read, with checks around it; --plain leaves those out"
-    flags = Settings
     trainer = WatchedTrainer
     lock = log = page = saved = None
     interrupted = False  # whether Ctrl-C has ended it
@@ -267,14 +286,14 @@ class WatchedRun(Run):
 
     def settings(self, arguments):
         """(Settings, the Checkpoint of --resume or None): a run goes on with what decided its losses."""
-        s = parse(Parser(**ABOUT), self.flags, arguments)
+        s = parse(Parser(**ABOUT), Settings, arguments)
         checkpoint = find_checkpoint(s, self.on_rank_0)
         if checkpoint:
             trained_with = checkpoint.manifest["run"]["flags"].items()
             words = [dashed(name) if value is True else f"{dashed(name)}={value}"
                      for name, value in trained_with if value is not False and hasattr(s, name)]
             arguments = words + arguments
-            s = parse(Parser(**ABOUT), self.flags, arguments)
+            s = parse(Parser(**ABOUT), Settings, arguments)
         check_numbers(s)
         return s, checkpoint
 

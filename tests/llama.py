@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import model
 import safe.huggingface
 import train
+from further.flags import LLAMAS
 from further.kinds import resized
 from further.llama import PRESETS, LlamaConfig
 from further.sampling import CachedGPT
@@ -297,7 +298,7 @@ def test_rotary_positions_are_relative():
 
 def test_sizes_of_presets():
     """Two are published."""
-    assert 1.1e9 < PRESETS["1b"].parameters() < 1.3e9 and {*train.LLAMAS} == PRESETS.keys() - {"tiny"}
+    assert 1.1e9 < PRESETS["1b"].parameters() < 1.3e9 and {*LLAMAS} == PRESETS.keys() - {"tiny"}
     assert PRESETS["llama3-8b"].parameters() == 8_030_261_248 and PRESETS["qwen3-0.6b"].parameters() == 596_049_920
     assert train.config_of(train.Flags(model="cs336-8b", inner=64)) == replace(PRESETS["cs336-8b"], inner=64)
 

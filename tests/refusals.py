@@ -380,7 +380,7 @@ VALUES = """dp=0,1,2,3,4,5,6,7,8 tp=1,2,3,4,5,6,7,8 pp=0,1,2,3,4,5,6,7 cp=1,2,3,
     batch-size=0,1,2,3,4,6,8,12,15,16 micro-batches=0,1,2,3,4,5,6 zero=0,1,2,3 zero-within=1,2,3,4,5,6
     virtual-stages=1,2,3,4 cp-kind=ulysses sp= cuda-graphs=on kernels=triton device=cuda lr=0,nan
     min-lr=1"""
-VALUES = {"schedule": [*train.SCHEDULES]} | {
+VALUES = {"schedule": [*further.flags.SCHEDULES]} | {
     flag: values.split(",") for flag, values in (word.split("=") for word in VALUES.split())}
 
 

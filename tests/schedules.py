@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
+from collections import defaultdict
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +19,7 @@ import model
 import parallel
 from tests.layouts import SMALL, small_gpt, tokens_of
 from fast.linear import WeightGradients
-from fast.pipeline import CollectingMicroBatch
+from fast.graphs import CollectingMicroBatch
 from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, runs_kernels, table, uncollected
 from further.kinds import resized
 from further.lists import check, checked, lower, parse, ScheduleError
@@ -58,7 +59,7 @@ class Scaled(nn.Embedding):
 
 @on_ranks(2)
 def test_cut_layers_refuse_what_they_cannot_do():
-    """On a GPU, which nobody waits for, numbers outside of the vocabulary give NaN."""
+    """Tokens outside of the vocabulary give NaN."""
     f, g = parallel.CopyToGroup.apply, parallel.ReduceFromGroup.apply
     plan = {"0": functools.partial(parallel.VocabParallelEmbedding, g=g)}
     columns = {"0": functools.partial(parallel.ColumnParallelLinear, f=f)}
@@ -72,11 +73,11 @@ def test_cut_layers_refuse_what_they_cannot_do():
             ("padding_idx", plan, nn.Embedding(10, 4, padding_idx=0)),
             ("max_norm, sparse", plan, nn.Embedding(10, 4, max_norm=1.0, sparse=True)),
             ("scale_grad_by_freq", plan, nn.Embedding(10, 4, scale_grad_by_freq=True)),
-            ("parametrizations", columns, nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
-            ("with _backward_pre_hooks", columns, hooked), ("adapter", row, adapted),
-            ("weight_mask, weight_orig", columns, narrowed), ("with forward", row, scaled),
+            ("not ParametrizedLinear", columns, nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+            ("with _backward_pre_hooks", columns, hooked), ("_modules", row, adapted),
+            ("_buffers", columns, narrowed), ("with forward", row, scaled),
             ("a plain Embedding can be cut over ranks, not Scaled: leave it out", plan, Scaled(10, 4)),
-            ("a plain Linear can be cut over ranks, not Conv1d: leave it out", columns, nn.Conv1d(4, 4, 1))]:
+            ("a plain Linear can be cut over ranks, not Conv1d with", columns, nn.Conv1d(4, 4, 1))]:
         with pytest.raises(ValueError, match=says):
             parallel.tensor_parallel(nn.Sequential(layer), None, plan_of)
     with pytest.raises(ValueError, match="needs 9 processes, there are 2"):
@@ -88,15 +89,13 @@ def test_cut_layers_refuse_what_they_cannot_do():
         numbers = torch.tensor([[3, bad]])
         kernels.use(way)
         with patch.object(kernels, "readable", lambda tensor: read):
+            assert net(numbers).isnan().all(2).tolist() == [[False, True]]
             if read:
-                with pytest.raises(IndexError, match="an embedding of 10 rows takes 0 to 9"):
-                    net(numbers)
                 with pytest.raises(IndexError, match="of 10 logits they are 0 to 9"):
                     parallel.cross_entropy(z, numbers, 10)
             else:
                 loss = parallel.cross_entropy(z * 1, numbers, 10)
                 assert loss.isnan() and torch.autograd.grad(loss, z)[0].isnan().all()
-                assert net(numbers).isnan().all(2).tolist() == [[False, True]]
 
 
 @on_ranks(3)
@@ -279,11 +278,23 @@ def test_layers_are_split_by_cost():
     assert [len(cut) for cut in split(model.PRESETS["gpt2-xl"], 4)] == [13, 13, 13, 11]
 
 
+class AddsToGrad:
+    """A stand-in, which adds gradients where autograd does."""
+
+    def add(self, param, a, b=None):
+        grad = a if b is None else a @ b
+        param.grad = grad if param.grad is None else param.grad + grad
+
+
+def collecting(net):
+    return CollectingMicroBatch(net, None, WeightGradients(net, defaultdict(AddsToGrad)))
+
+
 def halves_of(net):
     """A micro-batch of this program whose backward comes in halves."""
     if is_plain():
         return HalvedMicroBatch(net, None)
-    return CollectingMicroBatch(net, None, WeightGradients(net))
+    return collecting(net)
 
 
 @on_cpus_both
@@ -316,7 +327,7 @@ def test_weight_gradients_wait_for_w(first, frozen):
 def test_w_keeps_what_it_computes_from_until_it_has():
     """After I neither the graph lives, nor the stage's input, whose gradient has been sent."""
     net = model.GPT(SMALL, pieces=range(1, 3))
-    micro_batch = CollectingMicroBatch(net, None, WeightGradients(net))
+    micro_batch = collecting(net)
     x, kept, alive = torch.ones(2, 5, SMALL.n_embd).requires_grad_(), [], []
     given, compute = weakref.ref(x), micro_batch.weight_gradients.compute
 

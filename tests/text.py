@@ -37,7 +37,7 @@ from safe.sizes import BadInput
 from tests.models import CHANGES, small
 from tests.pool import close, on_cpus, parametrize
 from tests.runs import log_of, output_of, run_training, start, trained
-from tests.walls import REFERENCE, reference_in
+from tests.walls import reference_in
 
 
 # -------------------------------------------------------------------------------------------------------------- pieces
@@ -380,7 +380,7 @@ def test_runs_on_words_log_the_same_losses_and_show_text(start, trained, vocab, 
     has their folder's name."""
     flags = f"--dtype fp64 --tokenizer {vocab} --steps 3 --out OUT/"
     trained(2, flags + "whole --tp 2")
-    said = start(flags + "plain --save-every 3 --sample 4 --prompt line", folder=reference_in(REFERENCE)).said()
+    said = start(flags + "plain --save-every 3 --sample 4 --prompt line", folder=reference_in()).said()
     assert "mode     plain" in said and "tokens ---\nline" in said
     assert close(log_of(tmp_path / "plain", "loss"), log_of(tmp_path / "whole", "loss"))
     (path,), (file,) = checkpoints(tmp_path / "whole"), checkpoints(tmp_path / "plain")

@@ -50,17 +50,17 @@ def room_of(file):
 
 # ------------------------------------------------------------------------------------------------------ the reference
 
-# Ranks, flags, whether further/ is there, too: it has them as threads of one process.
+# Processes, or as threads of one; flags.
 PROGRAMS = """
-    4  --tp 2 --sp --pp 2 --schedule zb-v             further
-    4  --dp 2 --cp 2 --ep 2 --experts 4 --zero 2 --zero-within 2      further
-    2  --dp 2 --dtype fp16 --zero 3                   further
+    4  --tp 2 --sp --pp 2 --schedule zb-v                             --together
+    4  --dp 2 --cp 2 --ep 2 --experts 4 --zero 2 --zero-within 2      --together
+    2  --dp 2 --dtype fp16 --zero 3                                   --together
     4  --dp 2 --tp 2 --zero 1
     2  --pp 2"""
 
 
-def copy_reference(rooms, folder):
-    for file in sum(map(files_of, rooms), []):
+def copy_reference(folder):
+    for file in sum(map(files_of, REFERENCE), []):
         target = folder / file.relative_to(HERE)
         target.parent.mkdir(exist_ok=True)
         shutil.copy(file, target)
@@ -68,11 +68,11 @@ def copy_reference(rooms, folder):
 
 @pytest.fixture(scope="session")
 def reference_in(tmp_path_factory):
-    """reference_in(rooms): a folder that holds the reference's files, and nothing else."""
+    """reference_in(): a folder that holds the reference's files, and nothing else."""
     @functools.cache
-    def copied(rooms):
+    def copied():
         folder = tmp_path_factory.mktemp("alone")
-        copy_reference(rooms, folder)
+        copy_reference(folder)
         compileall.compile_dir(folder, quiet=1)  # once, even where Python is told to write no bytecode
         return str(folder)
     return copied
@@ -81,14 +81,14 @@ def reference_in(tmp_path_factory):
 @on_cpus
 @parametrize("row", table(PROGRAMS), ids=str)
 def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(start, trained, tmp_path, reference_in, row):
-    size, flags, *further = row
+    size, flags, *together = row
     tolerance = 1e-3 if "--dtype" in flags else 1e-10
     keys = ["step", "loss", "grad_norm", "lr"] + ["load_max", "load_entropy"] * ("--experts" in flags)
     flags = f"--n-layer 2 --steps 3 --micro-batches 2 --dtype fp64 {flags} --out OUT/"
-    if further:
-        alone = start(flags + "plain --together", folder=reference_in(REFERENCE))
+    if together:
+        alone = start(flags + "plain --together", folder=reference_in())
     else:
-        alone = start(flags + "plain", size, folder=reference_in(CORE))
+        alone = start(flags + "plain", size, folder=reference_in())
     printed = alone.said()
     trained(size, flags + "whole")
     plain, whole = (log_of(tmp_path / name, *keys) for name in ("plain", "whole"))
