@@ -66,11 +66,6 @@ def make_mesh(device_type, dp=1, tp=1, pp=1, cp=1):
     return init_device_mesh(device_type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
 
 
-def groups_of(grids):
-    """Of the grid of ranks that this rank is in: [its group along the rows, its group along the columns]."""
-    return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
-
-
 def group_or_world(group):
     return group or torch.distributed.group.WORLD
 
@@ -108,18 +103,8 @@ def placement_of(param):
     return getattr(param, "placement", WHOLE)
 
 
-class PlacedParameter(nn.Parameter):
-    """A parameter with a placement of its own. A deep copy of it, as for an average of weights, has the same."""
-
-    def __deepcopy__(self, memo):
-        copy = super().__deepcopy__(memo)
-        copy.placement = self.placement
-        return copy
-
-
 def set_placement(param, **changes):
     """Change fields of a parameter's placement."""
-    param.__class__ = PlacedParameter
     param.placement = replace(placement_of(param), **changes)
 
 
@@ -217,7 +202,7 @@ def with_weights(actions, zero, lookups=(), shared={}, ahead=1):
 
 def into_pieces(actions, pieces_of):
     """A rank's actions of stages as actions of pieces: F goes through the stage's pieces, and backward comes back
-    through them. pieces_of: {stage: range of its pieces}."""
+    through them. pieces_of: of each stage the range of its pieces."""
     return [Action(kind, piece, i) for kind, stage, i in actions
             for piece in (pieces_of[stage] if kind == "F" else reversed(pieces_of[stage]))]
 
@@ -282,12 +267,13 @@ class Unit:
         self.has_master = zero == 3 or dtype != master_dtype(dtype)
         self.mine = rows[rank].to(master_dtype(dtype), copy=True) if self.has_master else self.row
         self.stepped = {param: self.make_stepped(param) for param in params}
+        self.partial_over = placement_of(params[0]).partial_over
         self.users = 0         # pieces that have gathered it and not dropped it: two, of a tied embedding
         self.gathering = None  # the handle of the gather under way
         self.sending = None    # (handle, rows, average) of the average under way
         self.total = None      # the sum of the averages that have come, (K/N)
-        self.views = [self.weights.view(-1)[start:start + param.numel()].view(param.shape)
-                      for param, start in self.starts.items()]
+        self.views = self.views_of(self.weights)
+        self.nothing = self.weights.new_full((), math.nan)
         self.show(self.views)
         if zero == 3:
             self.free()
@@ -303,6 +289,10 @@ class Unit:
         """Tensors of the parameters' shapes side by side, (N, K/N), with padding behind them."""
         numbers = torch.cat([tensor.flatten() for tensor in tensors])
         return F.pad(numbers, (0, ranks * self.width - numbers.numel())).view(ranks, -1)
+
+    def views_of(self, rows):
+        """Each parameter's numbers in rows (N, K/N), in its shape."""
+        return [rows.view(-1)[start:start + param.numel()].view(param.shape) for param, start in self.starts.items()]
 
     def here(self, param):
         """From which to which of all numbers this rank's row has the parameter's."""
@@ -321,7 +311,7 @@ class Unit:
         return self.stepped[param], slice(None), slice(low, high) if low < high else slice(0)
 
     def make_stepped(self, param):
-        stepped = placed(self.part_of(self.mine, param), param)
+        stepped = nn.Parameter(self.part_of(self.mine, param), param.requires_grad)
         is_whole = stepped.shape == param.shape
         before = placement_of(param)
         over = before.sharded_over + ((self.group,) if self.zero else ())
@@ -343,8 +333,7 @@ class Unit:
         if not self.weights.untyped_storage().size():
             self.weights.untyped_storage().resize_(self.weights.nbytes)
             self.show(self.views)
-        if self.has_master:
-            self.row.copy_(self.mine)
+        self.cast()
         self.gathering = dist.all_gather_into_tensor(self.weights, self.row, self.group, async_op=True)
 
     def wait(self):
@@ -362,9 +351,9 @@ class Unit:
     def free(self):
         self.wait()
         self.users = 0
-        nothing = torch.full((), math.nan).to(self.weights)
-        self.show([nothing.expand(param.shape) for param in self.params])
-        self.weights.untyped_storage().resize_(0)
+        if self.weights.untyped_storage().size():
+            self.show([self.nothing.expand(param.shape) for param in self.params])
+            self.weights.untyped_storage().resize_(0)
 
     def show(self, tensors):
         for param, tensor in zip(self.params, tensors):
@@ -375,7 +364,12 @@ class Unit:
         """After the optimizer's step. In stages 1 and 2 the weights are old until the next G."""
         if self.zero in (1, 2):
             self.users = 0
-        elif self.zero == 0 and self.has_master:
+        elif self.zero == 0:
+            self.cast()
+
+    def cast(self):
+        """Write this rank's row in the layers' dtype."""
+        if self.has_master:
             self.row.copy_(self.mine)
 
     # Gradients.
@@ -386,11 +380,7 @@ class Unit:
         if any(param.requires_grad != self.trained for param in self.params):
             raise RuntimeError("freeze parameters, or let them train again, before the optimizer is made")
         self.finish_average()  # of the micro-batch before
-        grads = [torch.zeros_like(param, dtype=self.mine.dtype) if param.grad is None else param.grad
-                 for param in self.params]
-        rows = self.in_rows(grads, len(self.weights))                                         # (N, K/N)
-        for param in self.params:
-            param.grad = None
+        rows = self.take_gradients()                                                          # (N, K/N)
         if self.divide_by > 1:
             rows /= self.divide_by
         if self.zero:
@@ -401,6 +391,14 @@ class Unit:
             handle = dist.all_reduce(rows, dist.ReduceOp.AVG, self.group, async_op=True)
         self.sending = handle, rows, average
 
+    def take_gradients(self):
+        """All gradients side by side; .grad is None then."""
+        grads = [torch.zeros_like(param, dtype=self.mine.dtype) if param.grad is None else param.grad
+                 for param in self.params]
+        for param in self.params:
+            param.grad = None
+        return self.in_rows(grads, len(self.weights))
+
     @torch.no_grad()
     def finish_average(self):
         """Wait for the average under way, and add it to those of the micro-batches before."""
@@ -409,9 +407,12 @@ class Unit:
         handle, _, average = self.sending
         self.sending = None
         handle.wait()
-        if self.total is not None:
+        if self.total is None:
+            self.show_average(average)
+        else:
             self.total += average
-            return
+
+    def show_average(self, average):
         self.total = average
         for param, stepped in self.stepped.items():
             stepped.grad = self.part_of(average, param)
@@ -427,19 +428,13 @@ class Unit:
             self.free()
 
 
-def placed(values, param):
-    """A parameter of these values, trained and placed as another one."""
-    new = PlacedParameter(values, param.requires_grad)
-    new.placement = placement_of(param)
-    return new
-
-
-def params_together(pieces, group):
+def params_together(pieces, group, apart=lambda param: None):
     """Which parameters of this rank's pieces, {number: module}, travel together: {(piece, the ranks that average them,
     ...): [parameter]}.
 
     A parameter of two pieces, as a tied embedding, belongs to the lower one, because its backward ends last. Apart are
-    also those that other ranks average, as experts; that must still be added up over other ranks; and frozen ones.
+    also those that other ranks average, as experts; that must still be added up over other ranks; frozen ones; and
+    those of which `apart` says different things.
     """
     together = defaultdict(list)
     seen = set()
@@ -448,14 +443,15 @@ def params_together(pieces, group):
             if param not in seen:
                 place = placement_of(param)
                 ranks = place.average_over or group
-                together[piece, ranks, place.divide_by, place.partial_over, param.requires_grad].append(param)
+                together[piece, ranks, place.divide_by, place.partial_over, param.requires_grad,
+                         apart(param)].append(param)
             seen.add(param)
     return together
 
 
 def make_units(pieces, group, zero, dtype):
     """Lay the parameters of pieces, {number: module}, into units: [(the piece whose A averages it, the unit)]."""
-    return [(piece, Unit(params, ranks, zero, dtype))
+    return [(piece, kernels.table[Unit](params, ranks, zero, dtype))
             for (piece, ranks, *_), params in params_together(pieces, group).items()]
 
 
@@ -582,8 +578,7 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Token ids (...) -> embeddings (..., C). Each rank looks up the V/N rows of the table that it holds.
 
-    A token outside of 0 .. V-1 is an IndexError on the CPU. On a GPU, for which the CPU does not wait, such a token's
-    embedding is NaN."""
+    A token outside of 0 .. V-1 has the embedding NaN."""
 
     def __init__(self, embedding, group, g):
         super().__init__()
@@ -598,24 +593,20 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         invalid = (tokens < 0) | (tokens >= self.rows)
-        if kernels.readable(tokens) and invalid.any():
-            raise IndexError(f"tokens from {tokens.min()} to {tokens.max()}: an embedding of {self.rows} rows takes 0 "
-                             f"to {self.rows - 1}")
         x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)                         # (..., C)
-        instead = x.new_zeros(tokens.shape).masked_fill(invalid, math.nan)  # 0 where another rank has the row
-        return self.g(torch.where(elsewhere.unsqueeze(-1), instead.unsqueeze(-1), x), self.cut.group)
+        x = x.masked_fill(elsewhere.unsqueeze(-1), 0)  # another rank has the row
+        return self.g(x.masked_fill(invalid.unsqueeze(-1), math.nan), self.cut.group)
+
+
+SIZES = "in_features", "out_features", "num_embeddings", "embedding_dim", "_parameters", "training"
 
 
 def refuse_unlike(layer, kind):
     """ValueError for a layer that does more than its kind: what takes its place multiplies and adds a bias, or looks up
     rows. A subclass of nn.Linear with a forward of its own says by `is_plain` that it does no more."""
-    options = [name for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
-               if getattr(layer, name, None) is not None and getattr(layer, name) is not False]
-    parts = {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias"}
-    hooks = [name for name, found in vars(layer).items() if name.endswith("_hooks") and found]
-    more = [*options, *sorted(parts), *hooks, *["forward"] * ("forward" in vars(layer))]
-    is_plain = type(layer) is kind or isinstance(layer, kind) and getattr(layer, "is_plain", False)
-    if more or not is_plain:
+    plain = vars(kind(1, 1, device="meta"))
+    more = [name for name, value in vars(layer).items() if name not in SIZES and value != plain.get(name)]
+    if more or not (type(layer) is kind or isinstance(layer, kind) and getattr(layer, "is_plain", False)):
         raise ValueError(f"a plain {kind.__name__} can be cut over ranks, not {type(layer).__name__}"
                          f"{' with ' * bool(more)}{', '.join(more)}: leave it out of the table")
 
@@ -704,21 +695,14 @@ def planned(name, plan):
     return next((how for ending, how in plan.items() if ("." + name).endswith("." + ending)), None)
 
 
-def planned_layers(module, plan):
-    """{layer: what the plan does with it} of the layers that it names."""
-    named = module.named_modules(remove_duplicate=False)
-    return {layer: how for name, layer in named if (how := planned(name, plan))}
-
-
 def tensor_parallel(module, group, plan=None):
     """Put this rank's slices in place of the layers that the plan names; left out, it is a GPT's `gpt2_plan`. N must
     divide the heads. Parameters stay the objects that they are, so ties stay ties. ValueError for a layer that does
     more than nn.Linear or nn.Embedding, because the slice in its place would not."""
     plan = plan or gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply)
-    cut = {layer: how(layer, group) for layer, how in planned_layers(module, plan).items()}
-    for name, layer in [*module.named_modules(remove_duplicate=False)]:
-        if layer in cut:
-            module.set_submodule(name, cut[layer])
+    for name, layer in [*module.named_modules()]:
+        if how := planned(name, plan):
+            module.set_submodule(name, how(layer, group))
     return module
 
 
@@ -909,18 +893,15 @@ def carried(transfer):
     return transfer._replace(kind=transfer.kind[1])
 
 
-def pieces_of_stages(schedule, p, v, pieces):
-    """Cut a chain of pieces into a schedule's stages, runs of about equal length: {stage: range of its pieces}."""
-    stages = len(ranks_of_stages(schedule(p, 2 * p, v)))
+def even_runs(pieces, stages):
+    """Cut a chain of pieces into as many runs of about equal length: [range of the first stage's pieces, ...]."""
     starts = [pieces * stage // stages for stage in range(stages + 1)]
-    return {stage: range(starts[stage], starts[stage + 1]) for stage in range(stages)}
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
-@functools.cache
-def lists_of_pieces(schedule, p, m, v, pieces):
-    """A schedule's lists for a chain of so many pieces, which callers must not change."""
-    pieces_of = pieces_of_stages(schedule, p, v, pieces)
-    return [into_pieces(actions, pieces_of) for actions in schedule(p, m, v)]
+def ranks_of_pieces(runs, stage_to_rank):
+    """{piece: its rank}. runs: as of even_runs."""
+    return {piece: stage_to_rank[stage] for stage, run in enumerate(runs) for piece in run}
 
 
 # ------------------------------------------------------------------------------------------------------- running a list
@@ -961,19 +942,20 @@ class Pipeline:
 
     pieces: {number: module} of this rank. piece_to_rank: {number: rank} of all. units, averaged: as make_units returns
     them. loss(output, target): the last piece's. shape(i, x): of piece i's output, for an input x of the first piece.
-    group: the ranks of the pipeline.
+    mesh: its "pp" are the ranks of the pipeline.
     """
     around = nullcontext  # a profiler's: around(action) goes around an action, around(None) around a wait in an action
     micro_batch = MicroBatch
 
-    def __init__(self, pieces, piece_to_rank, units, averaged, loss, group, shape, dtype, device):
+    def __init__(self, pieces, piece_to_rank, units, averaged, loss, mesh, shape, dtype, device):
         self.pieces = pieces
         self.piece_to_rank = piece_to_rank
         self.last_piece = len(piece_to_rank) - 1
         self.units = units
         self.averaged = averaged
         self.loss = loss
-        self.group = group
+        self.mesh = mesh
+        self.group = mesh.get_group("pp")
         self.shape = shape
         self.dtype = dtype
         self.device = device
@@ -1118,12 +1100,13 @@ class Parallel:
     optimizer   a class from torch.optim with its options, as a partial; None: for evaluation
     dtype       the layers'; with 16 bits the optimizer steps float32 masters
     shape       (i, x) -> of piece i's output for an input x of the first piece; left out, it is found
+    runs        of each stage the range of its pieces; left out, about equally long
     groups      of this rank: pp; dp_cp, the replicas; shard, the ranks that ZeRO cuts over; left out, the mesh's
     """
     lookups = ()  # pieces whose backward needs no weights, as an embedding's
 
     def __init__(self, pieces, loss, mesh, zero=0, schedule=one_f_one_b, stages=1, optimizer=None, dtype=torch.float32,
-                 count=None, shape=None, groups=None, pipeline=Pipeline, units=make_units):
+                 count=None, shape=None, groups=None, pipeline=Pipeline, units=make_units, runs=None):
         self.mesh = mesh
         self.zero = zero
         self.schedule = schedule
@@ -1131,24 +1114,28 @@ class Parallel:
         self.dtype = dtype
         self.count = count or (lambda target: torch.tensor(target.numel(), device=target.device))
         self.groups = groups or groups_of_mesh(mesh)
-        self.piece_to_rank = ranks_of_stages(lists_of_pieces(schedule, mesh["pp"].size(), 2, stages, len(pieces)))
+        p = mesh["pp"].size()
+        stage_to_rank = ranks_of_stages(schedule(p, 2 * p, stages))
+        self.runs = runs or even_runs(len(pieces), len(stage_to_rank))
+        self.piece_to_rank = ranks_of_pieces(self.runs, stage_to_rank)
         self.pieces = {i: pieces[i] for i in stages_on(dist.get_rank(self.groups.pp), self.piece_to_rank)}
         self.device = next(param.device for piece in self.pieces.values() for param in piece.parameters())
         self.shapes = {f"{i}.{name}": whole_shape(param) for i, piece in enumerate(pieces) if piece
                        for name, param in piece.named_parameters()}
-        shape = shape or Shapes(pieces)
+        shape = shape or shapes_of(pieces)
         if not groups:
             self.start_alike()
-        if mesh["pp"].size() > 1:
+        if p > 1:
             for param in self.named_parameters():  # other ranks have other pieces
                 set_placement(param, sharded_over=placement_of(param).sharded_over + (self.groups.pp,))
         made = units(self.pieces, self.groups.shard, zero, dtype)
-        self.unit_of = {param: unit for _, unit in made for param in unit.params}
+        self.units = [unit for _, unit in made]
+        self.unit_of = {param: unit for unit in self.units for param in unit.params}
         averaged = {i: [unit for piece, unit in made if piece == i] for i in self.pieces}
         used = {i: [*dict.fromkeys(self.unit_of[param] for param in piece.parameters())]
                 for i, piece in self.pieces.items()}
-        self.pipeline = pipeline(self.pieces, self.piece_to_rank, used, averaged, loss, self.groups.pp, shape,
-                                 dtype, self.device)
+        self.pipeline = kernels.table[pipeline](self.pieces, self.piece_to_rank, used, averaged, loss, mesh, shape, dtype,
+                                                self.device)
         self.shared = {i: [j for j in averaged if j != i and not {*averaged[j]}.isdisjoint(used[i])] for i in used}
         self.made = {}     # lists that have been made
         self.seen = set()  # numbers of micro-batches on which all replicas have agreed
@@ -1189,7 +1176,7 @@ class Parallel:
         """All ranks' lists of a step with m micro-batches; without `training`, of forwards alone."""
         if (m, training) not in self.made:
             p = self.mesh["pp"].size()
-            lists = lists_of_pieces(self.schedule, p, m, self.stages, len(self.piece_to_rank))
+            lists = [into_pieces(actions, self.runs) for actions in self.schedule(p, m, self.stages)]
             if not training:
                 lists = [[action for i in stages_on(rank, self.piece_to_rank) for action in whole_batch("F", i, m)]
                          for rank in range(p)]
@@ -1204,7 +1191,7 @@ class Parallel:
 
     def zero_grad(self):
         """Drop all gradients, also those that an unfinished step has left. Call it on all ranks."""
-        for unit in dict.fromkeys(self.unit_of.values()):
+        for unit in self.units:
             unit.zero_grad()
 
     def forward_backward(self, x, y, scale=1.0, beside=None):
@@ -1214,7 +1201,7 @@ class Parallel:
         mean over the replicas is the loss, the same on all ranks of a pipeline."""
         if not self.optimizer:
             raise RuntimeError("this model was built for evaluation: build it with an optimizer to train it")
-        if any(unit.total is not None for unit in self.unit_of.values()):  # what comes now would be added to it
+        if any(unit.total is not None for unit in self.units):  # what comes now would be added to it
             raise RuntimeError("a second forward_backward before zero_grad(): give all micro-batches of a step at once")
         total = self.run(self.lists(len(x)), x, y, scale, beside)
         self.add_up_gradients()
@@ -1260,28 +1247,22 @@ class Parallel:
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Add up each gradient over its parameter's `partial_over`. Gradients over the same groups travel side by side,
-        because most are small: with sequence parallelism six vectors a block. (Parts of the ends of a tied embedding
-        match, because each end is a unit by itself.)"""
-        together = defaultdict(list)
-        for param in self.params:
-            if param.grad is not None and (over := placement_of(param).partial_over):
-                together[over, param.grad.dtype].append(param.grad)
-        for (over, _), grads in together.items():
-            flat = torch.cat([grad.flatten() for grad in grads]) if len(grads) > 1 else grads[0].flatten()
+        """Add up each gradient over its parameter's `partial_over`. (Rows of the ends of a tied embedding match, because
+        each end is a unit by itself.)"""
+        for unit in self.units:
+            over = unit.partial_over if unit.trained else ()
             for group in over:
-                dist.all_reduce(flat, group=group)
-            for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads])):
-                grad.copy_(summed.view_as(grad))
+                dist.all_reduce(unit.total, group=group)
 
     def clip_grad_norm_(self, max_norm, scale=1.0):
         """The function of this name, over the whole model."""
-        return clip_grad_norm_(self.params, max_norm, [None], scale)
+        clip = getattr(self.optimizer, "clip_grad_norm_", clip_grad_norm_)  # one may scale gradients as it reads them
+        return clip(self.params, max_norm, scale)
 
     def step(self):
         """The optimizer's step, of this rank's parts. Then weights that layers compute with are made of them."""
         self.optimizer.step()
-        for unit in dict.fromkeys(self.unit_of.values()):
+        for unit in self.units:
             unit.refresh()
 
 
@@ -1289,26 +1270,23 @@ def groups_of_mesh(mesh):
     return SimpleNamespace(pp=mesh.get_group("pp"), dp_cp=mesh.get_group("dp"), shard=mesh.get_group("dp"))
 
 
-class Shapes:
-    """The shape of each piece's output, found by one forward without memory: Shapes(pieces)(i, x)."""
+def shapes_of(pieces):
+    """(i, x) -> the shape of piece i's output for an input x of the first piece, by one forward without memory."""
+    on_meta = [copy.deepcopy(piece).to("meta") for piece in pieces]
 
-    def __init__(self, pieces):
-        self.pieces = [copy.deepcopy(piece).to("meta") for piece in pieces]
-        self.found = {}
-
+    @functools.cache
     @torch.no_grad()
-    def __call__(self, i, x):
-        if (x.shape, x.dtype) not in self.found:
-            y = torch.empty_like(x, device="meta")
-            outputs = [y := piece(y) for piece in self.pieces]
-            self.found[x.shape, x.dtype] = [output.shape for output in outputs]
-        return self.found[x.shape, x.dtype][i]
+    def outputs(shape, dtype):
+        y = torch.empty(shape, dtype=dtype, device="meta")
+        return [(y := piece(y)).shape for piece in on_meta]
+
+    return lambda i, x: outputs(x.shape, x.dtype)[i]
 
 
 # ----------------------------------------------------------------------------------------------------------------- norm
 
-def copies(placement, groups):
-    """On how many ranks of the groups the same gradient lies: if all ranks add up their squares, it counts so often.
+def copies(placement):
+    """On how many ranks the same gradient lies: if all ranks add up their squares, it counts so often.
 
         ranks / parts    ranks that hold this part of the parameter, because it is cut into so many parts
         x equal          parts whose gradients are the same, because they were added up over these ranks
@@ -1324,10 +1302,9 @@ def copies(placement, groups):
     tp, which does not cut it: only a `partial_over` inside of `sharded_over` makes different parts equal.
     """
     size = dist.get_world_size
-    ranks = math.prod(map(size, groups))
     parts = math.prod(map(size, placement.sharded_over))
     equal = math.prod(size(group) for group in placement.partial_over if inside(group, placement.sharded_over))
-    return ranks * equal // parts
+    return size() * equal // parts
 
 
 def inside(group, groups):
@@ -1336,55 +1313,41 @@ def inside(group, groups):
     return any(set(ranks(group)) <= set(ranks(other)) for other in groups)
 
 
-def cut_over(parameters):
-    """All groups over which any of these parameters is cut. Groups whose ranks are neighbours come first, and of these
-    the small ones, so that all ranks use the groups in the same order."""
-    groups = [group for param in parameters for group in placement_of(param).sharded_over]
-    ranks = {group: torch.distributed.get_process_group_ranks(group) for group in groups}
-    return sorted((group for group in ranks if len(ranks[group]) > 1),
-                  key=lambda group: (ranks[group][1] - ranks[group][0], len(ranks[group])))
-
-
 def params_of(optimizer):
     """What an optimizer steps; None steps nothing."""
     return [param for group in optimizer.param_groups for param in group["params"]] if optimizer else []
 
 
-def clip_grad_norm_(parameters, max_norm, groups=None, scale=1.0):
+def clip_grad_norm_(parameters, max_norm, scale=1.0):
     """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the
-    norm, float64. Call it when gradients are averaged, on all ranks.
+    norm, float64. Call it when gradients are averaged, on all ranks, also on one that has no parameters.
+    (torch.nn.utils.clip_grad_norm_ takes a rank's parts for a whole model: tensor peers would divide by different
+    norms, and replicated weights drift apart.)
 
     Every rank adds up the squares of its gradients, each divided by how often the same one counts (`copies`). This
-    number is all-reduced over each group in turn, so each element of the model counts once. dp 2, tp 2, pp 2, ZeRO-1:
+    number is all-reduced over all ranks, so each element of the model counts once. dp 2, tp 2, pp 2, ZeRO-1:
 
         on a rank                          cut over      copies    added by all 8 ranks
         shard of a matrix of stage 0       dp, tp, pp    1         8 different parts, of stage 0 and of stage 1
         shard of a norm's weight           dp, pp        2 (tp)    each part twice, halved
         shard of the tied embedding        dp, tp, pp    2 (sums)  stages 0 and 1 hold the same, halved
 
-    groups: left out, those over which these parameters are cut. A pipeline gives [None], all ranks, because a stage may
-    have no parameters; ValueError where a group is missing. scale: fp16's, divided out first.
+    scale: fp16's, divided out first.
     """
-    parameters = list(dict.fromkeys([parameters] if isinstance(parameters, torch.Tensor) else parameters))
-    groups = cut_over(parameters) if groups is None else list(map(group_or_world, groups))
-    device = parameters[0].device if parameters else None
-    parameters = [p for p in parameters if p.grad is not None]
-    over = {group for p in parameters for group in placement_of(p).sharded_over if dist.get_world_size(group) > 1}
-    if not all(inside(group, groups) for group in over):
-        raise ValueError("clip_grad_norm_: a parameter is cut over a group that is not in `groups`")
-    if scale != 1 and parameters:
-        torch._foreach_mul_([p.grad for p in parameters], 1 / scale)
-    grads = defaultdict(list)
-    for p in parameters:
-        grads[copies(placement_of(p), groups)].append(p.grad.detach())
-    square = torch.zeros((), dtype=torch.float64, device=device)
+    parameters = list(parameters)
+    square = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
+    grads = defaultdict(list)  # how often they count -> gradients
+    for param in parameters:
+        if param.grad is not None:
+            grads[copies(placement_of(param))].append(param.grad)
+    every = [grad for some in grads.values() for grad in some]
+    if scale != 1 and every:
+        torch._foreach_mul_(every, 1 / scale)
     for n, equally_often in grads.items():
         square += torch.nn.utils.get_total_norm(equally_often).double().square() / n
-    for group in groups:
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(square, group=group)
+    dist.all_reduce(square)
     norm = square.sqrt()
-    if max_norm and parameters:
+    if max_norm and every:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 

@@ -7,6 +7,7 @@ of GPT-2 124M takes 2.1 % longer on an H200, of XL 5.1 %.
 import torch
 
 import kernels
+import parallel
 from kernels import this_program, tl, triton
 
 
@@ -43,8 +44,8 @@ class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW with the same state and update, in one pass over memory. Loshchilov & Hutter (2019).
 
     scale: None, or a tensor of one element; the next step() multiplies gradients by it as it reads them. copies:
-    {parameter: tensor of as many elements}; step() also writes the new values there, in the tensor's own dtype.
-    stepped: called with each parameter when its kernel is launched. step() raises ValueError for parameters that are
+    {parameter: tensor of as many elements}; step() also writes the new values there, in the tensor's own dtype. step()
+    raises ValueError for parameters that are
     not float32, contiguous and on a device that Triton serves.
     """
 
@@ -52,28 +53,57 @@ class AdamW(torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay)
         self.scale = None
         self.copies = {}
-        self.stepped = lambda param: None
+
+    def clip_grad_norm_(self, parameters, max_norm, scale=1.0):
+        """As parallel.py's, but it only computes a factor, by which the kernel multiplies gradients as it reads them."""
+        norm = parallel.clip_grad_norm_(parameters, 0) / scale
+        self.scale = (max_norm / (norm + 1e-6) if max_norm else torch.ones_like(norm)).clamp(max=1) / scale
+        return norm
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            for p in reversed(group["params"]):  # buckets come last layers first, and forward wants the first ones
-                if p.grad is None:
-                    continue
-                able = kernels.on_triton(p) and p.dtype == torch.float32
-                if not (able and p.is_contiguous() and p.grad.is_contiguous()):
-                    raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not "
-                                     f"{tuple(p.shape)} {p.dtype} on {p.device}")
-                state = self.state[p]
-                if not state:
-                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                state["step"] += 1
+            for run in self.runs_of([p for p in group["params"] if p.grad is not None]):
+                first = run[0]
+                state = self.state[first]
+                for p in run:
+                    self.state[p]["step"] += 1
                 t = state["step"].item()
-                _adamw[(triton.cdiv(p.numel(), 1024),)](
-                    p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p), self.scale, p.numel(),
+                n = sum(p.numel() for p in run)
+                _adamw[(triton.cdiv(n, 1024),)](
+                    first, first.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(first), self.scale, n,
                     group["lr"], beta1, beta2, group["eps"], group["weight_decay"], 1 - beta1**t, 1 - beta2**t, 1024,
                     num_warps=4)
-                torch.autograd.graph.increment_version(p)
-                self.stepped(p)
+                torch.autograd.graph.increment_version(run)
         self.scale = None  # it holds for one step
+
+    def runs_of(self, params):
+        """Parameters in lists for one kernel each: their numbers, gradients, states and copies lie side by side."""
+        runs = []
+        end = None
+        for p in params:
+            able = kernels.on_triton(p) and p.dtype == torch.float32
+            if not (able and p.is_contiguous() and p.grad.is_contiguous()):
+                raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not "
+                                 f"{tuple(p.shape)} {p.dtype} on {p.device}")
+            if not self.state[p]:
+                self.make_states(params)
+            state = self.state[p]
+            parts = [part for part in (p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p))
+                     if part is not None]
+            if [part.data_ptr() for part in parts] == end:
+                runs[-1].append(p)
+            else:
+                runs.append([p])
+            end = [part.data_ptr() + part.nbytes for part in parts]
+        return runs
+
+    def make_states(self, params):
+        """Zero moments for those that have none, side by side."""
+        new = [p for p in params if not self.state[p]]
+        sizes = [p.numel() for p in new]
+        both = [torch.zeros(sum(sizes), device=new[0].device).split(sizes) for _ in range(2)]
+        for p, *moments in zip(new, *both):
+            m, v = (moment.view_as(p) for moment in moments)
+            self.state[p].update(step=torch.zeros(()), exp_avg=m, exp_avg_sq=v)

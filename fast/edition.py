@@ -11,18 +11,18 @@ import kernels
 from fast import llama, norm
 from fast.context import TunedRing
 from fast.experts import fast_grouped, FusedExperts, visit_under_own_rows, without_sorting
+from fast.graphs import RecordedPipeline
 from fast.muon import fast_orthogonal
-from fast.pipeline import PatientPipeline
 from fast.sequence import gathered, RegatheringColumns, scattered
 from fast.tensor import BiasedOnce, CopyInPlace, ReduceInPlace
-from fast.zero import AheadOptimizer, FastFSDP
+from fast.units import WrittenMatrices, WrittenUnit
 from further.expert_parallel import through_experts
 from further.experts import Experts, grouped_linear
-from further.llama import rotary, swiglu
-from further.muon import orthogonal
-from further.rms_norm import RowNorm
+from further.llama import rms_norm, rotary, swiglu
+from further.muon import orthogonal, UnitOfMatrices
+from further.schedules import HalvedPipeline
 from model import Block
-from parallel import Reference, RowParallelLinear
+from parallel import Pipeline, Reference, RowParallelLinear, Unit
 
 
 class FusedBlock(Block):
@@ -40,12 +40,16 @@ LAYERS = {  # of a GPT: what computes the same sooner
     Block: FusedBlock,
     RowParallelLinear: BiasedOnce,
     Experts: FusedExperts,
-    RowNorm: norm.TunedRowNorm,
+    rms_norm: norm.tuned_rms_norm,
     swiglu: llama.swiglu,
     rotary: llama.rotary,
     grouped_linear: fast_grouped,
     orthogonal: fast_orthogonal,
     through_experts: without_sorting,
+    Unit: WrittenUnit,
+    UnitOfMatrices: WrittenMatrices,
+    Pipeline: RecordedPipeline,
+    HalvedPipeline: RecordedPipeline,
 }
 
 
@@ -58,16 +62,8 @@ def on():
 
 
 class Fast(Reference):
-    """What fast.stages.parallelize makes a GPT of. Besides the reference's attributes:
-
-    sharded          wraps a stage's module at ZeRO-3
-    flat_optimizer   averages gradients at ZeRO 0 to 2, and steps
-    pipeline         runs all schedules
-    """
-    sharded = FastFSDP
-    flat_optimizer = AheadOptimizer
+    """What train.parallelize makes a GPT of."""
     columns = RegatheringColumns
-    pipeline = PatientPipeline
     tensor = CopyInPlace.apply, ReduceInPlace.apply
     sequence = gathered, scattered
     context = {"ring": TunedRing.apply}

@@ -79,30 +79,29 @@ def bias_gradient(dy):
 #
 #     y = x W^T + b        dx = dy W        dW = dy^T x        db = sum over rows of dy
 #
-# Another pipeline stage waits for dx, but none for dW and db. (A CUDA graph adds them to totals at fixed addresses:
-# fast/graphs.py puts another `add` in the place of the one below.)
+# Another pipeline stage waits for dx, but none for dW and db. Both are written where they travel (fast/units.py).
 
 LINEARS = torch.nn.Linear, parallel.ColumnParallelLinear, parallel.RowParallelLinear
 MOST_WAITING = 2  # layers. A sublayer has two that --tp cuts
 
 
 class WeightGradients:
-    """Computes the weight gradients of a stage's Linears in autograd's place. fast/pipeline.py makes one where lists
-    have I and W, fast/graphs.py for CUDA graphs. What runs for one Linear:
+    """Computes the weight gradients of a piece's Linears in autograd's place, for fast/graphs.py. unit_of: {parameter: its
+    WrittenUnit}. What runs for one Linear:
 
         F   its product, in one of the functions below, which `collected` gives detached weights and `take`
         I   autograd calls the function's backward, which returns dx, and puts (W, b, dy, x) into `later`
-        W   compute(W, b, dy, x): dW = dy^T x, db = sum of dy, then the hooks, such as DDP's
+        W   compute(W, b, dy, x): dW = dy^T x, db = sum of dy
         B   as I, but computes at once, except layers that --tp cuts: they wait until the next all-reduce, or the end of
-            the backward, calls `catch_up`. At most MOST_WAITING wait, because what they need takes memory, and their
-            buckets are to be sent
+            the backward, calls `catch_up`. At most MOST_WAITING wait, because what they need takes memory
 
     Norms, embeddings, routers, experts, tied weights and biases that are added after g (with --sp) stay with autograd,
     in I.
     """
     later = None  # a list during an I
 
-    def __init__(self, module):
+    def __init__(self, module, unit_of):
+        self.unit_of = unit_of
         self.waiting = []
         uses = Counter(param for layer in module.modules() for param in layer._parameters.values())
         for layer in module.modules():
@@ -135,17 +134,9 @@ class WeightGradients:
     @torch.no_grad()
     def compute(self, weight, bias, dy, x):
         if weight.requires_grad:
-            self.add(weight, dy.T, x)
+            self.unit_of[weight].add(weight, dy.T, x)
         if bias is not None and bias.requires_grad:
-            self.add(bias, bias_gradient(dy))
-
-    def add(self, param, a, b=None):
-        """What autograd does at the end of a backward: add a gradient, or the product a b, to .grad; call the hooks (a
-        private dictionary of PyTorch's)."""
-        grad = a if b is None else a @ b
-        param.grad = grad if param.grad is None else param.grad.add_(grad)
-        for hook in (param._post_accumulate_grad_hooks or {}).values():
-            hook(param)
+            self.unit_of[bias].add(bias, bias_gradient(dy))
 
 
 class Taker(NamedTuple):

@@ -15,7 +15,7 @@ import collectives as dist
 import kernels
 from further import experts as mixture
 from further.sequence import Conjugate
-from parallel import Cut, groups_of, local_parameter, set_placement
+from parallel import Cut, local_parameter, set_placement
 
 
 # ------------------------------------------------------------------------------------ experts cut by tensor parallelism
@@ -84,13 +84,6 @@ def expert_plan(f, g):
 # gets the tokens of N ranks, so it has the gradient of a sum of N of them. The gradient of the batch's loss is
 # therefore the average over the copies, divided by N (`Placement.divide_by`).
 # Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformers" (2021).
-
-def split_experts(mesh, n):
-    """[the group of n neighbours along dp who share out the experts, the group of the ranks that keep the same experts
-    as this one]. n must divide dp."""
-    neighbours = mesh.mesh.unflatten(1, (-1, n)).permute(0, 4, 1, 3, 2)                       # (pp, tp, dp/n, cp, n)
-    return groups_of(neighbours.flatten(0, 1).flatten(1, 2))                                  # (pp tp, dp/n cp, n)
-
 
 def exchange(rows, group, sends, receives):
     """Send the first sends[0] of the rows (n, C) to rank 0, and so on. The result begins with receives[0] rows of rank

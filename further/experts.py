@@ -82,18 +82,22 @@ def count_of_each(chosen, experts):
 
 
 @torch.no_grad()
-def balance(net, rate):
-    """After the optimizer's step: move the routers' biases against the load of the last forward_backward. Returns how
-    often all ranks chose each expert, int64 (L, E), 0 in blocks without experts. net: a ParallelGPT."""
-    loads = torch.zeros(net.config.n_layer, net.config.experts, dtype=torch.int64, device=net.device)
+def loads(net):
+    """How often all ranks chose each expert in the last forward_backward, int64 (L, E), 0 in blocks without experts.
+    net: a ParallelGPT."""
+    counts = torch.zeros(net.config.n_layer, net.config.experts, dtype=torch.int64, device=net.device)
     for i, router in net.routers.items():
-        loads[i] = router.load
+        counts[i] = router.load
     routed_differently = [net.groups.dp_cp, net.groups.pp] + [net.groups.tp] * net.layout.sp
     for group in routed_differently:
-        dist.all_reduce(loads, group=group)
+        dist.all_reduce(counts, group=group)
+    return counts
+
+
+def balance(net, loads, rate):
+    """After the optimizer's step: move the routers' biases against these loads."""
     for i, router in net.routers.items():
         router.balance(loads[i], rate)
-    return loads
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@
 import torch
 
 import collectives as dist
-import parallel
 
 
 def ranks_of_dp_cp(mesh):
@@ -25,6 +24,18 @@ def over_nodes(group, groups):
         two_levels(group, groups)
 
 
+def groups_of(grids):
+    """Of the grid of ranks that this rank is in: [its group along the rows, its group along the columns]."""
+    return sum([dist.rows_and_columns(grid) for grid in grids.tolist()], [])
+
+
+def split_experts(mesh, n):
+    """[the group of n neighbours along dp who share out the experts, the group of the ranks that keep the same experts
+    as this one]. n must divide dp."""
+    neighbours = mesh.mesh.unflatten(1, (-1, n)).permute(0, 4, 1, 3, 2)                       # (pp, tp, dp/n, cp, n)
+    return groups_of(neighbours.flatten(0, 1).flatten(1, 2))                                  # (pp tp, dp/n cp, n)
+
+
 def add_groups(groups, mesh, layout):
     """Give train.make_groups' groups those that this layout has besides. Call it on all ranks."""
     over_nodes(None, [range(mesh.size())])
@@ -34,7 +45,6 @@ def add_groups(groups, mesh, layout):
     over_nodes(groups.dp_cp, dp_cp.tolist())  # they send most
     groups.shard = groups.dp_cp
     if layout.zero and layout.zero_within not in (None, layout.replicas):
-        groups.shard, groups.replicate = parallel.groups_of(dp_cp.unflatten(1, (-1, layout.zero_within)))
+        groups.shard, groups.replicate = groups_of(dp_cp.unflatten(1, (-1, layout.zero_within)))
     if layout.ep > 1:
-        from further.expert_parallel import split_experts
         groups.ep, groups.same_experts = split_experts(mesh, layout.ep)

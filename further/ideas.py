@@ -8,15 +8,14 @@ A row has the name of a function or class, the flag that asks for it, and its fi
 import importlib
 
 IDEAS = """
-    PRESETS               --arch             llama
-    resized               --experts          kinds
     add_to_plan           --tp               kinds
-    tokenizer             --tokenizer        bpe_json
+    Tokenizer             --tokenizer        bpe
     packed                --pack             packed
     context_parallel      --cp               context
     cut_tokens            --cp               context
     expert_parallel       --ep               expert_parallel
     routers               --experts          experts
+    loads                 --experts          experts
     balance               --experts          experts
     how_even              --experts          experts
     sequence_parallel     --sp               sequence
@@ -24,9 +23,9 @@ IDEAS = """
     scattered             --sp               sequence
     HalvedPipeline        --schedule         schedules
     schedule_of           --schedule         lists
-    SCHEDULES             --schedule         lists
     read_schedule         --schedule-file    lists
     check                 --pp               lists
+    split_pieces          --pp               pieces
     add_groups            --zero-within      groups
     average_between       --zero-within      nodes
     compute_loss_in       --loss-chunk       chunked_loss

@@ -15,7 +15,6 @@ from torch.distributed import ReduceOp
 
 import collectives as dist
 from collectives import average, Link, link_of, node_of
-from parallel import placement_of
 
 
 # Hybrid sharding: the n ranks of a node shard among themselves (`Layout.zero_within`), so ZeRO's gathers and
@@ -23,18 +22,12 @@ from parallel import placement_of
 # however many micro-batches it has, the nodes average the gradient of each shard: an all-reduce of K/n elements.
 
 @torch.no_grad()
-def average_between(shards, group):
-    """Average the gradients of shards, or parts, over the ranks that have the same. Call it when the
-    ranks that shard have averaged theirs.
-
-    It leaves experts out, because all ranks that keep an expert have averaged its gradient at once.
-    """
-    handles = []
-    for shard in shards:
-        if shard.grad is not None and not placement_of(shard).average_over:
-            handles.append(dist.all_reduce(shard.grad, dist.ReduceOp.AVG, group, async_op=True))
-    for handle in handles:
-        handle.wait()
+def average_between(units, groups):
+    """Average over `replicate`, the ranks that have the same rows, what the ranks of `shard` have averaged. (All ranks
+    that keep an expert have averaged its gradient at once.)"""
+    for unit in units:
+        if unit.group is groups.shard and unit.total is not None:
+            dist.all_reduce(unit.total, dist.ReduceOp.AVG, groups.replicate)
 
 
 # Two levels, for groups that are not sharded by node:

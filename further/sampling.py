@@ -83,6 +83,8 @@ class CachedGPT(GPT):
 
 
 # ------------------------------------------------------------------------------------------------- a model that is cut
+TOP_K = 40  # of how many of the likeliest tokens each one of a run's sample is drawn
+
 
 def whole_model(trainer):
     """Each rank gives its parts; rank 0 gets the GPT that one process would hold, the others its shapes alone.
@@ -90,13 +92,13 @@ def whole_model(trainer):
     layout = trainer.net.layout
     in_parts = layout.zero == 3 or layout.tp * layout.pp * layout.ep > 1
     device = "cpu" if in_parts else trainer.device
-    whole = trainer.sampler(trainer.config, seed=None)
+    whole = CachedGPT(trainer.config, seed=None)
     materialize(whole, trainer.net.whole_parameter, device if dist.get_rank() == 0 else "meta",
                 master_dtype(layout.dtype))
     return whole
 
 
-def show_sample(trainer, goes_on=lambda: True):
+def show_sample(trainer, say, goes_on=lambda: True):
     """Rank 0 prints what a Trainer's model goes on with after its prompt. Call it on all ranks, after the last step,
     which all ask goes_on() before each tenth token."""
     s = trainer.s
@@ -107,7 +109,7 @@ def show_sample(trainer, goes_on=lambda: True):
             break
         if dist.get_rank() == 0:
             tokens.append(next(stream).item())
-    trainer.say(f"--- sample, {s.sample} tokens ---\n{trainer.vocabulary.decode(tokens)}\n---")
+    say(f"--- sample, {s.sample} tokens ---\n{trainer.vocabulary.decode(tokens)}\n---")
 
 
 def stream_after(trainer, prompt):
@@ -117,4 +119,4 @@ def stream_after(trainer, prompt):
     start = torch.tensor([prompt], device=whole.wte.weight.device)
     if start.device.type != trainer.device.type:
         kernels.use("auto")  # "triton" refuses what is on the CPU
-    return whole.stream(start, trainer.s.temperature, trainer.s.top_k_sample, trainer.s.seed)
+    return whole.stream(start, trainer.s.temperature, TOP_K, trainer.s.seed)

@@ -26,7 +26,7 @@ from lessons.eight_bits import few_rows, floats_of, in_int4, in_int8
 from model import Linear, PRESETS
 from safe.data import load_data
 from safe.flags import Settings
-from train import batch, Bytes
+from further.text import batch, Bytes
 
 PACKS = {8: in_int8, 4: in_int4}
 

@@ -104,7 +104,7 @@ def averaged(config):
 
 def gradient_bytes(net):
     """Of gradients on this rank: those of layers, those on their way, averages that have come."""
-    units = dict.fromkeys(net.unit_of.values())
+    units = net.units
     sending = sum(unit.weights.numel() * unit.mine.itemsize for unit in units if unit.sending)
     return sending + bytes_of([*(param.grad for param in net.unit_of), *(unit.total for unit in units)])
 

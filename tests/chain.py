@@ -14,7 +14,7 @@ from further.lists import check, check_weights
 from further.schedules import HalvedPipeline, SCHEDULES, zero_bubble_h1
 from further.whole import take_state, whole_state
 from parallel import (
-    Action, ColumnParallelLinear, CopyToGroup, lists_of_pieces, lower, make_mesh, Parallel, ReduceFromGroup,
+    Action, ColumnParallelLinear, CopyToGroup, even_runs, into_pieces, lower, make_mesh, Parallel, ranks_of_stages, ReduceFromGroup,
     RowParallelLinear, ScheduleError, tensor_parallel, with_weights)
 from tests.pool import close, parametrize
 
@@ -191,7 +191,9 @@ def test_every_schedule_s_letters_are_right(schedule):
     """Of 2 and 3 ranks, few and many micro-batches, every stage of ZeRO: proven, and at most two pieces are whole."""
     for p, m, zero in itertools.product((1, 2, 3), (1, 2, 5), range(4)):
         v = 2 if schedule == "interleaved" else 1
-        lists = [with_weights(actions, zero, (0,)) for actions in lists_of_pieces(SCHEDULES[schedule], p, m, v, 9)]
+        made = SCHEDULES[schedule](p, m, v)
+        runs = even_runs(9, len(ranks_of_stages(made)))
+        lists = [with_weights(into_pieces(actions, runs), zero, (0,)) for actions in made]
         check(lower(lists), m, zero, (0,))
         whole, _ = zip(*(check_weights(lists, rank, zero, (0,)) for rank in range(p)))
         assert zero != 3 or max(whole) <= 2

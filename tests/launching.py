@@ -25,7 +25,8 @@ from tests.pool import forkserver, GPUS, HERE, in_new_process, on_linux, on_rank
 from tests.refusals import refusal_of_layout
 from tests.runs import TINY, Ranks, command, import_from, log_of, processes, ran
 import safe.launch
-from safe.checkpoints import checkpoints, lock
+from further.resume import checkpoints
+from safe.checkpoints import lock
 from safe.sizes import BadInput
 import train
 
@@ -303,7 +304,7 @@ def start_ranks_and_stay(pipe):
 
 def start_and_stay(stay, pipe):
     """A launcher whose one rank, which PyTorch has not made, does as `stay` says."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCHELASTIC_RUN_ID="a")
     multiprocessing.get_context("fork").Process(target=stay, args=(pipe,)).start()
     time.sleep(300)
 

@@ -1,25 +1,18 @@
-"""Muon over ZeRO-1 by owners. (Layouts that equal one process are rows of tests/layouts.py.)"""
+"""Muon. (Layouts that equal one process are rows of tests/layouts.py.)"""
 
-import copy
-from collections import Counter
-from functools import partial
 from unittest.mock import Mock, patch
 
 import torch
 
-import collectives as dist
 import fast.muon
 import further.muon
 import model
 from fast.grouped import tma_takes
 from fast.muon import fast_orthogonal, symmetric
-from fast.stages import OwnedMuon, owners
-from fast.zero import AheadOptimizer
 from further.muon import Muon, orthogonal
 from tests.kernels import KERNEL_DEVICE
 from tests.layouts import DECAY, SMALL
-from tests.pool import close, on_ranks, parametrize
-from theory.traffic import sent
+from tests.pool import close, parametrize
 
 OPTIONS = {"lr": 1e-2, "weight_decay": DECAY}
 
@@ -73,52 +66,3 @@ def test_matrices_of_one_size_step_together_as_alone(most, at_once):
                 opt.step()
     assert sorted(called) == sorted(2 * at_once)
     assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(*(net.parameters() for net in nets), strict=True))
-
-
-@parametrize("stage, compute_dtype", [(0, torch.bfloat16), (1, torch.bfloat16), (2, None)])
-@on_ranks(4)
-def test_owners_step_as_one_process_to_the_bit(stage, compute_dtype, rank, size):
-    """Given equal gradients. Each matrix has one owner; all ranks together send ZeRO-1's bytes."""
-    one = model.GPT(SMALL).to(torch.get_default_device())
-    net = copy.deepcopy(one)
-    alone = Muon(one.named_parameters(), **OPTIONS)
-    optimizer = AheadOptimizer(net.named_parameters(), partial(OwnedMuon, **OPTIONS), None, stage,
-                               compute_dtype=compute_dtype)
-    draw = torch.Generator("cpu").manual_seed(0)
-    for _ in range(2):
-        for p in one.parameters():
-            p.grad = torch.randn(p.shape, generator=draw, device="cpu").to(compute_dtype or p.dtype).to(p)
-        dist.reset_traffic()
-        optimizer.zero_grad()
-        sum((p * q.grad.to(p)).sum() for p, q in zip(net.parameters(), one.parameters())).backward()
-        optimizer.finish_grad_sync()
-        alone.step()
-        optimizer.step()
-        log = {op: copy.copy(traffic) for op, traffic in dist.traffic().items()}
-        for p, q in zip(net.parameters(), one.parameters(), strict=True):
-            assert p.equal(q.to(p)) or p.is_cuda and close(p, q.to(p), 1e-2)  # cuBLAS rounds by a batch's size
-    owned = [bucket for bucket in optimizer.buckets if hasattr(bucket.shard, "matrices")]
-    states = torch.tensor(sum(len(bucket.shard.matrices) for bucket in owned))
-    dist.all_reduce(states)
-    assert states == 8 * (1 if stage else size)
-    for op, width in {"reduce_scatter": 4, "all_gather": 2 if compute_dtype else 4}.items() if stage else ():
-        if states.device.type == "cpu":  # GPUs of a node form no ring
-            assert log[op].bytes == sum(sent(op, tuple(bucket.sizes), width, size, rank) for bucket in owned)
-        everybody = torch.tensor(float(log[op].bytes))
-        dist.all_reduce(everybody)
-        assert everybody == (size - 1) * width * sum(sum(bucket.sizes) for bucket in owned)
-
-
-def test_owners_have_alike_costs():
-    """Of GPT-2: a fused q, k, v counts as three matrices; on 8 ranks all have as much to do."""
-    net = model.GPT(model.PRESETS["gpt2"], seed=None)
-    OwnedMuon(net.named_parameters(), lr=1e-3)
-    costs = {p: p.matrices[0][1].cost for p in net.parameters() if hasattr(p, "matrices")}
-    attention = net.h["0"].attn
-    assert len(costs) == 48 and costs[attention.c_attn.weight] == 3 * costs[attention.c_proj.weight]
-    with patch.object(dist, "get_world_size", lambda group: 8):
-        owner = owners(costs, None)
-    loads = Counter()
-    for p in costs:
-        loads[owner[p]] += costs[p]
-    assert max(loads.values()) == sum(costs.values()) / 8

@@ -30,7 +30,7 @@ import kernels
 import parallel
 import safe.launch
 import train
-from fast import edition, stages
+from fast import edition
 from fast.edition import Fast
 
 
@@ -352,10 +352,8 @@ def edition_here():
 
 
 def parallelize(config, layout, device, source=None, optimizer=None, edition=None):
-    """A GPT of an edition: the reference's pieces, or fast/'s stages."""
-    edition = edition or edition_here()
-    build = stages.parallelize if issubclass(edition, Fast) else train.parallelize
-    return build(config, layout, device, source, optimizer, edition)
+    """A GPT of an edition, this process's if it is left out."""
+    return train.parallelize(config, layout, device, source, optimizer, edition or edition_here())
 
 
 def runs_kernels():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
+from collections import defaultdict
 from unittest.mock import patch
 
 import pytest
@@ -18,10 +19,10 @@ import model
 import parallel
 from tests.layouts import SMALL, small_gpt, tokens_of
 from fast.linear import WeightGradients
-from fast.pipeline import CollectingMicroBatch
+from fast.graphs import CollectingMicroBatch
 from tests.pool import close, is_plain, on_cpus_both, on_ranks, parametrize, runs_kernels, table, uncollected
 from further.kinds import resized
-from further.lists import check, checked, lower, parse, ScheduleError
+from further.lists import check, lower, parse, ScheduleError
 from further.pieces import split_pieces
 from lessons.lecture8 import gpipe_step
 from further.schedules import (
@@ -58,7 +59,7 @@ class Scaled(nn.Embedding):
 
 @on_ranks(2)
 def test_cut_layers_refuse_what_they_cannot_do():
-    """On a GPU, which nobody waits for, numbers outside of the vocabulary give NaN."""
+    """Tokens outside of the vocabulary give NaN."""
     f, g = parallel.CopyToGroup.apply, parallel.ReduceFromGroup.apply
     plan = {"0": functools.partial(parallel.VocabParallelEmbedding, g=g)}
     columns = {"0": functools.partial(parallel.ColumnParallelLinear, f=f)}
@@ -72,11 +73,11 @@ def test_cut_layers_refuse_what_they_cannot_do():
             ("padding_idx", plan, nn.Embedding(10, 4, padding_idx=0)),
             ("max_norm, sparse", plan, nn.Embedding(10, 4, max_norm=1.0, sparse=True)),
             ("scale_grad_by_freq", plan, nn.Embedding(10, 4, scale_grad_by_freq=True)),
-            ("parametrizations", columns, nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
-            ("with _backward_pre_hooks", columns, hooked), ("adapter", row, adapted),
-            ("weight_mask, weight_orig", columns, narrowed), ("with forward", row, scaled),
+            ("not ParametrizedLinear", columns, nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+            ("with _backward_pre_hooks", columns, hooked), ("_modules", row, adapted),
+            ("_buffers", columns, narrowed), ("with forward", row, scaled),
             ("a plain Embedding can be cut over ranks, not Scaled: leave it out", plan, Scaled(10, 4)),
-            ("a plain Linear can be cut over ranks, not Conv1d: leave it out", columns, nn.Conv1d(4, 4, 1))]:
+            ("a plain Linear can be cut over ranks, not Conv1d with", columns, nn.Conv1d(4, 4, 1))]:
         with pytest.raises(ValueError, match=says):
             parallel.tensor_parallel(nn.Sequential(layer), None, plan_of)
     with pytest.raises(ValueError, match="needs 9 processes, there are 2"):
@@ -88,15 +89,13 @@ def test_cut_layers_refuse_what_they_cannot_do():
         numbers = torch.tensor([[3, bad]])
         kernels.use(way)
         with patch.object(kernels, "readable", lambda tensor: read):
+            assert net(numbers).isnan().all(2).tolist() == [[False, True]]
             if read:
-                with pytest.raises(IndexError, match="an embedding of 10 rows takes 0 to 9"):
-                    net(numbers)
                 with pytest.raises(IndexError, match="of 10 logits they are 0 to 9"):
                     parallel.cross_entropy(z, numbers, 10)
             else:
                 loss = parallel.cross_entropy(z * 1, numbers, 10)
                 assert loss.isnan() and torch.autograd.grad(loss, z)[0].isnan().all()
-                assert net(numbers).isnan().all(2).tolist() == [[False, True]]
 
 
 @on_ranks(3)
@@ -215,7 +214,7 @@ def test_a_micro_batch_that_no_list_has_is_missed():
         with pytest.raises(ScheduleError, match=f"stage 0, micro-batch {number}: F and B.*must each be there"):
             check(lower(without(number)))
     with pytest.raises(ScheduleError, match="stage 0, micro-batch 3"):
-        checked(lambda p, m, v: without(3), 2, 4, 1)
+        check(lower(without(3)), 4)
     with pytest.raises(ScheduleError, match="F2 is there, and there are 2 micro-batches"):
         check(lower(parallel.one_f_one_b(2, 3)), 2)
 
@@ -247,7 +246,7 @@ def test_schedules_are_read_as_they_are_printed():
 @parametrize("text, says", [
     ("", "begins with rank 0"), ("rank 1  F0 B0", "begins with rank 0"), ("rank 0  F0 X0", "'X0' is no action"),
     ("rank 0  F0 B0 B0", "B0 is there twice"), ("rank 0  F0 F2 B0 B2", "micro-batch 1: F and B"),
-    ("rank 0  F0 B0\nrank 1  B0 .. F0", "deadlock"), ("rank 0  F0 B0\nrank 1  F0/2 B0/2", "stage 1 is not")])
+    ("rank 0  F0 B0\nrank 1  B0 .. F0", "deadlock"), ("rank 0  F0 B0\nrank 1  F0/2 B0/2", "stage 1, micro-batch 0: F and B")])
 def test_texts_of_schedules_that_cannot_run_are_refused(text, says):
     with pytest.raises(ValueError, match=says):
         parse(text)
@@ -279,11 +278,23 @@ def test_layers_are_split_by_cost():
     assert [len(cut) for cut in split(model.PRESETS["gpt2-xl"], 4)] == [13, 13, 13, 11]
 
 
+class AddsToGrad:
+    """A stand-in, which adds gradients where autograd does."""
+
+    def add(self, param, a, b=None):
+        grad = a if b is None else a @ b
+        param.grad = grad if param.grad is None else param.grad + grad
+
+
+def collecting(net):
+    return CollectingMicroBatch(net, None, WeightGradients(net, defaultdict(AddsToGrad)))
+
+
 def halves_of(net):
     """A micro-batch of this program whose backward comes in halves."""
     if is_plain():
         return HalvedMicroBatch(net, None)
-    return CollectingMicroBatch(net, None, WeightGradients(net))
+    return collecting(net)
 
 
 @on_cpus_both
@@ -316,7 +327,7 @@ def test_weight_gradients_wait_for_w(first, frozen):
 def test_w_keeps_what_it_computes_from_until_it_has():
     """After I neither the graph lives, nor the stage's input, whose gradient has been sent."""
     net = model.GPT(SMALL, pieces=range(1, 3))
-    micro_batch = CollectingMicroBatch(net, None, WeightGradients(net))
+    micro_batch = collecting(net)
     x, kept, alive = torch.ones(2, 5, SMALL.n_embd).requires_grad_(), [], []
     given, compute = weakref.ref(x), micro_batch.weight_gradients.compute
 

@@ -7,6 +7,7 @@ alone.
 import ast
 import compileall
 import functools
+import graphlib
 import importlib
 import inspect
 import math
@@ -50,17 +51,17 @@ def room_of(file):
 
 # ------------------------------------------------------------------------------------------------------ the reference
 
-# Ranks, flags, whether further/ is there, too: it has them as threads of one process.
+# Processes, or as threads of one; flags.
 PROGRAMS = """
-    4  --tp 2 --sp --pp 2 --schedule zb-v             further
-    4  --dp 2 --cp 2 --ep 2 --experts 4 --zero 2 --zero-within 2      further
-    2  --dp 2 --dtype fp16 --zero 3                   further
+    4  --tp 2 --sp --pp 2 --schedule zb-v                             --together
+    4  --dp 2 --cp 2 --ep 2 --experts 4 --zero 2 --zero-within 2      --together
+    2  --dp 2 --dtype fp16 --zero 3                                   --together
     4  --dp 2 --tp 2 --zero 1
     2  --pp 2"""
 
 
-def copy_reference(rooms, folder):
-    for file in sum(map(files_of, rooms), []):
+def copy_reference(folder):
+    for file in sum(map(files_of, REFERENCE), []):
         target = folder / file.relative_to(HERE)
         target.parent.mkdir(exist_ok=True)
         shutil.copy(file, target)
@@ -68,11 +69,11 @@ def copy_reference(rooms, folder):
 
 @pytest.fixture(scope="session")
 def reference_in(tmp_path_factory):
-    """reference_in(rooms): a folder that holds the reference's files, and nothing else."""
+    """reference_in(): a folder that holds the reference's files, and nothing else."""
     @functools.cache
-    def copied(rooms):
+    def copied():
         folder = tmp_path_factory.mktemp("alone")
-        copy_reference(rooms, folder)
+        copy_reference(folder)
         compileall.compile_dir(folder, quiet=1)  # once, even where Python is told to write no bytecode
         return str(folder)
     return copied
@@ -81,14 +82,14 @@ def reference_in(tmp_path_factory):
 @on_cpus
 @parametrize("row", table(PROGRAMS), ids=str)
 def test_the_reference_in_a_folder_of_its_own_logs_the_same_losses(start, trained, tmp_path, reference_in, row):
-    size, flags, *further = row
+    size, flags, *together = row
     tolerance = 1e-3 if "--dtype" in flags else 1e-10
     keys = ["step", "loss", "grad_norm", "lr"] + ["load_max", "load_entropy"] * ("--experts" in flags)
     flags = f"--n-layer 2 --steps 3 --micro-batches 2 --dtype fp64 {flags} --out OUT/"
-    if further:
-        alone = start(flags + "plain --together", folder=reference_in(REFERENCE))
+    if together:
+        alone = start(flags + "plain --together", folder=reference_in())
     else:
-        alone = start(flags + "plain", size, folder=reference_in(CORE))
+        alone = start(flags + "plain", size, folder=reference_in())
     printed = alone.said()
     trained(size, flags + "whole")
     plain, whole = (log_of(tmp_path / name, *keys) for name in ("plain", "whole"))
@@ -104,18 +105,39 @@ def imported(statement):
     return [statement.module] if isinstance(statement, ast.ImportFrom) else []
 
 
-def test_imports_point_one_way():
-    """Only rooms before its own, or files of its own. Inside its last function train.py may name the rooms that it
-    turns on."""
-    wrong = []
+def arrows():
+    """{file: the files that it imports, anywhere in it}."""
+    def found(name):
+        path = name.replace(".", os.sep)
+        return {f"{path}.py", os.path.join(path, "__init__.py")} & {*SOURCES}
+
+    every = {}
     for file, tree in TREES.items():
-        room = room_of(file)
-        before = ROOMS[:ROOMS.index(room) + (room not in REFERENCE or room == "further")]
-        late = ["train", "fast"] * (room == "train")
-        for nodes, able in (tree.body, before), (ast.walk(tree), before + late):
-            rooms = {name.split(".")[0] for node in nodes for name in imported(node)}
-            wrong += [(file, other) for other in rooms & {*ROOMS} - {*able}]
-    assert wrong == []
+        names = [name for node in ast.walk(tree) for name in imported(node)]
+        names += [f"{node.module}.{alias.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+                  for alias in node.names]
+        every[file] = set().union(*map(found, names)) - {file}
+    return every
+
+
+UP = {("train.py", "fast/run.py"), ("train.py", "safe/run.py")}  # in its last function, which hands one to the other
+BACK = {("further/experts.py", "further/shared.py")}  # a config names its layer, which is a subclass of the file's own
+
+
+def test_imports_point_one_way_and_in_no_circle():
+    """Only to rooms before its own, or to files of its own; but train.py, whose `main` names the rooms above."""
+    def level(file):
+        return ROOMS.index(room_of(file))
+
+    every = {(file, other) for file, others in arrows().items() for other in others}
+    up = {(file, other) for file, other in every if level(other) > level(file)}
+    assert up == UP
+    below = {file: {other for other in others if (file, other) not in UP | BACK} for file, others in arrows().items()
+             if room_of(file) not in ("fast", "tests", "test_all")}
+    graphlib.TopologicalSorter(below).prepare()  # CycleError names the files
+    late = {name for node in TREES["train.py"].body if getattr(node, "name", "") == "main" for some in ast.walk(node)
+            for name in imported(some)}
+    assert late == {"fast.run", "safe.run"}
 
 
 def test_each_name_is_bound_once():
@@ -220,7 +242,7 @@ ENTERED = {  # a layout, and the rows that it enters
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11":
         "LayerNorm flash_attention",
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11 arch=llama n_kv_head=1":
-        "RowNorm swiglu rotary",
+        "rms_norm swiglu rotary",
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=1 n_embd=16 inner=16 vocab_size=11 optimizer=muon":
         "orthogonal",
 }

@@ -38,11 +38,8 @@ def is_fast(s):
 
 def stages_in(s, config, rank):
     """{stage: its pieces} of a pipeline rank in layout s."""
-    if is_fast(s):
-        cuts = split_pieces(config, len(stage_to_rank_in(s)))
-    else:
-        cuts = parallel.pieces_of_stages(schedule_of(s.schedule), s.pp, s.virtual_stages, config.n_layer + 2)
-    return {stage: cuts[stage] for stage in parallel.stages_on(rank, stage_to_rank_in(s))}
+    runs = split_pieces(config, len(stage_to_rank_in(s)))
+    return {stage: runs[stage] for stage in parallel.stages_on(rank, stage_to_rank_in(s))}
 
 
 # ------------------------------------------------------------------------------------------------- schedules on a clock

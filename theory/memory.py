@@ -23,7 +23,7 @@ from theory.traffic import (
 def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     """Predicted bytes of a pipeline rank of a layout: {"parameters", "gradients", "optimizer", "activations"}.
 
-    All but activations are what is left when a step ends. `most_in_a_step` has what the reference's list holds besides.
+    All but activations are what is left when a step ends. `most_in_a_step` has what the list holds besides.
 
     s: train.py's settings. optimizer: AdamW's two moments, Muon's one, and float32 master weights if layers compute in
     bf16 or fp16. activations: the most that the rank holds at once, by its list of actions for so many `micro_batches`
@@ -31,38 +31,22 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     tokens of a rank's experts over an equal share.
     """
     stages = stages_in(s, config, rank)
-    pieces = stages.values()
-    if not is_fast(s):  # the ends of a tied embedding, where a rank has both, are one parameter
-        pieces = [[i for run in pieces for i in run]]
-    count = local_elements(config, s.tp, tuple(map(tuple, pieces)))
     narrow, wide = widths(s)
-    # Elements on this rank; mine: those that its optimizer steps; muons: of these Muon, which leaves tables to AdamW.
-    matrices = vectors = mine = muons = 0
-    _, _, first, last = contents(config, pieces)
-    table = table_elements(config, s)
-    is_one = config.tied and len(pieces) == 1 and first and last
-    tables = first * (table + config.seq_len * config.n_embd) + last * table * (not is_one)
-    # Of experts ep ranks share out the parameters, and dp x cp / ep keep the same.
-    for experts, shared, ranks in (False, 1, shards_of(s)), (True, s.ep, s.dp * s.cp // s.ep):
-        m = count[experts, True] / shared
-        v = count[experts, False] / shared
-        matrices += m
-        vectors += v
-        whole_vectors = s.zero == 3 and is_fast(s)
-        mine += m + v if s.zero == 0 else m / ranks + v / (1 if whole_vectors else ranks)
-        if s.optimizer == "muon":
-            muons += (m - tables * (not experts)) / (ranks if s.zero else 1)
-    whole = matrices + vectors
+    whole = mine = muons = 0  # elements on this rank; of these its optimizer steps; of these Muon
+    for (experts, matrices), n in elements_of(config, s, stages.values()).items():
+        copies = s.dp * s.cp // s.ep if experts else shards_of(s)
+        part = n / copies if s.zero else n
+        whole += n
+        mine += part
+        muons += part * (matrices and s.optimizer == "muon")
     masters = wide * mine if wide > narrow else 0
-    # At stage 3 weights are whole in a step alone, but for fast/'s vectors.
-    between_steps = narrow * vectors * is_fast(s) if masters else wide * mine
-    gradients = whole if s.zero < (2 if is_fast(s) else 1) else mine  # the reference's are whole until A
     actions = lists_of(s.schedule, s.pp, micro_batches or s.micro_batches, s.virtual_stages)[rank]
     sizes = {stage: activation_bytes(config, s, [run], fused, load) for stage, run in stages.items()}
     waiting = {} if is_fast(s) else {stage: output_bytes(config, s, run) for stage, run in stages.items()}
     return {
-        "parameters": int(narrow * whole if s.zero < 3 else between_steps),
-        "gradients": int(wide * gradients),
+        # ZeRO-3's are whole in a step alone, but for the row that the optimizer steps
+        "parameters": int(narrow * whole if s.zero < 3 else 0 if masters else wide * mine),
+        "gradients": int(wide * (mine if s.zero else whole)),
         "optimizer": int(wide * (2 * mine - muons) + masters),
         "activations": most_held(actions, sizes, waiting)}
 
@@ -71,16 +55,29 @@ PLAN = {**gpt2_plan(None, None), **expert_plan(None, None), **shared_plan(GPTCon
 
 
 @functools.cache
-def local_elements(config, tp, pieces):
-    """How many elements of these pieces are on one of tp ranks: {(are they experts', are they matrices'): number}."""
+def elements_of_piece(config, tp, i):
+    """How many elements of a piece are on one of tp ranks: {(experts', of a block's matrices): number}."""
     count = Counter()
-    for run in pieces:
-        for name, param in GPT(config, seed=None, pieces=run).named_parameters():
-            layer, _, leaf = name.rpartition(".")
-            how = planned(layer, PLAN)
-            whole = how in (None, of_some_heads) or is_row_parallel(how) and leaf == "bias"
-            count[".experts." in name, is_matrix(param)] += param.numel() / (1 if whole else tp)
+    for name, param in GPT(config, seed=None, pieces=[i]).named_parameters():
+        layer, _, leaf = name.rpartition(".")
+        how = planned(layer, PLAN)
+        whole = how in (None, of_some_heads) or is_row_parallel(how) and leaf == "bias"
+        matrix = is_matrix(param) and name.startswith("h.")  # Muon leaves tables to AdamW
+        count[".experts." in name, matrix] += param.numel() / (1 if whole else tp)
     return count
+
+
+def elements_of(config, s, runs):
+    """The same of all pieces of a rank; of experts those that its ep ranks leave it. The ends of a tied embedding, where
+    a rank has both, are one parameter."""
+    pieces = [i for run in runs for i in run]
+    total = Counter()
+    for i in pieces:
+        for (experts, matrices), n in elements_of_piece(config, s.tp, i).items():
+            total[experts, matrices] += n / (s.ep if experts else 1)
+    if config.tied and 0 in pieces and config.n_layer + 1 in pieces:
+        total[False, False] -= table_elements(config, s)
+    return total
 
 
 def is_row_parallel(how):
@@ -183,12 +180,13 @@ def block_bytes(config, s, routed, again, fused, load):
 
 def norm_bytes(config, s, n, fused, first=False):
     """Bytes that a norm keeps of a row of n numbers besides x: mean and rstd, or rstd. PyTorch has no kernel of
-    RMSNorm on CPUs; there also x rstd, and x in float32 in place of x. first: x is a piece's input, which the reference
-    keeps all the same."""
+    RMSNorm on CPUs; there also x rstd, and x in float32 in place of x. first: x is a piece's input, which is
+    kept all the same."""
     width = widths(s)[0]
     if config.arch == "gpt2":
         return 8
-    in_place = width >= 4 or not first or is_fast(s)
+    in_place = width >= 4 or not first
+    fused = fused and is_fast(s)
     return 4 + (not fused and s.device == "cpu") * n * (2 * max(width, 4) - width * in_place)
 
 
@@ -243,23 +241,15 @@ def routed_bytes(config, s, load, fused):
     return rows + router / tokens_cut + k * sorting
 
 
-def reducers_of(net):
-    """What sends gradients under backward in fast/'s edition. The reference has none."""
-    return getattr(net.optimizer, "reducers", [])
-
-
 def kept_tensors(net):
     """This rank's tensors that outlive a step, by kind: {"parameters", "gradients", "optimizer"}."""
-    units = [*dict.fromkeys(net.unit_of.values())]
-    reducers = reducers_of(net)
-    buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
+    units = net.units
     module = [p for piece in net.pieces.values() for p in piece.parameters()]
     stepped = [*net.params, *(unit.mine for unit in units)]
     mixed = net.layout.dtype != master_dtype(net.layout.dtype)
     kinds = {
         "parameters": [module, [unit.weights for unit in units], [] if mixed else stepped],
-        "gradients": [[p.grad for p in module + net.params], [(unit.total, unit.sending) for unit in units],
-                      [bucket.total for bucket in buckets], [list(reducer.under_way) for reducer in reducers]],
+        "gradients": [[p.grad for p in module + net.params], [(unit.total, unit.sending, getattr(unit, "message", None)) for unit in units]],
         "optimizer": [stepped if mixed else [], list(net.optimizer.state.values())]}
     return {kind: [t for t in tensors_in(parts) if t.dim()] for kind, parts in kinds.items()}
 
@@ -288,14 +278,28 @@ def most_in_a_step(actions, net):
 ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries, gaps and NCCL's buffers take the rest
 
 
+def besides(config, s, stages):
+    """Bytes of weights that are whole, and of gradients that wait for an A, at most: as `most_in_a_step` reads them off a
+    list, taken for equally large pieces. ZeRO-1's gradients wait, all of them, for the last micro-batch; their averages come
+    as they go."""
+    narrow, wide = widths(s)
+    pieces = sum(map(len, stages.values()))
+    whole = sum(elements_of(config, s, stages.values()).values())
+    gathered = 2 / pieces * narrow * whole if s.zero == 3 else 0
+    waiting = 1 - 1 / shards_of(s) if s.zero == 1 and s.micro_batches > 1 else 1 / pieces
+    return gathered + waiting * wide * whole * (s.zero > 0)
+
+
 def needed_bytes(config, s):
-    """Bytes that each pipeline rank needs on a GPU, with what a block recomputes, or a chunk of logits."""
+    """Bytes that each pipeline rank needs on a GPU, with what a step holds besides, and what a block recomputes, or a
+    chunk of logits."""
     i = min(config.expert_every, config.n_layer) if config.experts else 1
     again, kept = (activation_bytes(config, some, [range(i, i + 1)])  # of a block with experts
                    for some in (dataclasses.replace(s, recompute="none"), s))
     few = min(s.micro_batches, 3 * s.pp)  # of the schedules that are WORTH it more change no peak
     narrow, _ = widths(s)
     chunk = narrow * (max(chunks_of(config, s)) + config.n_embd) * config.vocab_size / s.tp  # and its term of dW
-    head = [contents(config, stages_in(s, config, rank).values())[3] for rank in range(s.pp)]
-    return [max(again - kept, head[rank] * chunk * (s.loss_chunk > 0))
-            + sum(memory_bytes(config, s, rank, micro_batches=few).values()) for rank in range(s.pp)]
+    ranks = [stages_in(s, config, rank) for rank in range(s.pp)]
+    return [max(again - kept, contents(config, stages.values())[3] * chunk * (s.loss_chunk > 0))
+            + besides(config, s, stages) + sum(memory_bytes(config, s, rank, micro_batches=few).values())
+            for rank, stages in enumerate(ranks)]

@@ -4,7 +4,6 @@ Read with: Ultra-Scale Playbook, "finding the best training configuration" and i
 """
 
 import dataclasses
-import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ import torch
 import parallel
 from further.pieces import matrices
 from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
-from theory.memory import local_elements, table_elements
+from theory.memory import elements_of, elements_of_piece, table_elements
 from theory.traffic import (
-    AGAIN, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, Message, messages, messages_of_bucket,
+    AGAIN, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, Message, messages, messages_of_unit,
     recomputed, sent, shards_of, tokens_of, widths)
 
 
@@ -316,35 +315,29 @@ def seconds_by_axis(config, s, machine, items):
     return spent, touched
 
 
-def buckets_of(s, elements, units):
-    """[(elements, how often a micro-batch gathers them)] of the buckets of so many elements on a rank. units: of
-    ZeRO-3, taken for equally large. (So the embedding counts as gathered twice.)"""
-    if s.zero == 3:
-        return [(elements // units, 2)] * (units - 1) + [(elements // units, 1)]
-    count = max(1, math.ceil(elements * widths(s)[1] / (100 << 20)))
-    return [(elements // count, 1)] * count
-
-
-def messages_of_parameters(config, s, buckets, of_experts, ends):
-    """Messages that gather weights and average gradients, and add up those of a tied embedding. ends: embeddings and
-    heads on this rank."""
-    for axis, some in ("shard", buckets), ("same_experts", of_experts):
-        for (elements, gathers), count in Counter(some).items():
-            for message in messages_of_bucket(s, axis, elements, gathers):
-                yield message._replace(times=count * message.times)
-    if config.tied and ends and s.pp > 1 and stage_to_rank_in(s)[len(stage_to_rank_in(s)) - 1]:
+def messages_of_parameters(config, s, stages):
+    """Messages of G and A of this rank's pieces, and of the sum of a tied embedding's ends."""
+    pieces = [i for run in stages.values() for i in run]
+    last = config.n_layer + 1
+    both_ends = config.tied and 0 in pieces and last in pieces
+    for i in pieces:
+        sizes = Counter()
+        for (experts, _), n in elements_of_piece(config, s.tp, i).items():
+            sizes["same_experts" if experts else "shard"] += n / (s.ep if experts else 1)
+        sizes["shard"] -= table_elements(config, s) * (both_ends and i == last)
+        for axis, n in sizes.items():
+            yield from messages_of_unit(s, axis, int(n), 1 if i in (0, last) else 2)
+    if config.tied and not both_ends and (ends := pieces.count(0) + pieces.count(last)):
         kept = table_elements(config, s) // (shards_of(s) if s.zero else 1)
         yield Message("tied embedding", "all_reduce", "embedding", int(kept), widths(s)[1], ends)
 
 
-def data_seconds(s, spent, touched, count, forward, backward, updates):
-    """Seconds of data parallelism's traffic that computation does not hide. count: buckets sent in a row; forward,
-    backward: seconds of a micro-batch; updates: seconds of work that goes on while weights are gathered.
+def data_seconds(s, spent, touched, count, forward, backward):
+    """Seconds of data parallelism's traffic that computation does not hide. count: pieces on a rank; forward, backward:
+    seconds of a micro-batch.
 
-    Backward hides the traffic of gradients, except the last bucket's. ZeRO-1 and 2 gather a bucket's new weights while
-    AdamW updates the next ones and, with CUDA graphs, while forward computes the layers before. ZeRO-3 gathers each
-    unit while the one before computes: in forward nothing hides the first unit, and in backward the last unit is still
-    whole.
+    A G is one computation ahead, so nothing hides the first one; then forward hides those of ZeRO-1 and 2, and each
+    computation one of ZeRO-3's. Nobody waits for an A, and backward hides all but the last one.
     """
     m = s.micro_batches
     gather, reduce = (spent["shard"][what] + spent["same_experts"][what] for what in ("weights", "gradients"))
@@ -354,7 +347,7 @@ def data_seconds(s, spent, touched, count, forward, backward, updates):
         seen = m * (max(one, count * one - forward) + max(send / count, (count - 1) * one + send - backward))
     else:
         seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
-        seen += max(gather / count, gather - updates)
+        seen += max(gather / count, gather - forward)
     lost = min(1.0, (touched["shard"] + touched["same_experts"]) / max(gather + reduce, 1e-9))
     between = spent["replicate"].total()  # starts when all else has arrived
     return seen + (gather + reduce - seen) * lost + between
@@ -368,7 +361,7 @@ def tensor_seconds_saved(config, s, machine, stages, spent, touched):
         sp             dx, reduce-scattered    beside the same; where they do not wait, but for FP8, its own alone
         sp, but FP8    x, gathered again       beside dy W
 
-    They wait where CUDA graphs add up gradients, so not in ZeRO-2 and 3. An I leaves all of them to W.
+    An I leaves all of them to W.
     """
     if s.tp == 1 or not is_fast(s):
         return 0.0
@@ -379,10 +372,8 @@ def tensor_seconds_saved(config, s, machine, stages, spent, touched):
     product = 2 * columns * tokens / machine.matmul  # dy W; dy^T x takes as long
     if halves_backward(s.schedule, s.pp, s.virtual_stages):
         gradients = 0.0
-    elif s.cuda_graphs == "on" and s.zero < 2:  # so no block has experts
-        gradients = blocks * block_seconds(config, s, machine, False)[2]
     else:
-        gradients = product if s.sp and s.dtype != "fp8" else 0.0
+        gradients = (blocks - routed) * block_seconds(config, s, machine, False)[2]
     tp = spent["tp"]
     hidden = min((tp["f, backward"] * (not s.sp) + tp[MEANWHILE]) / m, gradients) + min(tp[AGAIN] / m, product)
     return hidden * (1 - min(1.0, touched["tp"] / tp.total()))
@@ -395,16 +386,9 @@ def predict(config, s, machine):
     stages = max((stages_in(s, config, rank) for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
-    blocks, routed, first, last = contents(config, stages.values())
-    count = local_elements(config, s.tp, tuple(stages.values()))
-    experts = count[True, True] + count[True, False] if s.ep > 1 else 0  # those with buckets of their own
-    others = count.total() - experts
-    own = experts / s.ep
-    buckets = buckets_of(s, int(others), blocks + 1)
-    of_experts = buckets_of(s, int(own), routed) if own else []
-    of_parameters = messages_of_parameters(config, s, buckets, of_experts, first + last)
-    items = list(messages(config, s, stages, of_parameters))
+    items = list(messages(config, s, stages, messages_of_parameters(config, s, stages)))
     spent, touched = seconds_by_axis(config, s, machine, items)
+
     tp = spent["tp"].total()
     ep = spent["ep"].total()
     cp = context_seconds(config, s, machine, stages, spent)
@@ -419,11 +403,11 @@ def predict(config, s, machine):
     pp = spent["pp"]["activations"] / m * (s.pp - 1) + spent["embedding"].total()
 
     # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
-    shards, copies = (shards_of(s), s.dp * s.cp // s.ep) if s.zero else (1, 1)
-    optimizer = (others / shards + own / copies) * (8 * wide + narrow * (narrow < wide)) / machine.hbm
-    in_a_row = len(buckets) + len(of_experts) * (s.zero < 3)
-    updates = optimizer + (f + waits) * (s.cuda_graphs == "on")
-    dp = data_seconds(s, spent, touched, in_a_row, f + waits, i + w + waits - saved, updates)
+    copies = {False: shards_of(s), True: s.dp * s.cp // s.ep} if s.zero else {False: 1, True: 1}
+    stepped = sum(n / copies[experts] for (experts, _), n in elements_of(config, s, stages.values()).items())
+    optimizer = stepped * (8 * wide + narrow * (narrow < wide)) / machine.hbm
+    pieces = sum(map(len, stages.values()))
+    dp = data_seconds(s, spent, touched, pieces, f + waits, i + w + waits - saved)
     return Costs(m * (f + i + w), tp - m * saved, cp, ep, idle, pp, dp, optimizer)
 
 

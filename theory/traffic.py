@@ -4,7 +4,7 @@ Letters: N ranks in a group, k bytes of a tensor, K parameters, B, T, C, V, L as
 p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters on each axis.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -122,7 +122,7 @@ def shards_of(s):
 # ------------------------------------------------------------------------------------------------- weights, gradients
 
 def messages_of_list(actions, net):
-    """Messages of G and A in a rank's list. net: the Parallel that runs it.
+    """Messages of G and A in a rank's list, and of what a step adds up behind it. net: the Parallel that runs it.
 
     A unit of two pieces, as a tied embedding, is gathered once while one of them holds it.
     """
@@ -137,9 +137,7 @@ def messages_of_list(actions, net):
             if unit.trained:
                 op = SCATTER if unit.zero else "all_reduce"
                 yield Message("gradients", op, names[unit.group], unit.weights.numel(), unit.mine.itemsize)
-    for param in net.params if net.groups.replicate else ():
-        if not parallel.placement_of(param).average_over:
-            yield Message("averages of shards", "all_reduce", "replicate", param.numel(), param.itemsize)
+    yield from messages_of_sums(net)
     if muon := getattr(net.optimizer, "matrices", {}):
         yield from messages_of_muon(muon)
 
@@ -148,39 +146,36 @@ def messages_of_muon(matrices):
     """Messages of Muon's step, which gathers each matrix that tp has cut. On GPUs in 16 bits."""
     for param, parts in matrices.items():
         width = 2 if param.is_cuda and param.dtype == torch.float32 else param.itemsize
-        for here, part in parts:
-            if part.cut:
-                yield Message("matrices", GATHER, "tp", part.cut.size * (here.stop - here.start), width)
-
-
-def messages_of_bucket(s, axis, elements, gathers):
-    """In fast/'s edition: messages of a bucket of so many elements, padding included, that goes over an axis.
-
-    gathers: how often ZeRO-3 gathers it for a micro-batch: twice, but once if it stays whole from forward to backward,
-    or is an embedding's, whose backward needs no weights; 0 for 1-D parameters, which it does not cut.
-    """
-    m = s.micro_batches
-    narrow, wide = widths(s)
-    shards = shards_of(s) if axis == "shard" else s.dp * s.cp // s.ep
-    if s.zero in (1, 2) or s.zero == 3 and gathers:
-        yield Message("weights", GATHER, axis, elements, narrow, m * gathers if s.zero == 3 else 1)
-        yield Message("gradients", SCATTER, axis, elements, wide, m if s.zero > 1 else 1)
-        elements //= shards
-    else:
-        yield Message("gradients", "all_reduce", axis, elements, wide)
-    if axis == "shard" and shards < s.replicas:
-        yield Message("averages of shards", "all_reduce", "replicate", elements, wide)
+        for part in parts:
+            if part.group:
+                elements = torch.distributed.get_world_size(part.group) * (part.here.stop - part.here.start)
+                yield Message("matrices", GATHER, "tp", elements, width)
 
 
 def messages_of_sums(net):
-    """Messages of gradients of which each rank has a term: of what saw some of the tokens, of a tied embedding."""
+    """Messages of gradients that are added up, or averaged, behind the list: of what this rank steps."""
     names = {group: name for name, group in vars(net.groups).items()}
-    together = defaultdict(int)
-    for param in net.params:
-        together[parallel.placement_of(param).partial_over, param.itemsize] += param.numel()
-    for (groups, width), elements in together.items():
-        for group in groups:
-            yield Message("sums of gradients", "all_reduce", names[group], elements, width)
+    for unit in [unit for unit in net.units if unit.trained]:
+        row = unit.mine.numel(), unit.mine.itemsize
+        if net.groups.replicate and unit.group is net.groups.shard:
+            yield Message("averages of shards", "all_reduce", "replicate", *row)
+        for group in unit.partial_over:
+            yield Message("sums of gradients", "all_reduce", names[group], *row)
+
+
+def messages_of_unit(s, axis, elements, gathers=2):
+    """Messages of G and A of a unit, where there is no list to read them off. gathers: how often ZeRO-3 gathers it for a
+    micro-batch, once if its B needs no weights, or follows its F."""
+    m = s.micro_batches
+    narrow, wide = widths(s)
+    if s.zero:
+        yield Message("weights", GATHER, axis, elements, narrow, m * gathers if s.zero == 3 else 1)
+        yield Message("gradients", SCATTER, axis, elements, wide, m if s.zero > 1 else 1)
+        elements //= shards_of(s)
+    else:
+        yield Message("gradients", "all_reduce", axis, elements, wide)
+    if axis == "shard" and shards_of(s) < s.replicas:
+        yield Message("averages of shards", "all_reduce", "replicate", elements, wide)
 
 
 # ------------------------------------------------------------------------------------------- what F and B of pieces send
@@ -295,7 +290,7 @@ def messages(config, s, stages, of_parameters, rows=None):
     """All Messages of one rank in a training step of train.py in layout s.
 
     stages: this rank's {number: pieces}.
-    of_parameters: messages of weights and gradients, of messages_of_list or of buckets, with messages_of_sums.
+    of_parameters: messages of weights and gradients, of messages_of_list or messages_of_unit.
     rows: how many rows this rank sends to each rank of ep and gets from each, for each forward in order: [((to rank 0,
         to rank 1, ...), (from rank 0, ...)), ...]; None: equally many for each expert.
     """

@@ -20,21 +20,22 @@ import model
 import parallel
 import train
 from fast import attention, hopper, linear, norm, run
+from fast.graphs import RecordedPipeline
 from fast.nccl import Direct, NodeLink
-from fast.stages import EMBEDDINGS, FlatParameter, StagedGPT
 from further.kinds import resized
-from further.schedules import SCHEDULES
+from further.schedules import HalvedPipeline, SCHEDULES
+from further.text import Bytes
 from lessons.bench import peers
 from lessons.bench.rates import measure_machine, sent_in
 from lessons.bench.timing import (
     interleaved, of_all_ranks, patched, plain_kernels, say, Table, without_collectives, write_json)
 from lessons.plan import describe_model
 from safe.messages import Watched
-from safe.reports import measured_bytes, predicted_bytes, timed
-from safe.run import WatchedTrainer
+from safe.reports import measured, measured_bytes, predicted_bytes, timed
+from safe.run import Plain
 from theory.clock import halves_backward, stages_in
 from theory.speed import describe_machine, mfu, mfu_note, predict
-from theory.traffic import messages, messages_of_bucket, messages_of_list, messages_of_sums
+from theory.traffic import messages, messages_of_list
 
 
 # ----------------------------------------------------------------------------------------------------------- strategies
@@ -68,11 +69,30 @@ def configs_of(config):
     return dense, routed, dataclasses.replace(dense, inner=config.hidden * mlps // config.n_layer)
 
 
+class Timed(train.Trainer):
+    """A Trainer whose first step is measured, and whose steps are judged by the numbers that fast/ looks at.
+
+    s.fast says what it is made of."""
+
+    def __init__(self, s, config, source, data, device):
+        parts = run.parts(s, device) if s.fast == "on" else Plain.parts(s, device)
+        super().__init__(s, config, source, data, device, **parts)
+        if s.fast == "on":
+            run.prepare(self)
+        self.look = (run if s.fast == "on" else Plain).look(s, self)
+
+    def step(self, i):
+        with contextlib.nullcontext(self.seen) if i else measured(self) as self.seen:
+            found = self.gradients(i)
+            [bad] = self.agree(not self.look(found).is_finite)
+            self.update(found, i, bad)
+        return found
+
+
 def make_trainer(config, s, device):
-    """A trainer on random tokens, of fast/ or of the reference."""
+    """A Timed trainer on random tokens."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len)
-    trainer = WatchedTrainer if s.fast == "off" else run.FastTrainer
-    return trainer(s, config, peers.random_source(config, device), (tokens, tokens, train.Bytes()), device)
+    return Timed(s, config, peers.random_source(config, device), (tokens, tokens, Bytes()), device)
 
 
 @contextlib.contextmanager
@@ -92,31 +112,16 @@ def routes_of_rows():
         yield routes
 
 
-def messages_of_buckets(net, s):
-    """Messages of weights and gradients in fast/'s edition, which runs no list with G and A."""
-    wrapped = net.optimizer.modules if s.zero == 3 else []
-    # Gathered once: what is kept until backward, and an embedding, whose backward needs no weights.
-    once = {flat for model in wrapped for flat in model.prefetcher.until_backward}
-    once |= {model.bucket_of[unit.weight] for model in wrapped for unit in model.modules()
-             if isinstance(unit, EMBEDDINGS)}
-    for bucket in net.optimizer.buckets:
-        axis = "same_experts" if bucket.group == net.groups.same_experts else "shard"
-        gathers = 0 if not isinstance(bucket, FlatParameter) else 1 if bucket in once else 2
-        yield from messages_of_bucket(s, axis, bucket.numel, gathers)
-
-
 def predicted_traffic(trainer, routes):
     """{collective: bytes} that this rank sends in a step, by its list and by formulas. routes: the step's, by
     `routes_of_rows`."""
     s, net = trainer.s, trainer.net
     rank = net.mesh.get_coordinate()[0]
-    of_parameters = messages_of_buckets(net, s) if isinstance(net, StagedGPT) else messages_of_list(
-        net.lists(s.micro_batches)[rank], net)
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in ways] for ways in routes]
     where = vars(net.groups) | {"world": None, "all": trainer.control}
     total = Counter()
     for item in messages(trainer.config, s, stages_in(s, trainer.config, rank),
-                         [*of_parameters, *messages_of_sums(net)], rows):
+                         messages_of_list(net.lists(s.micro_batches)[rank], net), rows):
         total[item.op] += item.times * sent_in(dist.link_of(where[item.axis]), item.op, item.elements, item.width)
     return {op: n for op, n in total.items() if n}
 
@@ -124,10 +129,10 @@ def predicted_traffic(trainer, routes):
 def communication(trainer, device, seconds, repeats, calls):
     """The percentage of a step that its collectives cost: what it takes less when they send nothing. Then gradients are
     wrong, but the time is right. seconds: a step's."""
-    trainer.net.pipeline.graphs = None  # a recorded graph would call the real collectives
+    trainer.net.pipeline.recording = None  # a recorded graph would call the real collectives
     with without_collectives():
         without = interleaved({"": lambda: trainer.step(2)}, device, repeats, calls)[""]
-    trainer.net.pipeline.graphs = None  # the graphs just recorded send nothing
+    trainer.net.pipeline.recording = None  # the graph just recorded sends nothing
     return 100 - 100 * without / seconds
 
 
@@ -206,7 +211,7 @@ def pieces():
     """{piece of fast/: [(object, attribute, what stands in its place), ...]}, as for `patched`"""
     norms = [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", norm.add_and_norm)]
     return {
-        "graphs": [(run, "replay_micro_batches", lambda net: None)],                # kernels launched one by one
+        "graphs": [(RecordedPipeline, "run", HalvedPipeline.run)],                  # kernels launched one by one
         "kernels": [(kernels, "on_triton", never)],                                 # PyTorch's operations
         "tuning": [*norms, *plain_kernels(                                          # the reference's
             F.linear, parallel.RowParallelLinear, kernels.flash_attention, kernels.attention_forward,
@@ -214,7 +219,7 @@ def pieces():
         "norm": norms,
         "addition": plain_kernels(model.Block),                                     # added to x, and then the norm
         "specialized": [(attention, "specialized_takes", never), (hopper, "specialized_takes", never)],  # Triton's
-        "reading": [(run.FastTrainer, "all_finite", WatchedTrainer.all_finite)],    # a step waits for its own norm
+        "reading": [(run, "look", Plain.look)],                                     # a step waits for its own norm
         "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
         "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
         "links": [(dist.LINKS, "ours", Watched)],                                   # rings
@@ -305,7 +310,8 @@ def tried(build):
 def memory_and_traffic(trainer):
     """Columns: GiB that the fullest rank keeps, and MiB that rank 0 sends, predicted and found."""
     memory = [max(of_all_ranks(sum(kinds.values()))) / 2**30
-              for kinds in (predicted_bytes(trainer), measured_bytes(trainer))]
+              for kinds in (predicted_bytes(trainer, trainer.seen.share),
+                            measured_bytes(trainer, trainer.seen))]
     trainer.step(2)
     with routes_of_rows() as routes:
         dist.reset_traffic()
