@@ -14,11 +14,11 @@ import torch
 import collectives as dist
 from fast import recorded
 from fast.linear import WeightGradients
-from further.schedules import HalvedMicroBatch, HalvedPipeline
-from parallel import carried, goes_to, needs
+from further.schedules import HalvedPipeline
+from parallel import carried, goes_to, MicroBatch, needs
 
 
-class CollectingMicroBatch(HalvedMicroBatch):
+class CollectingMicroBatch(MicroBatch):
     """A MicroBatch whose W computes nothing twice, because the piece's WeightGradients keep what W needs."""
 
     def __init__(self, module, loss, weight_gradients):

@@ -55,6 +55,8 @@ class WrittenUnit(Unit):
             a.add_product(b, place, beta)
         elif place.dtype == a.dtype:
             place.addmm_(a, b, beta=beta)
+        elif place.device.type == "cpu":  # which has no such product
+            (place.add_ if beta else place.copy_)(a.to(place.dtype) @ b.to(place.dtype))
         else:
             torch.ops.aten.addmm.dtype_out(place, a, b, place.dtype, beta=beta, out=place)
 

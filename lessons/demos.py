@@ -19,21 +19,17 @@ from further.context import own_tokens, seen
 from further.groups import split_experts
 from further.experts import count_of_each, ExpertsConfig
 from further.lists import check
-from further.packed import pairs_of_ranks
 from further.schedules import SCHEDULES
 from lessons import kernels, links, micro, mutate, pages, puzzles, same, turns
-from lessons.allocator import demo_allocator
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.compiled import demo_compile
 from lessons.explore import explore
-from lessons.extension import demo_extension
-from lessons.graph import demo_graph
 from lessons.ladder import demo_ladder
 from lessons.lecture8 import demo_lecture8
 from lessons.letters import check as check_letters
 from lessons.machine import demo_machine
-from lessons.measuring import demo_fp16, demo_measuring
+from lessons.measuring import demo_measuring
 from lessons.moving import ring_states, ring_steps
 from lessons.overlap import demo_overlap
 from lessons.path import demo_path
@@ -51,7 +47,7 @@ from safe.flags import check_layout, dashed, gpus_here, Parser, refuse, Settings
 from safe.sizes import BadInput
 from theory.clock import bubble, draw, simulate
 from theory.speed import MACHINES
-from theory.traffic import messages_of_context, sent
+from theory.traffic import sent
 from further.flags import config_of, layout_of
 
 
@@ -140,8 +136,11 @@ def costs_in(trace):
         return [3 * cost / sum(costs) for cost in costs]
 
 
-def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
-    """The schedules: grids, bubbles, activations."""
+DRAWN = "gpipe", "1f1b", "interleaved", "zb-h1"
+
+
+def demo_pipeline(stages, micro_batches, virtual_stages, schedule=None, trace=None):
+    """Schedules: grids, bubbles, activations. Four of them, or the one that --schedule names."""
     p, m = stages, micro_batches
     costs = costs_in(trace) if trace else (1, 1, 1)
     odd = {"v-half": -(p % 2) / 2, "v-min": 0.5 if p % 3 == 0 else -0.5}  # what the formula leaves out
@@ -149,18 +148,21 @@ def demo_pipeline(stages, micro_batches, virtual_stages, trace=None):
         print("F, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1,\n"
               "from its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and\n"
               "F0/5 runs micro-batch 0 through stage 5. -- is the rest of an action, .. idle.")
-    for name, schedule in SCHEDULES.items():
+    for name in [schedule] if schedule else SCHEDULES if trace else DRAWN:
         v = virtual_stages if name == "interleaved" else 1
-        lists = schedule(p, m, v)
+        lists = SCHEDULES[name](p, m, v)
         check(lower(lists), m)
         formula, timeline = bubble(name, p, v, 1, 1, 1), simulate(lists, *costs)
-        said = "no formula" if formula is None else f"{max(formula + odd.get(name, 0), 0):g} by the formula"
+        holds = formula is not None and m >= p
+        said = f"{max(formula + odd.get(name, 0), 0):g} by the formula | " if holds else ""
         idle = max(timeline.idle)
-        print(f"\n{name}: idle {said} | {idle:.4g} simulated, bubble "
+        print(f"\n{name}: idle {said}{idle:.4g} simulated, bubble "
               f"{100 * idle / timeline.length:.0f} % of {timeline.length:g}; peak activations "
               + " ".join(f"{n:g}" for n in timeline.peak))
         if not trace:
             print(draw(timeline))
+    if m < p:
+        print("\nThe lecture's formulas hold for as many micro-batches as stages, or more.")
     if trace:
         print("\nF, I and W take {:.2f}, {:.2f} and {:.2f} units of time, as in the trace; in the formulas each takes "
               "1.".format(*costs))
@@ -260,31 +262,6 @@ def demo_context(ranks):
         show("busiest", [f"{most:g}" for most in longest], f"{sum(longest):g}")
     print(f"\nA step lasts as long as its busiest rank. All {2 * n * n} blocks, shared out evenly, are {2 * n} a rank, "
           f"and zigzag takes just that.")
-    print("\nzigzag with --pack, a sequence of four documents: half of it, a quarter, and two eighths")
-    documents = torch.tensor([0, 4, 6, 7]) * 16 * n                                          # of 128 n tokens
-    starts = documents[torch.bucketize(torch.arange(128 * n), documents, right=True) - 1].unsqueeze(0)
-    work = pairs_of_ranks(starts, n) / 64**2  # blocks of 64 x 64 scores
-    show("", [f"step {s}" for s in range(n)], "blocks")
-    for rank, row in enumerate(work):
-        show(f"rank {rank}", [f"{blocks:.2f}" for blocks in row], f"{row.sum():.2f}")
-    busiest = work.max(0).values
-    show("busiest", [f"{most:.2f}" for most in busiest], f"{busiest.sum():.2f}")
-    even = work.sum() / n
-    print(f"\nAll {work.sum():.2f} blocks, shared out evenly, are {even:.2f} a rank. Here ranks wait, and a sequence "
-          f"takes {busiest.sum() / even:.1f} times\nas long.")
-    print(f"\nMiB that a rank sends for one sequence in a block of {4 * n} heads of 128, bf16, forward and backward:")
-    show("tokens", ["ring"], "Ulysses")
-    for tokens in 2**13, 2**16, 2**19:
-        ring, ulysses = (f"{sent_for_context(n, tokens, kind) / 2**20:,.1f}" for kind in KINDS)
-        show(f"{tokens:,}", [ring], ulysses)
-
-
-def sent_for_context(n, tokens, kind):
-    """Bytes that a rank of n sends in a block, for a sequence of so many tokens."""
-    config = llama.LlamaConfig(seq_len=tokens, n_layer=1, n_head=4 * n, n_embd=512 * n)
-    s = Settings(dp=1, cp=n, cp_kind=kind, batch_size=1, dtype="bf16")
-    return sum(item.times * sent(item.op, item.elements, item.width, n)
-               for item in messages_of_context(config, s, {0: range(3)}))
 
 
 def demo_experts():
@@ -335,21 +312,17 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "tensor": (demo_tensor, {"ranks": 2}),
     "types": (demo_types, {"dp": 2, "tp": 2, "sp": False, "cp": 1, "cp_kind": "ring", "ep": 1, "pp": 1, "zero": 0,
                            "zero_within": None, "schedule": "1f1b", "virtual_stages": 1, "micro_batches": 1}),
-    "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "trace": None}),
+    "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "schedule": "",
+                                 "trace": None}),
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
-    "graph": (demo_graph, {"model": "tiny"}),
-    "allocator": (demo_allocator, {}),
-    "fp16": (demo_fp16, {"ranks": 1}),
     "measuring": (demo_measuring, {"ranks": 2}),
     "links": (links.demo_links, {"ranks": 2, "json": ""}),
     "lecture8": (demo_lecture8, {"ranks": 2}),
-    "extension": (demo_extension, {}),
     "ladder": (demo_ladder, {}),
     "sampling": (demo_sampling, {"model": "tiny", "steps": 60}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
-    "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "out": None, "many_ranks": 0,
-                                 "break": None, "rank": None}),
+    "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "break": None, "rank": None}),
     "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0}),
     "blind": (demo_blind, {"quick": False, "out": None}),
     "pages": (pages.pages, {"out": "runs/site"}),
@@ -362,7 +335,6 @@ HELP = {  # of the flags
     "micro_batches": "of a step", "virtual_stages": "stages a rank, of the schedule interleaved",
     "trace": "a trace.json of train.py --trace: its times in place of units", "tokens": "on each rank",
     "out": "file for the picture, an .svg; of pages, their folder",
-    "many_ranks": "run a ring of so many, FSDP, and a pipeline; 8 or more",
     "break": "stop in pdb in this function, e.g. all_reduce, isend, Unit.gather, collectives.ring_all_reduce",
     "rank": "of --break: stop on this rank; left out, on the first that comes", "zero": "stage of ZeRO",
     "sp": "sequence parallelism", "cp": "ranks each sequence is cut over", "cp_kind": "of context parallelism",
@@ -371,7 +343,7 @@ HELP = {  # of the flags
     "json": "write the machine's rates there, for bench.py plan --machine",
     "steps": "of training before", "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
-ON_RANKS = (demo_collectives, demo_tensor, demo_experts, demo_fp16, demo_measuring, demo_lecture8,
+ON_RANKS = (demo_collectives, demo_tensor, demo_experts, demo_measuring, demo_lecture8,
             links.demo_links)
 
 

@@ -1,28 +1,27 @@
-"""Eight bits: a product of few rows takes as long as its weights take to be read, so halve their bytes.
+"""Few bits: a product of few rows takes as long as its weights take to be read, so read fewer bytes.
 
 Sampling multiplies a row a sequence, x (R, in), with a whole matrix W (out, in). That is 2 R FLOPs a weight, and an
-H200 has time for 400 while it reads a weight of 2 bytes: it waits for memory. In int8 each row of W is whole numbers q
-up to 127 and a scale s, its largest weight / 127. y = s (x q^T): s comes last, and q is exact in 16 bits, bf16's, too.
+H200 has time for 400 while it reads a weight of 2 bytes: it waits for memory.
+
+    int8    each row of W is whole numbers q up to 127 and a scale s, its largest weight / 127. y = s (x q^T)
+    int4    q is at most 7, two of them in a byte. A row's largest weight would make all others coarse, so each GROUP
+            of columns has a scale, a float32: 4.5 bits a weight. Byte j of a group has q of column j in its low half,
+            and of column j + GROUP/2 in its high half
+
 A weight is off by at most s / 2, an element of y by at most s / 2 times the sum of |x|, and by its own rounding.
 
     python bench.py lessons --only eight-bits    times, bytes, errors
-
-In training it is the products themselves that become faster, in FP8 (fast/fp8.py), and what costs is to make its
-copies: by PyTorch's operations, or by a kernel that reads a tensor once for both.
-
-    python bench.py lessons --only casts
+    python -m lessons sampling                   what it costs in loss
 
 CS336 lecture 5: low precision.
 """
 
-import functools
-
 import torch
 
-from fast.fp8 import LARGEST, two_copies
 from kernels import dot, exact, tl, triton
 from lessons.bench.timing import off, say
-from lessons.four_bits import few_rows_of_four, in_int4
+
+GROUP = 64
 
 
 @triton.jit
@@ -40,11 +39,33 @@ def _few_rows(x, w, scale, y, rows, width, out, R: tl.constexpr, BN: tl.constexp
     tl.store(y + row * out + column, total, (row < rows) & (column < out))
 
 
+@triton.jit
+def _few_rows_of_four(x, w, scale, y, rows, width, out, R: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """BN columns of y = x (scale w)^T, group after group. The halves of a byte meet the halves of x's columns."""
+    HALF: tl.constexpr = GROUP // 2
+    row, column, k = tl.arange(0, R)[:, None], tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, HALF)
+    x += row * width + k                                                                      # (R, HALF)
+    w += column[:, None].to(tl.int64) * (width // 2) + k                                      # (BN, HALF)
+    scale += column * (width // GROUP)                                                        # (BN)
+    total = tl.zeros((R, BN), tl.float32)
+    for group in range(width // GROUP):
+        first = tl.load(x + group * GROUP, row < rows, 0)
+        second = tl.load(x + group * GROUP + HALF, row < rows, 0)
+        both = tl.load(w + group * HALF, column[:, None] < out, 0).to(tl.int32)
+        part = dot(first, tl.trans((both << 28 >> 28).to(first.dtype)))                       # repeats the sign
+        part = dot(second, tl.trans((both >> 4).to(first.dtype)), part)
+        total += part * tl.load(scale + group, column < out, 0)
+    tl.store(y + row * out + column, total, (row < rows) & (column < out))
+
+
 def few_rows(x, w, scale):
-    """scale x w^T, (R, out), for x (R, in) in 16 bits, R up to 16; w (out, in), int8 or as x; scale (out), float32."""
+    """x w^T, (R, out), for x (R, in) in 16 bits, R up to 16. w, scale: of in_int8, of in_int4, or in x's dtype with a
+    scale (out) of ones."""
     (rows, width), out = x.shape, len(w)
     y = x.new_empty(rows, out)
-    _few_rows[(triton.cdiv(out, 64),)](x, w, scale, y, rows, width, out, 16, 64, 256, num_warps=4, num_stages=3)
+    kernel, columns, last, stages = (_few_rows, 64, 256, 3) if scale.dim() == 1 else (_few_rows_of_four, 32, GROUP, 6)
+    kernel[(triton.cdiv(out, columns),)](x, w, scale, y, rows, width, out, 16, columns, last, num_warps=4,
+                                         num_stages=stages)
     return y
 
 
@@ -54,29 +75,31 @@ def in_int8(w):
     return (w / scale[:, None]).round().to(torch.int8), scale
 
 
-def sixteen_and_eight_bits(device, n, side):
-    """8 rows times a matrix of twice the side."""
+def in_int4(w):
+    """(q, s) of w (out, in), where GROUP divides `in`: int8 (out, in / 2), float32 (out, in / GROUP)."""
+    groups = w.float().unflatten(1, (-1, GROUP))                                              # (out, groups, GROUP)
+    scale = groups.abs().amax(2).clamp(min=1e-30) / 7                                         # (out, groups)
+    low, high = (groups / scale[:, :, None]).round().to(torch.int8).chunk(2, 2)
+    return (low & 15 | high << 4).flatten(1), scale
+
+
+def floats_of(q, scale):
+    """The weights (out, in) of in_int8 or in_int4, float32."""
+    if scale.dim() == 1:
+        return q * scale[:, None]
+    groups = q.unflatten(1, (-1, GROUP // 2))
+    return (torch.cat([groups << 4 >> 4, groups >> 4], 2) * scale[:, :, None]).flatten(1)
+
+
+def sixteen_and_fewer_bits(device, n, side):
+    """8 rows times a matrix of twice the side. (In fp16 on a CPU, because Triton's interpreter cannot turn whole numbers
+    into bf16.)"""
     side *= 2
-    w, x = (torch.randn(rows, side, device=device, dtype=torch.bfloat16) for rows in (side, 8))
-    q, scale = in_int8(w)
-    ways = {"PyTorch, 16 bits": (torch.mm, [x, w.T]), "16 bits": (few_rows, [x, w, torch.ones_like(scale)]),
-            "8 bits": (few_rows, [x, q, scale]), "4 bits": (few_rows_of_four, [x, *in_int4(w)])}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    w, x = (torch.randn(rows, side, device=device, dtype=dtype) for rows in (side, 8))
+    ways = {"PyTorch, 16 bits": (torch.mm, [x, w.T]), "16 bits": (few_rows, [x, w, torch.ones(side, device=device)]),
+            "8 bits": (few_rows, [x, *in_int8(w)]), "4 bits": (few_rows, [x, *in_int4(w)])}
     exact = x.double() @ w.double().T
     errors = ", ".join(f"{way} {off(f(*given), exact):.2%}" for way, (f, given) in ways.items())
     say(f"eight-bits, relative errors: {errors}")
     return {way: (f, given, sum(t.nbytes for t in given) + 2 * exact.numel()) for way, (f, given) in ways.items()}
-
-
-def casts_to_fp8(device, n, side):
-    """A tensor in bf16 becomes FP8 with a scale, as it is and transposed. (The bytes of PyTorch's: |x|, its largest, a
-    quotient, the cast, the copy.)"""
-    x = torch.randn(side, side, device=device, dtype=torch.bfloat16)
-    dtype = torch.float8_e4m3fn
-
-    def one_by_one(x):
-        q = (x / (x.abs().amax() / LARGEST[dtype])).to(dtype)
-        return q, q.T.contiguous()
-    one_copy = functools.partial(two_copies, dtype=dtype, transposed=False)
-    both = functools.partial(two_copies, dtype=dtype)
-    return {"PyTorch, both": (one_by_one, [x], 15 * x.numel()), "one copy": (one_copy, [x], 5 * x.numel()),
-            "both": (both, [x], 6 * x.numel())}

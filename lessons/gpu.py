@@ -9,10 +9,9 @@ import torch
 import kernels
 from further import by_hand
 from kernels import triton
-from lessons.eight_bits import casts_to_fp8, sixteen_and_eight_bits
-from lessons.extension import missing
+from lessons.eight_bits import sixteen_and_fewer_bits
 from lessons.kernels import tiles_read
-from lessons.ladder import STEPS, timed
+from lessons.ladder import build, missing, STEPS, timed
 
 
 class Lesson(NamedTuple):
@@ -49,7 +48,7 @@ def columns_and_tiles(device, n, side):
     if device.type == "cuda" and not missing(cuda=True):
         side = max(256, side // 2)
         laws = [law for _, law, _ in STEPS.values()] + [1 / 16]
-        return {name: (*way, law * side**3) for (name, way), law in zip(timed(side).items(), laws)}
+        return {name: (*way, law * side**3) for (name, way), law in zip(timed(build(cuda=True), side).items(), laws)}
     a, b = torch.randn(2, side, side, device=device)
     tile = min(side, 128)
 
@@ -105,6 +104,5 @@ LESSONS = {
     "order": Lesson("programs that run together share L2", "kernels.py tile_of", ungrouped_and_grouped, True),
     "precision": Lesson("fewer bits, and tensor cores", "parallel.py master_dtype", float32_and_bf16),
     "eight-bits": Lesson("few rows wait for weights: halve their bytes", "lessons/eight_bits.py _few_rows",
-                         sixteen_and_eight_bits, True),
-    "casts": Lesson("FP8: a second copy costs no second read", "fast/fp8.py _two_copies", casts_to_fp8, True),
+                         sixteen_and_fewer_bits, True),
 }

@@ -12,9 +12,7 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 import fast
 import kernels
 from fast import edition, norm
-from fast.grouped import tma_takes
-from fast.muon import symmetric
-from further import by_hand, experts
+from further import by_hand
 from further.letters import tensors_in
 from kernels import HAVE_TRITON, tile_of
 from lessons.bench.timing import off, patched, plain_kernels
@@ -30,7 +28,6 @@ class Case(NamedTuple):
     flops: tuple = (0, 0)
     peers: dict = None      # {who: (function, its inputs)} to time beside ours; None: `plain`, eager and compiled
     reference: bool = True  # whether kernels.py has this operation, too; fast/ fuses some
-    published: dict = None  # {who: TFLOP/s of forward, and perhaps of backward} that others published, on an H100
 
     def who(self):
         peers = self.peers or {"eager": (self.plain, self.inputs),
@@ -53,8 +50,7 @@ class Size(NamedTuple):
 
 
 def elu(size):
-    for dtype in dict.fromkeys([size.dtype, torch.float32]):
-        yield Case("ELU", kernels.elu, by_hand.elu_reference, [size._replace(dtype=dtype).random(size.n)], (2, 3))
+    yield Case("ELU", kernels.elu, by_hand.elu_reference, [size.random(size.n)], (2, 3))
 
 
 def gelu(size):
@@ -65,12 +61,11 @@ def layer_norm(size):
     def plain(x, w, b):
         return F.layer_norm(x, w.shape, w, b)
 
-    for c in (768, 1600, 4096, 16384):
-        x, w, b = size.random(max(2, size.n // 2 // c), c), size.random(c), size.random(c)
-        yield Case(f"layer norm {c}", kernels.layer_norm, plain, [x, w, b], (2, 3))
-        if c == 1600:  # x + r, and its norm
-            yield Case(f"add, norm {c}", norm.add_layer_norm, lambda x, r, w, b: (x + r, plain(x + r, w, b)),
-                       [x, size.random(*x.shape), w, b], (4, 4), reference=False)
+    c = 1600
+    x, w, b = size.random(max(2, size.n // 2 // c), c), size.random(c), size.random(c)
+    yield Case(f"layer norm {c}", kernels.layer_norm, plain, [x, w, b], (2, 3))
+    yield Case(f"add, norm {c}", norm.add_layer_norm, lambda x, r, w, b: (x + r, plain(x + r, w, b)),
+               [x, size.random(*x.shape), w, b], (4, 4), reference=False)
 
 
 def cross_entropy(size):
@@ -82,42 +77,17 @@ def cross_entropy(size):
                [size.random(rows, v)], (1, 2))
 
 
-# {(D, T): TFLOP/s of forward}: Shah et al., "FlashAttention-3" (2024), figure 5. Causal, 16,384 tokens, FP16, an H100.
-FLASH_3 = {(64, 1024): 265, (64, 4096): 420, (64, 8192): 460, (64, 16384): 473,
-           (128, 1024): 423, (128, 4096): 579, (128, 8192): 602, (128, 16384): 616}
-
-# {(D, T): TFLOP/s, forward and backward}: tritonbench's pull request 1267 (2026), from its us. Causal, 192 heads, BF16.
-TRITONBENCH = {(128, 1024): (364, 182), (128, 4096): (667, 444), (128, 8192): (685, 539)}
-
-
 def attention(size):
     causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
     backends = {"FLASH": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
     backends = backends if size.device.type == "cuda" else {"math": SDPBackend.MATH}
-    for d, t in itertools.product((64, 128), (1024, 4096, 8192, 16384)):
-        published = {"FA-3, its paper": (FLASH_3[d, t],), "FA-3, 2026": TRITONBENCH.get((d, t), ())}
+    for d, t in itertools.product((64, 128), (1024, 4096, 16384)):
         b, h, t = (16384 // t, 2048 // d, t) if size.large else (1, 2, t // 64)
         packed, qkv = size.random(b, t, 3, h, d), [size.random(b, h, t, d) for _ in range(3)]
         yield Case(f"attention T={t} D={d} causal", kernels.attention,
                    lambda packed: causal(*packed.permute(2, 0, 3, 1, 4)).transpose(1, 2), [packed], (4 / 3, 8 / 3),
                    (2 * b * h * t * t * d, 5 * b * h * t * t * d),
-                   {f"SDPA {key}": (sdpa_kernel(backend)(causal), qkv) for key, backend in backends.items()},
-                   published=published if size.large else {})
-
-
-def grouped(size):
-    """The product of sorted rows with each of 16 groups' own matrix. The loop is given its counts on the CPU, so it
-    does not wait for the GPU."""
-    rows, n_in, n_out = (16384, 1536, 6144) if size.large else (64, 16, 24)
-    x, w, counts = size.random(rows, n_in), size.random(16, n_out, n_in), torch.tensor([rows // 16] * 16)
-    flops, moved = 2 * rows * n_in * n_out, x.nbytes + w.nbytes + rows * n_out * x.itemsize
-    there, loop = counts.to(size.device), functools.partial(experts.grouped_linear, bias=None, counts=counts)
-    peers = {"cuBLAS, a loop": (loop, [x, w])}
-    if size.large and hasattr(F, "grouped_mm"):
-        ends = there.cumsum(0, dtype=torch.int32)
-        peers["grouped_mm"] = lambda x, w: F.grouped_mm(x, w.mT, offs=ends), [x, w]
-    yield Case("grouped product", lambda x, w: kernels.table[experts.grouped_linear](x, w, None, there), loop, [x, w],
-               (moved / x.nbytes, (moved + x.nbytes + w.nbytes) / x.nbytes), (flops, 2 * flops), peers)
+                   {f"SDPA {key}": (sdpa_kernel(backend)(causal), qkv) for key, backend in backends.items()})
 
 
 TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
@@ -128,19 +98,10 @@ def matmul(size):
     a, b = (size.random(side, side).detach() for _ in range(2))
     yield Case(f"product {side}", functools.partial(kernels.matmul, tiles=tiles), torch.matmul, [a, b], (3, 0),
                (2 * side**3, 0), {"cuBLAS": (torch.matmul, [a, b])})
-    n, high, wide = (8, 1600, 6400) if size.large else (2, 48, 64)  # of GPT-2 XL's MLPs, for Muon
-    x = size.random(n, high, wide).detach()
-    if size.large and not tma_takes(x):
-        return
-
-    def whole(x):
-        return x @ x.mT  # both halves
-    yield Case(f"x x^T, {n} of {high} x {wide}", symmetric, whole, [x], (1 + high / wide, 0),
-               (n * high * high * wide, 0), {"cuBLAS": (whole, [x])}, reference=False)  # FLOPs of one half
 
 
 CASES = {"elu": elu, "gelu": gelu, "layer_norm": layer_norm, "cross_entropy": cross_entropy, "attention": attention,
-         "grouped": grouped, "matmul": matmul}  # those that take most of a training step
+         "matmul": matmul}  # those that take most of a training step
 
 
 def errors(function, exact, inputs):

@@ -125,7 +125,7 @@ def demo_machine(model, machine):
          lambda stride: f"passes: {bank_passes(apart(stride))}")
     x = torch.randn(len(i), generator=torch.Generator().manual_seed(0)) > 0
     ways = {"x > 0, x random": x, "x > 0, x sorted": x.sort()[0], "thread % 4": i % 4, "warp % 4": i // WARP % 4}
-    show("divergence: passes of a warp through an `if` (timed by python -m lessons extension)", ways, "{}",
+    show("divergence: passes of a warp through an `if` (timed by python -m lessons ladder)", ways, "{}",
          lambda name: f"{branch_passes(ways[name].tolist()):.2f}")
     full = "{}, the last one {:.1%} full"
     show(f"waves: programs on {at_once} multiprocessors, one on each", (at_once, at_once + 1, 2 * at_once, 2048),

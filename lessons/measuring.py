@@ -1,4 +1,5 @@
-"""Measuring: one call by three clocks, warm-up, a profiler's table, memory over time and beside its prediction.
+"""Measuring: clocks, warm-up, a profiler's table; where a step's memory goes: over time, by autograd's graph, in an
+allocator; a loss scale.
 
     python -m lessons measuring
 
@@ -19,8 +20,13 @@ from lessons.bench.strategies import make_trainer
 from lessons.bench.timing import is_first, mark, of_all_ranks, say, synchronize
 from model import GPT, PRESETS
 from safe.flags import Settings
-from safe.reports import BirthLog, measured_bytes, predicted_bytes, size
+from safe.reports import BirthLog, size
+from theory.memory import activation_bytes
 
+MIB = 1 << 20
+
+
+# ------------------------------------------------------------------------------------------------------------------ time
 
 def clocks(what, call, stamp, wait, between):
     """Print when a call returns, when its work is done, and how long by stamps that are queued before and after it."""
@@ -43,8 +49,10 @@ def profile_table(step):
     rows = sorted(profile.key_averages(), key=lambda row: -row.self_cpu_time_total - row.self_device_time_total)
     for row in rows[:9]:
         say(f"  {row.key[:46]:48}{row.count:6}{row.self_cpu_time_total:12,.0f}{row.self_device_time_total:12,.0f}"
-            f"{(row.self_cpu_memory_usage + row.self_device_memory_usage) / 2**20:12.1f}")
+            f"{(row.self_cpu_memory_usage + row.self_device_memory_usage) / MIB:12.1f}")
 
+
+# ---------------------------------------------------------------------------------------------------------------- memory
 
 def timeline(config, device):
     """Print the bytes alive after each block's forward and backward: activations, then what backward makes. On a GPU
@@ -71,32 +79,111 @@ def timeline(config, device):
         say(f"  {when:20}{size(alive):>10}  " + "#" * (60 * alive // max(n for _, n in points)))
 
 
-def tiny_trainer(**flags):
-    """A Trainer of the reference on all ranks, 2 sequences each."""
+def kept_by(node):
+    """[(name, tensor)] that an autograd node keeps. Of PyTorch's nodes they are attributes, of our own a tuple."""
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    kept = [(name.removeprefix("_saved_"), getattr(node, name)) for name in names]
+    kept += [("", tensor) for tensor in getattr(node, "saved_tensors", ())]
+    return [(name, tensor) for name, tensor in kept if isinstance(tensor, torch.Tensor)]
+
+
+def nodes_of(output):
+    """The graph's nodes in the order of forward, parameters' own left out: {node: [the nodes that made its inputs]}."""
+    found = {}
+
+    def visit(node):
+        if node is None or node in found or node.name().endswith("AccumulateGrad"):
+            return
+        found[node] = None  # begun
+        makers = [maker for maker, _ in node.next_functions]
+        for maker in makers:
+            visit(maker)
+        del found[node]
+        found[node] = [maker for maker in makers if maker in found]
+
+    visit(output.grad_fn)
+    return found
+
+
+def graph(config):
+    """Print a block's nodes, and the tensors that each keeps for backward. A tensor that two nodes keep is there once; a
+    weight is kept without more memory."""
+    block = GPT(config, pieces=range(1, 2)).h["0"]
+    x = torch.randn(1, config.seq_len, config.n_embd, requires_grad=True)
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    seen, total = set(), 0
+    nodes = nodes_of(block(x.clone()))
+    number = {node: i for i, node in enumerate(nodes)}
+    for node, makers in nodes.items():
+        say(f"{number[node]:4}  {' '.join(str(number[maker]) for maker in makers):6} {node.name()}")
+        for name, tensor in kept_by(node):
+            memory = tensor.untyped_storage().data_ptr()
+            new = memory not in seen | weights
+            what = size(tensor.untyped_storage().nbytes()) if new else "a weight" if memory in weights else "kept above"
+            seen.add(memory)
+            total += new * tensor.untyped_storage().nbytes()
+            say(f"{'':14}{name:12} {str(tuple(tensor.shape)):20} {what}")
+    formula = activation_bytes(config, Settings(dp=1, batch_size=1, dtype="fp32"), [range(1, 2)], fused=False)
+    say(f"kept in all {total:,} bytes, by the formula {formula:,}")
+
+
+class Allocator:
+    """A caching allocator. cudaMalloc waits for the GPU, so PyTorch asks for a segment at a time, keeps it, and serves
+    tensors from it: the smallest free block that is large enough, of which the rest stays free. A freed block merges with
+    its free neighbours. Free blocks that lie apart cannot serve one large tensor: then a new segment is reserved, though
+    there were bytes enough. (PyTorch's rules for small tensors are left out.)
+
+    segments: lists of blocks [bytes, whether it is in use], from the first to the last byte.
+    """
+
+    def __init__(self):
+        self.segments = []
+
+    def allocate(self, wanted):
+        """The block."""
+        fits = [(block[0], i, j) for i, segment in enumerate(self.segments) for j, block in enumerate(segment)
+                if not block[1] and block[0] >= wanted]
+        _, i, j = min(fits, default=(0, len(self.segments), 0))
+        if not fits:
+            self.segments.append([[-(-wanted // (2 * MIB)) * 2 * MIB, False]])
+        block = [wanted, True]
+        rest = self.segments[i][j][0] - wanted
+        self.segments[i][j:j + 1] = [block] + [[rest, False]] * (rest > 0)
+        return block
+
+    def free(self, block):
+        block[1] = False
+        for segment in self.segments:
+            for j in range(len(segment) - 1, 0, -1):
+                if not segment[j][1] and not segment[j - 1][1]:
+                    segment[j - 1][0] += segment.pop(j)[0]
+
+    def blocks(self, used):
+        return [n for segment in self.segments for n, in_use in segment if in_use in used]
+
+
+def allocations(lengths):
+    """Serve what steps keep of sequences of these lengths: in each of 8 blocks x, q, k, v and the MLP's, then float32
+    logits of 50,257 numbers a token; backward frees them in the other order."""
+    allocator, most = Allocator(), 0
+    for tokens in lengths:
+        kept = [allocator.allocate(4 * tokens * width) for width in [768, 2304, 3072] * 8 + [50257]]
+        most = max(most, sum(allocator.blocks([True])))
+        for block in reversed(kept):
+            allocator.free(block)
+    free = allocator.blocks([False])
+    return f"tensors at most {size(most):>11}, reserved {size(sum(free)):>11} in {len(free)} pieces"
+
+
+# ----------------------------------------------------------------------------------------------------------------- fp16
+
+def loss_scale():
+    """Print steps of fp16 whose loss scale begins too high: they are skipped, and halve it, until gradients fit; then it
+    doubles."""
     n = dist.get_world_size()
-    s = Settings(dp=n, batch_size=2 * n, device="cpu", fast="off", **flags)
-    return make_trainer(PRESETS["tiny"], s, torch.device("cpu"))
-
-
-def memory_table():
-    """Bytes of a rank, by ZeRO's stage, then by what is recomputed."""
-    n = dist.get_world_size()
-    say(f"\n{n} ranks, batch {2 * n}: a rank's bytes, measured after a step (predicted for its peak). Stage 1's whole "
-        "gradients are gone\nafter the step")
-    recomputed = [{"recompute": part} for part in ("mlp", "block")]
-    for flags in [{"zero": zero} for zero in range(4)] + recomputed:
-        trainer = tiny_trainer(**flags)
-        trainer.step(0)
-        predicted, measured = predicted_bytes(trainer), measured_bytes(trainer)
-        say(f"  {' '.join(map(str, *flags.items())):22}"
-            + "  ".join(f"{kind} {size(m)} ({size(predicted[kind])})" for kind, m in measured.items()))
-
-
-def demo_fp16():
-    """fp16's loss scale, begun too high: steps are skipped, and halve it, until gradients fit; then it doubles."""
-    trainer = tiny_trainer(dtype="fp16")
+    s = Settings(dp=n, batch_size=2 * n, device="cpu", fast="off", dtype="fp16")
+    trainer = make_trainer(PRESETS["tiny"], s, torch.device("cpu"))
     trainer.scaler = LossScale(start=2.0**22, interval=4)
-    say("step  loss scale      loss  gradient norm")
     for step in range(12):
         scale, skipped = trainer.scaler.scale, trainer.skipped
         loss, norm, _ = trainer.step(step)
@@ -105,7 +192,7 @@ def demo_fp16():
 
 
 def demo_measuring():
-    """One call by three clocks; warm-up; a profiler's table; memory over time, and predicted beside measured."""
+    """One call by three clocks; warm-up; a profiler's table; memory: over time, kept by nodes, in an allocator; fp16."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     link, message = dist.link_of(None), torch.ones(1 << 22)
     dist.all_reduce(message, async_op=True).wait()  # warms up
@@ -137,6 +224,14 @@ def demo_measuring():
     say("\nlayer norm, forward and backward; ms of the first calls: " + " ".join(f"{ms:.2f}" for ms in took))
     say(f"\n{'of two calls':50}{'calls':>6}{'CPU, us':>12}{'GPU, us':>12}{'MiB':>12}")
     profile_table(step)
+    config = PRESETS["tiny"]
     say("\nbytes alive in a step of the tiny model, batch 4, but for its weights")
-    timeline(PRESETS["tiny"], device)
-    memory_table()
+    timeline(config, device)
+    say(f"\nthe graph that autograd records of a block, one sequence of {config.seq_len} tokens, float32\n"
+        "node  of     operation, and what it keeps")
+    graph(config)
+    say("\na caching allocator, which keeps what it has reserved: six steps")
+    for name, lengths in {"of 1,024 tokens": [1024] * 6, "of 448 to 1,024": [448, 768, 576, 1024, 640, 896]}.items():
+        say(f"  {name:20}{allocations(lengths)}")
+    say("\nfp16\nstep  loss scale      loss  gradient norm")
+    loss_scale()

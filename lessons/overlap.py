@@ -1,4 +1,4 @@
-"""What computation can hide: the playbook's four ratios, with bytes, beside the playbook's own and what was measured.
+"""What computation can hide: the playbook's four ratios, with bytes, beside the playbook's own.
 
     python -m lessons overlap --model gpt2-xl --ranks 8 --machine h200
 
@@ -29,8 +29,8 @@ def hidden_from(tokens, ratio, of_more):
 
 FOR_AND_AGAINST = """
         keeps               sends                              for                       against
-dp      all                 gradients, once a step             any links, any model      one GPU must hold it
-ZeRO-3  K/N                 half as much again                 large models              hides only under many tokens
+dp      all                 gradients, once a step             any model                 one GPU must hold it
+ZeRO-3  K/N                 16-bit weights twice, gradients    large models              in each micro-batch
 tp      K/N, less of T C    in every layer, and waits          wide models, no bubble    fast links: a node's 8 GPUs
 pp      L/N layers          BTC between two ranks              deep models, slow links   idles (p-1)/(m+p-1); much code
 """
@@ -68,10 +68,4 @@ def demo_overlap(model, ranks, tokens, machine):
           f"a block's backward {1e3 * 4 * block * tokens / rates.matmul:.2f} (4 tokens K / F).\n"
           f"pp's row is BTC: what a stage waits for in forward, {received / 1e6:.1f} MB. A stage sends BTC forward and "
           f"BTC backward, 2 BTC a\nmicro-batch, {2 * received / 1e6:.1f} MB (docs/words.md), and receives as much. The "
-          f"playbook adds both up: 4 BTC, {4 * received / 1e6:.1f} MB.\n\n"
-          "measured on H200s (docs/results.md, docs/tried.md):")
-    sent, _ = overlaps(PRESETS["gpt2-xl"], 8192, 4)["dp"]
-    seconds = sent * PRESETS["gpt2-xl"].n_layer / MACHINES["h200"].link
-    print(f"  XL, DDP, 8 sequences each: one GPU 171 ms a step, four 177. Of {1e3 * seconds:.0f} ms of traffic 6 "
-          "show.\n"
-          "  --tp 2, 12 blocks of width 4096: 58.1 ms; in pieces, so that sums hide under products, 57.9.")
+          f"playbook adds both up: 4 BTC, {4 * received / 1e6:.1f} MB.")

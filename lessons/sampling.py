@@ -22,14 +22,13 @@ from fast.recorded import RecordedGraph
 from further.by_hand import gelu_reference
 from further.sampling import CachedGPT
 from lessons.bench.timing import launch_us, say, synchronize
-from lessons.eight_bits import few_rows, in_int8
-from lessons.four_bits import few_rows_of_four, from_int4, in_int4
+from lessons.eight_bits import few_rows, floats_of, in_int4, in_int8
 from model import Linear, PRESETS
 from safe.data import load_data
 from safe.flags import Settings
 from further.text import batch, Bytes
 
-BITS = {8: (in_int8, few_rows, lambda q, scale: q * scale[:, None]), 4: (in_int4, few_rows_of_four, from_int4)}
+PACKS = {8: in_int8, 4: in_int4}
 
 
 class FewBits(torch.nn.Module):
@@ -38,15 +37,14 @@ class FewBits(torch.nn.Module):
 
     def __init__(self, layer, bits):
         super().__init__()
-        pack, self.product, self.floats = BITS[bits]
-        self.weight, self.scale = pack(layer.weight.detach())
+        self.weight, self.scale = PACKS[bits](layer.weight.detach())
         self.bias = layer.bias
 
     def forward(self, x):                                                                     # (..., in)
         rows = x.flatten(0, -2)
         if len(rows) > 16 or not kernels.on_triton(x):
-            return F.linear(x, self.floats(self.weight, self.scale).to(x.dtype), self.bias)   # (..., out)
-        y = self.product(rows, self.weight, self.scale).unflatten(0, x.shape[:-1])
+            return F.linear(x, floats_of(self.weight, self.scale).to(x.dtype), self.bias)     # (..., out)
+        y = few_rows(rows, self.weight, self.scale).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 
 
@@ -83,33 +81,28 @@ def trained(config, steps, device):
     return net.requires_grad_(False), lambda net: sum(loss(net, held_out, i).item() for i in range(8)) / 8
 
 
-def ms_of(calls, device):
-    """{name: [median ms of its call, on a GPU also of the call's replay from a CUDA graph]}, timed in turns."""
-    ways = {name: [call] for name, call in calls.items()}
-    samples = {name: [] for name in calls}
-    if device.type == "cuda":
-        for name, call in calls.items():
-            call()  # what a first call sets up cannot be recorded
-            ways[name].append(RecordedGraph(call).replay)
-    for _ in range(23):
-        for name, both in ways.items():
-            samples[name].append([])
-            for way in both:
-                synchronize(device)
-                start = time.perf_counter()
-                way()
-                synchronize(device)
-                samples[name][-1].append(1e3 * (time.perf_counter() - start))
-    return {name: [statistics.median(column) for column in zip(*rows[3:])] for name, rows in samples.items()}
+def median_ms(call, device):
+    samples = []
+    for _ in range(13):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        samples.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(samples[3:])
 
 
 def table(title, heads, rows, device):
-    """rows: {name: (a call, how many tokens it runs for its sequences, what stands in the columns `heads`)}."""
-    times = ms_of({name: call for name, (call, *_) in rows.items()}, device)
-    columns = ["ms", *["replayed"] * (device.type == "cuda"), "tokens/s", *heads]
+    """rows: {name: (a call, how many tokens it runs for its sequences, what stands in the columns `heads`)}. On a GPU
+    each call is also replayed from a CUDA graph."""
+    cuda = device.type == "cuda"
+    columns = ["ms", *["replayed"] * cuda, "tokens/s", *heads]
     say(f"\n{title:34}" + "".join(f"{column:>16}" for column in columns))
-    for name, (_, tokens, *more) in rows.items():
-        cells = [*(f"{ms:.3f}" for ms in times[name]), f"{1e3 * tokens / times[name][-1]:,.0f}", *more]
+    for name, (call, tokens, *more) in rows.items():
+        times = [median_ms(call, device)]
+        if cuda:
+            times.append(median_ms(RecordedGraph(call).replay, device))
+        cells = [*(f"{ms:.3f}" for ms in times), f"{1e3 * tokens / times[-1]:,.0f}", *more]
         say(f"{name:34}" + "".join(f"{cell:>16}" for cell in cells))
 
 
@@ -143,7 +136,6 @@ def demo_sampling(model, steps):
         "  GELU in 6 operations, not in 1": (forward(unfused, text[:1], T), 1, 1),
         "  without the cache": (lambda: net(text[:1]), 1, T + 1)}, device)
     say(f"(GELU: {5 * config.n_layer} launches more; one alone takes {launch_us(device):.1f} us)")
-
     a_token, weights = 2 * config.n_layer * config.n_embd * dtype.itemsize, weights_read(net)
     table("decode a batch of", ["weights a token", "cache a token"], {
         str(B): (forward(net, text[:B], T), B, f"{weights // B:,}", f"{(T + 1) * a_token:,}") for B in (1, 4, 16, 64)},

@@ -18,11 +18,10 @@ from further import together
 from lessons.bench.peers import token_loss
 from lessons.step import name_of
 from model import GPT, GPTConfig, PRESETS
-from parallel import average_gradients, into_pieces, one_f_one_b, with_weights
+from parallel import average_gradients
 from safe.flags import Settings
 from safe.reports import storages
 from theory.memory import activation_bytes, memory_bytes
-from theory.traffic import sent
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # its momentum is an optimizer's state
 STEPS = 3
@@ -179,46 +178,31 @@ def side_by_side(ranks):
 
 # -------------------------------------------------------------------------------------------------- a large GPT's bytes
 
-def sent_by_list(config, zero, dp):
-    """Bytes that a rank sends in a step of one micro-batch, in bf16: what G and A of its list send."""
-    pieces = range(config.n_layer + 2)
-    own = [sum(param.numel() for param in GPT(config, seed=None, pieces=[i]).parameters()) for i in pieces]
-    shared = {}
-    if config.tied:  # the head's table is the embedding's
-        own[-1] -= config.vocab_size * config.n_embd
-        shared = {pieces[-1]: [0]}
-    again = own[0] if config.tied and zero == 3 else 0  # gathered for the head, with all that the embedding's piece has
-    gathered = [*own[:-1], own[-1] + again]
-    [actions] = [into_pieces(actions, {0: pieces}) for actions in one_f_one_b(1, 1)]
-    total = 0
-    for action in with_weights(actions, zero, (0,), shared):
-        if action.kind == "G":
-            total += sent("all_gather_into_tensor", gathered[action.stage], 2, dp)
-        elif action.kind == "A":
-            total += sent("reduce_scatter_tensor" if zero else "all_reduce", own[action.stage], 4, dp)
-    return total
-
-
 def zero_table(model, dp):
     """Bytes that a GPU keeps, and sends, at each stage."""
     config = PRESETS[model]
-    print(f"\n{model}, {config.parameters():,} parameters, dp {dp}, bf16, AdamW: GiB a GPU, without activations\n\n"
-          f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>10}{'sent':>10}   sharded over dp")
+    print(f"\n{model}, {config.parameters():,} parameters, dp {dp}, bf16, AdamW, a sequence a GPU: GiB a GPU\n\n"
+          f"{'stage':8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'together':>10}{'activations':>13}"
+          f"{'sent':>8}   sharded over dp")
     for zero, what in enumerate(("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")):
         s = Settings(dp=dp, zero=zero, dtype="bf16", batch_size=dp, fast="off")
-        sizes = memory_bytes(config, s)
+        kept = memory_bytes(config, s)
         if zero == 1:  # of several micro-batches: until the last backward gradients add up, whole
-            sizes["gradients"] = 4 * config.parameters()
-        sizes = [sizes[kind] / 2**30 for kind in ("parameters", "gradients", "optimizer")]
-        print(f"ZeRO-{zero}  {''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):10.2f}"
-              f"{sent_by_list(config, zero, dp) / 2**30:10.2f}   {what}")
+            kept["gradients"] = 4 * config.parameters()
+        *sizes, activations = (kept[kind] / 2**30 for kind in ("parameters", "gradients", "optimizer", "activations"))
+        sent = SENT[zero] * config.parameters() * (dp - 1) / dp / 2**30
+        print(f"ZeRO-{zero}  {''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):10.2f}{activations:13.2f}{sent:8.2f}   "
+              f"{what}")
     print("\nGradients: while micro-batches add up. Sent: in a step of one micro-batch. With m of them ZeRO-2 sends\n"
-          "gradients m times, ZeRO-3 weights, too.\n"
+          "gradients m times, ZeRO-3 weights, too. ZeRO changes no activations.\n"
           "ZeRO-0 all-reduces gradients, in two halves of 4 bytes a parameter. ZeRO-1 sends one such half, and in\n"
           "place of the other it gathers weights, 2 bytes a parameter. ZeRO-3 gathers them twice.\n\n"
           "Gradients are float32. With 16-bit weights the optimizer keeps 12 bytes a parameter: two moments and a\n"
           "float32 master. At stage 3 the master's shard, part of the optimizer here, is all that is kept of a\n"
           "parameter: 16-bit weights exist only while their piece computes.")
+
+
+SENT = 8, 6, 6, 8  # bytes a parameter that a rank sends of (N-1)/N of them: halves of 4 bytes, gathers of 2
 
 
 def activation_table():

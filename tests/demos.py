@@ -21,14 +21,6 @@ SHOWN = [
         ...
         interleaved: idle 4.5 by the formula | 4.5 simulated
         ...
-        zb-v: idle 1.5 by the formula | 1.5 simulated
-        ...
-        v-half: idle 4.5 by the formula | 4.5 simulated
-        ...
-        v-min: idle 5.5 by the formula | 5.5 simulated
-        ...
-        dualpipe-v: idle 1.5 by the formula | 1.5 simulated
-        ...
         1f1b: idle 9 by the formula | 9 simulated, bubble 27 % of 33; peak activations 4 3 2 1
         ...
         zb-h1: idle 3 by the formula | 3 simulated
@@ -89,9 +81,7 @@ SHOWN = [
         ...
         dp: a bucket of 25 MB takes 0.13 ms in a node (2(N-1)/N bucket / W), a block's backward 1.42 (4 tokens K / F).
         ...
-        micro-batch, 52.4 MB (docs/words.md), and receives as much. The playbook adds both up: 4 BTC, 104.9 MB.
-        ...
-        Of 27 ms of traffic 6 show"""),
+        micro-batch, 52.4 MB (docs/words.md), and receives as much. The playbook adds both up: 4 BTC, 104.9 MB."""),
     # 3 + 1 + 2 x 4; of the gated MLP three matrices, each 8/3 or 4; GQA halves two of q, k, v
     ("sizes", 1, """
         GPT-2 XL                                3.00        1.00        4.00        4.00   12.00
@@ -126,16 +116,21 @@ SHOWN = [
         send 9,216 bytes   ~0
         ...
         all_gather_into_tensor 18,432 bytes, reduce_scatter_tensor 18,432 bytes   ~0"""),
-    # K is 0.84M, of 4 bytes
+    # x, its norm, q, k, v, attention's output, x + that, its norm, the MLP before and after GELU; nodes share tensors.
+    # Equal steps find the blocks of the one before; blocks of other lengths lie between what longer ones need. Begun at
+    # 2^22, the scale is halved by each skipped step, and doubled after four good ones.
     ("measuring", 2, """
-          zero 0                parameters 3.2 MiB (3.2 MiB)  gradients 3.2 MiB (3.2 MiB)  optimizer 6.4 MiB (6.4"""),
-    # Equal steps find the blocks of the one before; blocks of other lengths lie between what longer ones need.
-    ("allocator", 1, """
-        1,024 tokens in each step  tensors at most     4.6 GiB, reserved     4.7 GiB
+          13  9 12 12 ScaledDotProductFlashAttentionForCpuBackward0
+                      key          (1, 4, 128, 32)      192.0 KiB
         ...
-        448 to 1,024 tokens        tensors at most     4.6 GiB, reserved     7.2 GiB"""),
-    # Begun at 2^22, the scale is halved by each skipped step, and doubled after four good ones.
-    ("fp16", 1, """
+                      query        (1, 4, 128, 32)      kept above
+        ...
+        kept in all 1,052,672 bytes, by the formula 1,052,672
+        ...
+          of 1,024 tokens     tensors at most   388.3 MiB, reserved   406.0 MiB
+        ...
+          of 448 to 1,024     tensors at most   388.3 MiB, reserved   574.0 MiB
+        ...
            2  2^21
         ...
         inf  skipped
@@ -143,14 +138,6 @@ SHOWN = [
            3  2^20
         ...
           10  2^20"""),
-    # x, its norm, q, k, v, attention's output, x + that, its norm, the MLP before and after GELU; nodes share tensors
-    ("graph", 1, """
-          13  9 12 12 ScaledDotProductFlashAttentionForCpuBackward0
-                      key          (1, 4, 128, 32)      192.0 KiB
-        ...
-                      query        (1, 4, 128, 32)      kept above
-        ...
-        kept in all 1,052,672 bytes, by the formula 1,052,672"""),
     # K parameters of 8 bytes, of which 101 tensors x 2 messages x 3 steps make 606. A head's F and B are neighbours,
     # and an embedding's B needs no weights. Of the lecture's 34 bytes model.py lacks dropout's masks, 2; statistics of
     # norms and heads are small.
@@ -251,11 +238,7 @@ SHOWN = [
           rank 1  1,6 x 1,6: 2      1,6 x 0: 2        6 x 3,4: 2        6 x 2,5: 2        8
           rank 2  2,5 x 2,5: 2      2,5 x 1: 2        2,5 x 0: 2        5 x 3,4: 2        8
           rank 3  3,4 x 3,4: 2      3,4 x 2: 2        3,4 x 1: 2        3,4 x 0: 2        8
-          busiest 2                 2                 2                 2                 8
-        ...
-          tokens  ring              Ulysses
-          8,192   192.0             48.0
-          65,536  1,536.0           384.0""")]
+          busiest 2                 2                 2                 2                 8""")]
 
 
 @parametrize("name, ranks, shown", SHOWN)

@@ -1,6 +1,7 @@
 """Products in FP8 are what they would be in float32, for numbers that eight bits hold."""
 
 import gc
+from collections import defaultdict
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from safe.reports import BirthLog, storages
 from tests.kernels import KERNEL_DEVICE
 from tests.layouts import small_gpt
 from tests.pool import close, needs_kernels, on_ranks, parametrize
+from tests.schedules import AddsToGrad
 from theory.memory import activation_bytes
 from theory.traffic import messages_of_tensors
 
@@ -74,7 +76,7 @@ def test_weight_gradients_in_fp8(triton_kernels):
     x, dy, block = whole(1, 16, 32), whole(1, 16, 48), torch.nn.Sequential(Linear(32, 48))
     block.to(KERNEL_DEVICE, torch.bfloat16)
     fp8.use_fp8(SimpleNamespace(h=block))
-    WeightGradients(block)
+    WeightGradients(block, defaultdict(AddsToGrad))
     block(x.requires_grad_()).backward(dy)
     right = dy[0].float().T @ x[0].detach().float(), dy[0].float().sum(0)
     assert all(torch.equal(p.grad, grad.to(torch.bfloat16)) for p, grad in zip(block.parameters(), right, strict=True))

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,6 @@ import model
 import parallel
 import theory.memory
 import train
-from tests.data import stepped_by
 from tests.layouts import small_gpt, tokens_of
 from tests.pool import BOTH, close, DEVICES, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
 from tests.runs import TINY, output_of, parse
@@ -39,11 +39,11 @@ def test_memory_table_is_the_lecture_s():
     (N-1)/N x K = 1,362,909,800 elements: ZeRO-0 sends 2 x 4 bytes for each, ZeRO-1 and 2 4 + 2, ZeRO-3 4 + 2 x 2, as it
     gathers each weight twice. (The embeddings', once: a small part.)"""
     assert """
-stage     parameters   gradients   optimizer     total      sent   sharded over dp
-ZeRO-0          2.90        5.80       17.41     26.11     10.15   nothing
-ZeRO-1          2.90        5.80        2.18     10.88      7.62   optimizer
-ZeRO-2          2.90        0.73        2.18      5.80      7.62   optimizer, gradients
-ZeRO-3          0.00        0.73        2.18      2.90     10.15   optimizer, gradients, parameters
+stage     parameters   gradients   optimizer  together  activations    sent   sharded over dp
+ZeRO-0          2.90        5.80       17.41     26.11         2.45   10.15   nothing
+ZeRO-1          2.90        5.80        2.18     10.88         2.45    7.62   optimizer
+ZeRO-2          2.90        0.73        2.18      5.80         2.45    7.62   optimizer, gradients
+ZeRO-3          0.00        0.73        2.18      2.90         2.45   10.15   optimizer, gradients, parameters
 """ in output_of(main, *"zero --model gpt2-xl --dp 8".split())
 
 
@@ -105,7 +105,7 @@ def test_a_bias_that_is_not_cut_counts_whole_in_every_edition():
     for layer in parallel.RowParallelLinear, BiasedOnce:
         with (patch.dict(kernels.table, {parallel.RowParallelLinear: layer}),
               patch.object(theory.memory, "PLAN", parallel.gpt2_plan(None, None))):
-            counts.append(theory.memory.local_elements.__wrapped__(config, 2, (range(config.n_layer + 2),)))
+            counts.append([theory.memory.elements_of_piece.__wrapped__(config, 2, i) for i in range(config.n_layer + 2)])
     assert counts[0] == counts[1]
 
 
@@ -190,7 +190,7 @@ def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(zero):
         for _ in range(2):
             net.zero_grad()
             net.forward_backward(*(t.split(2) for t in tokens_of(0)))
-        every.append([param.grad for param in stepped_by(net.optimizer)])
+        every.append([param.grad for param in net.params])
     for one, *others in zip(*every, strict=True):
         assert one.any() and all(map(one.equal, others))
 
@@ -230,10 +230,9 @@ def test_clipping_divides_by_the_loss_scale_first():
     """Gradients 2**16 times too large: the true norm is reported and clipped to, by our function and by AdamW's kernel
     as it reads."""
     p = nn.Parameter(torch.zeros(2))
-    inner = AdamW([p])
     for max_norm, clipped in (0.5, [0.3, 0.4]), (50, [3.0, 4.0]), (0, [3.0, 4.0]):
-        inner.scale = 1.0
-        for clip in parallel.clip_grad_norm_, inner.clip_grad_norm_:
+        for optimizer in torch.optim.AdamW([p]), AdamW([p]):
             p.grad = torch.tensor([3.0, 4.0]) * 2**16
-            assert close(clip([p], max_norm, 2**16).cpu(), 5.0, 1e-6)
-            assert close((p.grad * inner.scale).cpu(), clipped, 1e-5)
+            net = SimpleNamespace(optimizer=optimizer, params=[p])
+            assert close(parallel.Parallel.clip_grad_norm_(net, max_norm, 2**16).cpu(), 5.0, 1e-6)
+            assert close((p.grad * getattr(optimizer, "scale", 1.0)).cpu(), clipped, 1e-5)

@@ -56,8 +56,9 @@ def rows_law(ep):
 
 def moe_law(ep):
     """Gradients of experts go over their copies, the rest over dp: a reduce-scatter in float32, a gathering in bf16.
-    The rows that travel in backward hide as much of it."""
-    return 6 * (7 / 8 * OUTSIDE + (1 - ep / 8) * (MOE.parameters() - OUTSIDE) / ep) * LINK - rows_law(ep) / 2
+    The rows that travel in backward hide as much of the first, those in forward as much of the second."""
+    elements = 7 / 8 * OUTSIDE + (1 - ep / 8) * (MOE.parameters() - OUTSIDE) / ep
+    return 4 * elements * LINK - rows_law(ep) / 2 + max(0, 2 * elements * LINK - rows_law(ep) / 2)
 
 
 @parametrize("config,flags,axis,law", [
@@ -111,19 +112,14 @@ HIDDEN = """
     --tp 4 --dp 2 --zero 1                                     12
     --tp 4 --pp 2 --micro-batches 4                            12
     --tp 4 --dtype fp8                                         12
-    --tp 4 --dp 2 --zero 2                                      0
-    --tp 4 --dp 2 --zero 3                                      0
-    --tp 4 --cuda-graphs off                                    0
-    --tp 4 --fast off                                          0
+    --tp 4 --cuda-graphs off                                   12
+    --tp 4 --fast off                                           0
     --tp 4 --pp 2 --micro-batches 4 --schedule zb-h1            0
     --tp 4 --sp                                                19
-    --tp 4 --sp --batch-size 2                                 19
-    --tp 4 --sp --dp 2 --zero 3                                14
-    --tp 4 --sp --cuda-graphs off                              14
+    --tp 4 --sp --dp 2 --zero 3                                19
     --tp 4 --sp --pp 2 --micro-batches 4 --schedule zb-h1       7
     --tp 4 --sp --dtype fp8                                    12
-    --tp 4 --sp --dtype fp8 --cuda-graphs off                   0
-    --tp 4 --sp --fast off                                     0"""
+    --tp 4 --sp --fast off                                      0"""
 
 
 @parametrize("flags, twelfths", table(HIDDEN))
@@ -145,7 +141,7 @@ def test_backward_hides_tp_s_traffic_under_products(flags, twelfths):
 def test_a_pipeline_idles_less_where_products_hide_traffic():
     s = layout("--tp 4 --pp 2 --micro-batches 4", EVEN)
     machine = dataclasses.replace(FAST, launch=0.0)
-    on, off = (predict(EVEN, dataclasses.replace(s, cuda_graphs=graphs), machine) for graphs in ("on", "off"))
+    on, off = (predict(EVEN, dataclasses.replace(s, fast=fast), machine) for fast in ("on", "off"))
     assert close(off.bubble - on.bubble, (off.tp - on.tp) / 4, 1e-6) and on.tp < off.tp
 
 
@@ -249,9 +245,9 @@ LISTED = [  # flags, how many layouts are listed, and what is true of each
     (f"--gpus 1 {LARGE}", 0, None),
     # All that fit: sequences are cut where nothing else does, experts shared out, states sharded or layers cut.
     (VERY_LONG + " --top 1000", 40, lambda s: s.cp > 1),
-    ("--gpus 8 --machine h100 --batch-size 64 --experts 32 --top 1000", 33,
+    ("--gpus 8 --machine h100 --batch-size 64 --experts 32 --top 1000", 35,
      lambda s: s.ep > 1 or s.zero == 3 or s.pp > 1),
-    ("--gpus 8 --machine SMALL --top 1000", 42, lambda s: s.zero or s.pp > 1)]
+    ("--gpus 8 --machine SMALL --top 1000", 43, lambda s: s.zero or s.pp > 1)]
 
 
 @parametrize("flags, number, holds", LISTED)
@@ -291,7 +287,7 @@ def test_plan_runs_no_more_again_than_has_to_be():
 
 
 @parametrize("flags, zeros", [("--model gpt2-xl --gpus 16 --batch-size 16", "cp ep"),
-                              ("--init-from FOLDER --gpus 8", "cp ep pp")])
+                              ("--init-from FOLDER --gpus 8", "cp ep")])
 def test_plan_begins_with_its_fastest_layout_s_command(tmp_path, flags, zeros):
     """Which train.py takes."""
     write_folder(tmp_path, "qwen3", max_position_embeddings=3000)

@@ -58,8 +58,6 @@ REFUSED = {
         --schedule-file MARKED --pp 2 --micro-batches 1 --schedule gpipe | leave one of them out
         --plain --schedule-file STUCK       | deadlock: no rank can go on: rank 0 waits at B0
         --cuda-graphs on --device cpu       | --cuda-graphs on
-        --fast on --optimizer muon --dp 2 --zero 3 | give --zero 2 or leave --fast out
-        --fast on --optimizer muon --dp 2 --zero 1 --comm torch --device cpu | leave --comm out
         --dtype fp8 --device cpu            | on GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16
         --arch llama --model gpt2           | --model gpt2 is no preset of --arch llama: give --model tiny
         --n-kv-head 2                       | --n-kv-head 2 is for a Llama: give --arch llama, too
@@ -162,8 +160,6 @@ REFUSED = {
         together --dp 3                     | give e.g. --dp 2 --tp 2 --pp 1
         types --ep 3                        | --ep 3 does not divide --dp 2: give --ep 1 or --dp 3
         types --dp 3 --cp 2 --zero 1 --zero-within 3 | --zero-within 3 cuts through the ranks of --cp or --ep
-        together --many-ranks 7             | give --many-ranks 8 or more
-        together --out WORDS                | words.bin: is there, and not what would be written: name a new file
         blind --out WORDS                   | words.bin: is there, and not what would be written: name a new file
         pages --out MINE                    | index.html: is there, and not what would be written: name a new file
         puzzles ring --into EMPTY/deep      | Not a directory; name a folder that can be written

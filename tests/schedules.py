@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
+from collections import defaultdict
 from unittest.mock import patch
 
 import pytest
@@ -245,7 +246,8 @@ def test_schedules_are_read_as_they_are_printed():
 @parametrize("text, says", [
     ("", "begins with rank 0"), ("rank 1  F0 B0", "begins with rank 0"), ("rank 0  F0 X0", "'X0' is no action"),
     ("rank 0  F0 B0 B0", "B0 is there twice"), ("rank 0  F0 F2 B0 B2", "micro-batch 1: F and B"),
-    ("rank 0  F0 B0\nrank 1  B0 .. F0", "deadlock"), ("rank 0  F0 B0\nrank 1  F0/2 B0/2", "stage 1, micro-batch 0: F and B")])
+    ("rank 0  F0 B0\nrank 1  B0 .. F0", "deadlock"),
+    ("rank 0  F0 B0\nrank 1  F0/2 B0/2", "stage 1, micro-batch 0: F and B")])
 def test_texts_of_schedules_that_cannot_run_are_refused(text, says):
     with pytest.raises(ValueError, match=says):
         parse(text)
@@ -277,11 +279,23 @@ def test_layers_are_split_by_cost():
     assert [len(cut) for cut in split(model.PRESETS["gpt2-xl"], 4)] == [13, 13, 13, 11]
 
 
+class AddsToGrad:
+    """A stand-in, which adds gradients where autograd does."""
+
+    def add(self, param, a, b=None):
+        grad = a if b is None else a @ b
+        param.grad = grad if param.grad is None else param.grad + grad
+
+
+def collecting(net):
+    return CollectingMicroBatch(net, None, WeightGradients(net, defaultdict(AddsToGrad)))
+
+
 def halves_of(net):
     """A micro-batch of this program whose backward comes in halves."""
     if is_plain():
         return HalvedMicroBatch(net, None)
-    return CollectingMicroBatch(net, None, WeightGradients(net))
+    return collecting(net)
 
 
 @on_cpus_both
@@ -314,7 +328,7 @@ def test_weight_gradients_wait_for_w(first, frozen):
 def test_w_keeps_what_it_computes_from_until_it_has():
     """After I neither the graph lives, nor the stage's input, whose gradient has been sent."""
     net = model.GPT(SMALL, pieces=range(1, 3))
-    micro_batch = CollectingMicroBatch(net, None, WeightGradients(net))
+    micro_batch = collecting(net)
     x, kept, alive = torch.ones(2, 5, SMALL.n_embd).requires_grad_(), [], []
     given, compute = weakref.ref(x), micro_batch.weight_gradients.compute
 

@@ -63,21 +63,6 @@ def test_data_parallelism_and_zero_beside_one_process(strategy):
         assert not close(torch.stack(of_all_ranks(losses)).mean(0), want), lost
 
 
-@on_plain
-@parametrize("stage", range(4))
-@on_ranks(2)
-def test_bytes_of_the_large_table_are_those_of_a_list(stage):
-    """As counted of a GPT with a tied embedding, in bf16, but for the three numbers."""
-    config = GPTConfig(vocab_size=64, seq_len=32, n_layer=3, n_head=2, n_embd=32)
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    net = train.parallelize(config, train.Layout(dp=2, zero=stage, dtype=torch.bfloat16), "cpu", optimizer=sgd)
-    dist.reset_traffic()
-    net.zero_grad()
-    x = torch.zeros(1, 32, dtype=torch.int64)
-    net.forward_backward([x], [x])
-    assert sum(log.bytes for log in dist.traffic().values()) == zero.sent_by_list(config, stage, 2) + 24
-
-
 def listed(words):
     """[(what follows "rank r", the lists)] that `python -m lessons step` prints."""
     printed = in_new_process(functools.partial(output_of, main, "step", *words.split()))

@@ -31,32 +31,21 @@ def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
     tokens of a rank's experts over an equal share.
     """
     stages = stages_in(s, config, rank)
-    pieces = [[i for run in stages.values() for i in run]]  # the ends of a tied embedding there are one parameter
-    count = local_elements(config, s.tp, tuple(map(tuple, pieces)))
     narrow, wide = widths(s)
-    # Elements on this rank; mine: those that its optimizer steps; muons: of these Muon, which leaves tables to AdamW.
-    matrices = vectors = mine = muons = 0
-    _, _, first, last = contents(config, pieces)
-    table = table_elements(config, s)
-    is_one = config.tied and first and last
-    tables = first * (table + config.seq_len * config.n_embd) + last * table * (not is_one)
-    # Of experts ep ranks share out the parameters, and dp x cp / ep keep the same.
-    for experts, shared, ranks in (False, 1, shards_of(s)), (True, s.ep, s.dp * s.cp // s.ep):
-        m = count[experts, True] / shared
-        v = count[experts, False] / shared
-        matrices += m
-        vectors += v
-        mine += (m + v) / (ranks if s.zero else 1)
-        if s.optimizer == "muon":
-            muons += (m - tables * (not experts)) / (ranks if s.zero else 1)
-    whole = matrices + vectors
+    whole = mine = muons = 0  # elements on this rank; of these its optimizer steps; of these Muon
+    for (experts, matrices), n in elements_of(config, s, stages.values()).items():
+        copies = s.dp * s.cp // s.ep if experts else shards_of(s)
+        part = n / copies if s.zero else n
+        whole += n
+        mine += part
+        muons += part * (matrices and s.optimizer == "muon")
     masters = wide * mine if wide > narrow else 0
-    between_steps = 0 if masters else wide * mine  # at stage 3 weights are whole in a step alone
     actions = lists_of(s.schedule, s.pp, micro_batches or s.micro_batches, s.virtual_stages)[rank]
     sizes = {stage: activation_bytes(config, s, [run], fused, load) for stage, run in stages.items()}
     waiting = {} if is_fast(s) else {stage: output_bytes(config, s, run) for stage, run in stages.items()}
     return {
-        "parameters": int(narrow * whole if s.zero < 3 else between_steps),
+        # ZeRO-3's are whole in a step alone, but for the row that the optimizer steps
+        "parameters": int(narrow * whole if s.zero < 3 else 0 if masters else wide * mine),
         "gradients": int(wide * (mine if s.zero else whole)),
         "optimizer": int(wide * (2 * mine - muons) + masters),
         "activations": most_held(actions, sizes, waiting)}
@@ -66,16 +55,29 @@ PLAN = {**gpt2_plan(None, None), **expert_plan(None, None), **shared_plan(GPTCon
 
 
 @functools.cache
-def local_elements(config, tp, pieces):
-    """How many elements of these pieces are on one of tp ranks: {(are they experts', are they matrices'): number}."""
+def elements_of_piece(config, tp, i):
+    """How many elements of a piece are on one of tp ranks: {(experts', of a block's matrices): number}."""
     count = Counter()
-    for run in pieces:
-        for name, param in GPT(config, seed=None, pieces=run).named_parameters():
-            layer, _, leaf = name.rpartition(".")
-            how = planned(layer, PLAN)
-            whole = how in (None, of_some_heads) or is_row_parallel(how) and leaf == "bias"
-            count[".experts." in name, is_matrix(param)] += param.numel() / (1 if whole else tp)
+    for name, param in GPT(config, seed=None, pieces=[i]).named_parameters():
+        layer, _, leaf = name.rpartition(".")
+        how = planned(layer, PLAN)
+        whole = how in (None, of_some_heads) or is_row_parallel(how) and leaf == "bias"
+        matrix = is_matrix(param) and name.startswith("h.")  # Muon leaves tables to AdamW
+        count[".experts." in name, matrix] += param.numel() / (1 if whole else tp)
     return count
+
+
+def elements_of(config, s, runs):
+    """The same of all pieces of a rank; of experts those that its ep ranks leave it. The ends of a tied embedding, where
+    a rank has both, are one parameter."""
+    pieces = [i for run in runs for i in run]
+    total = Counter()
+    for i in pieces:
+        for (experts, matrices), n in elements_of_piece(config, s.tp, i).items():
+            total[experts, matrices] += n / (s.ep if experts else 1)
+    if config.tied and 0 in pieces and config.n_layer + 1 in pieces:
+        total[False, False] -= table_elements(config, s)
+    return total
 
 
 def is_row_parallel(how):
@@ -247,7 +249,7 @@ def kept_tensors(net):
     mixed = net.layout.dtype != master_dtype(net.layout.dtype)
     kinds = {
         "parameters": [module, [unit.weights for unit in units], [] if mixed else stepped],
-        "gradients": [[p.grad for p in module + net.params], [(unit.total, unit.sending) for unit in units]],
+        "gradients": [[p.grad for p in module + net.params], [(unit.total, unit.sending, getattr(unit, "message", None)) for unit in units]],
         "optimizer": [stepped if mixed else [], list(net.optimizer.state.values())]}
     return {kind: [t for t in tensors_in(parts) if t.dim()] for kind, parts in kinds.items()}
 

@@ -15,9 +15,9 @@ import torch
 import parallel
 from further.pieces import matrices
 from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
-from theory.memory import local_elements, table_elements
+from theory.memory import elements_of, elements_of_piece, table_elements
 from theory.traffic import (
-    AGAIN, GATHER, HALVES, MEANWHILE, SCATTER, chunks_of, contents, in_two_levels, Message, messages,
+    AGAIN, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, Message, messages, messages_of_unit,
     recomputed, sent, shards_of, tokens_of, widths)
 
 
@@ -316,37 +316,29 @@ def seconds_by_axis(config, s, machine, items):
     return spent, touched
 
 
-def messages_of_parameters(config, s, axis, elements, units, shards, ends):
-    """Messages that gather weights and average gradients over an axis, of so many units, taken for equally large, and
-    those that add up the gradients of a tied embedding. ends: embeddings and heads on this rank.
-
-    ZeRO-3 gathers a unit twice for a micro-batch, but the last one once: it stays whole from forward to backward. (So
-    the embedding counts as gathered twice.)
-    """
-    m = s.micro_batches
-    narrow, wide = widths(s)
-    each = elements // units
-    if s.zero:
-        yield Message("weights", GATHER, axis, each, narrow, m * (2 * units - 1) if s.zero == 3 else units)
-        yield Message("gradients", SCATTER, axis, each, wide, units * (m if s.zero > 1 else 1))
-        each //= shards
-    else:
-        yield Message("gradients", "all_reduce", axis, each, wide, units)
-    if axis == "shard" and shards < s.replicas:
-        yield Message("averages of shards", "all_reduce", "replicate", each, wide, units)
-    if config.tied and ends and s.pp > 1 and stage_to_rank_in(s)[len(stage_to_rank_in(s)) - 1]:
+def messages_of_parameters(config, s, stages):
+    """Messages of G and A of this rank's pieces, and of the sum of a tied embedding's ends."""
+    pieces = [i for run in stages.values() for i in run]
+    last = config.n_layer + 1
+    both_ends = config.tied and 0 in pieces and last in pieces
+    for i in pieces:
+        sizes = Counter()
+        for (experts, _), n in elements_of_piece(config, s.tp, i).items():
+            sizes["same_experts" if experts else "shard"] += n / (s.ep if experts else 1)
+        sizes["shard"] -= table_elements(config, s) * (both_ends and i == last)
+        for axis, n in sizes.items():
+            yield from messages_of_unit(s, axis, int(n), 1 if i in (0, last) else 2)
+    if config.tied and not both_ends and (ends := pieces.count(0) + pieces.count(last)):
         kept = table_elements(config, s) // (shards_of(s) if s.zero else 1)
         yield Message("tied embedding", "all_reduce", "embedding", int(kept), widths(s)[1], ends)
 
 
 def data_seconds(s, spent, touched, count, forward, backward):
-    """Seconds of data parallelism's traffic that computation does not hide. count: units sent in a row; forward,
-    backward: seconds of a micro-batch.
+    """Seconds of data parallelism's traffic that computation does not hide. count: pieces on a rank; forward, backward:
+    seconds of a micro-batch.
 
-    Backward hides the traffic of gradients, except the last unit's. ZeRO-1 and 2 gather a unit's new weights while
-    forward computes the one before. ZeRO-3 gathers each
-    unit while the one before computes: in forward nothing hides the first unit, and in backward the last unit is still
-    whole.
+    A G is one computation ahead, so nothing hides the first one; then forward hides those of ZeRO-1 and 2, and each
+    computation one of ZeRO-3's. Nobody waits for an A, and backward hides all but the last one.
     """
     m = s.micro_batches
     gather, reduce = (spent["shard"][what] + spent["same_experts"][what] for what in ("weights", "gradients"))
@@ -395,17 +387,9 @@ def predict(config, s, machine):
     stages = max((stages_in(s, config, rank) for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
-    blocks, routed, first, last = contents(config, stages.values())
-    count = local_elements(config, s.tp, tuple(stages.values()))
-    experts = count[True, True] + count[True, False] if s.ep > 1 else 0  # those with buckets of their own
-    others = count.total() - experts
-    own = experts / s.ep
-    shards, copies = shards_of(s), s.dp * s.cp // s.ep
-    of_parameters = [*messages_of_parameters(config, s, "shard", int(others), blocks + 1, shards, first + last)]
-    if own:
-        of_parameters += messages_of_parameters(config, s, "same_experts", int(own), routed, copies, 0)
-    items = list(messages(config, s, stages, of_parameters))
+    items = list(messages(config, s, stages, messages_of_parameters(config, s, stages)))
     spent, touched = seconds_by_axis(config, s, machine, items)
+
     tp = spent["tp"].total()
     ep = spent["ep"].total()
     cp = context_seconds(config, s, machine, stages, spent)
@@ -420,10 +404,11 @@ def predict(config, s, machine):
     pp = spent["pp"]["activations"] / m * (s.pp - 1) + spent["embedding"].total()
 
     # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
-    mine = others / shards + own / copies if s.zero else others + own
-    optimizer = mine * (8 * wide + narrow * (narrow < wide)) / machine.hbm
-    in_a_row = blocks + 1 + routed * (own > 0) * (s.zero < 3)
-    dp = data_seconds(s, spent, touched, in_a_row, f + waits, i + w + waits - saved)
+    copies = {False: shards_of(s), True: s.dp * s.cp // s.ep} if s.zero else {False: 1, True: 1}
+    stepped = sum(n / copies[experts] for (experts, _), n in elements_of(config, s, stages.values()).items())
+    optimizer = stepped * (8 * wide + narrow * (narrow < wide)) / machine.hbm
+    pieces = sum(map(len, stages.values()))
+    dp = data_seconds(s, spent, touched, pieces, f + waits, i + w + waits - saved)
     return Costs(m * (f + i + w), tp - m * saved, cp, ep, idle, pp, dp, optimizer)
 
 

@@ -122,7 +122,7 @@ def shards_of(s):
 # ------------------------------------------------------------------------------------------------- weights, gradients
 
 def messages_of_list(actions, net):
-    """Messages of G and A in a rank's list. net: the Parallel that runs it.
+    """Messages of G and A in a rank's list, and of what a step adds up behind it. net: the Parallel that runs it.
 
     A unit of two pieces, as a tied embedding, is gathered once while one of them holds it.
     """
@@ -137,6 +137,7 @@ def messages_of_list(actions, net):
             if unit.trained:
                 op = SCATTER if unit.zero else "all_reduce"
                 yield Message("gradients", op, names[unit.group], unit.weights.numel(), unit.mine.itemsize)
+    yield from messages_of_sums(net)
     if muon := getattr(net.optimizer, "matrices", {}):
         yield from messages_of_muon(muon)
 
@@ -160,6 +161,21 @@ def messages_of_sums(net):
             yield Message("averages of shards", "all_reduce", "replicate", *row)
         for group in unit.partial_over:
             yield Message("sums of gradients", "all_reduce", names[group], *row)
+
+
+def messages_of_unit(s, axis, elements, gathers=2):
+    """Messages of G and A of a unit, where there is no list to read them off. gathers: how often ZeRO-3 gathers it for a
+    micro-batch, once if its B needs no weights, or follows its F."""
+    m = s.micro_batches
+    narrow, wide = widths(s)
+    if s.zero:
+        yield Message("weights", GATHER, axis, elements, narrow, m * gathers if s.zero == 3 else 1)
+        yield Message("gradients", SCATTER, axis, elements, wide, m if s.zero > 1 else 1)
+        elements //= shards_of(s)
+    else:
+        yield Message("gradients", "all_reduce", axis, elements, wide)
+    if axis == "shard" and shards_of(s) < s.replicas:
+        yield Message("averages of shards", "all_reduce", "replicate", elements, wide)
 
 
 # ------------------------------------------------------------------------------------------- what F and B of pieces send
@@ -274,7 +290,7 @@ def messages(config, s, stages, of_parameters, rows=None):
     """All Messages of one rank in a training step of train.py in layout s.
 
     stages: this rank's {number: pieces}.
-    of_parameters: messages of weights and gradients, of messages_of_list, and messages_of_sums.
+    of_parameters: messages of weights and gradients, of messages_of_list or messages_of_unit.
     rows: how many rows this rank sends to each rank of ep and gets from each, for each forward in order: [((to rank 0,
         to rank 1, ...), (from rank 0, ...)), ...]; None: equally many for each expert.
     """

@@ -31,12 +31,17 @@ def optimizers(a, device):
     for zero, name in itertools.product((0, 1) if a.gpus > 1 else (0,), a.only):
         layout = train.Layout(dp=a.gpus, zero=zero, dtype=dtype)
         net = train.parallelize(a.config, layout, device, None, partial(kinds[name], lr=1e-3), Fast)
+        units = [*dict.fromkeys(net.unit_of.values())]
         grads = [torch.randn_like(p) for p in net.params]
 
         def step():
-            for p, grad in zip(net.params, grads):  # Muon drops them
+            for p, grad in zip(net.params, grads):
                 p.grad = grad
-            net.optimizer.step()
+            net.step()
+            for unit in units if zero else ():
+                unit.gather()
+            for unit in units:
+                unit.wait()
 
         seconds = interleaved({name: step}, device, a.repeats, 1)
         kept = sum(t.nbytes for state in net.optimizer.state.values() for t in state.values() if torch.is_tensor(t))

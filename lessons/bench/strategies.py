@@ -35,7 +35,7 @@ from safe.reports import measured_bytes, predicted_bytes, timed
 from safe.run import WatchedTrainer
 from theory.clock import halves_backward, stages_in
 from theory.speed import describe_machine, mfu, mfu_note, predict
-from theory.traffic import messages, messages_of_list, messages_of_sums
+from theory.traffic import messages, messages_of_list
 
 
 # ----------------------------------------------------------------------------------------------------------- strategies
@@ -98,12 +98,11 @@ def predicted_traffic(trainer, routes):
     `routes_of_rows`."""
     s, net = trainer.s, trainer.net
     rank = net.mesh.get_coordinate()[0]
-    of_parameters = messages_of_list(net.lists(s.micro_batches)[rank], net)
     rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in ways] for ways in routes]
     where = vars(net.groups) | {"world": None, "all": trainer.control}
     total = Counter()
     for item in messages(trainer.config, s, stages_in(s, trainer.config, rank),
-                         [*of_parameters, *messages_of_sums(net)], rows):
+                         messages_of_list(net.lists(s.micro_batches)[rank], net), rows):
         total[item.op] += item.times * sent_in(dist.link_of(where[item.axis]), item.op, item.elements, item.width)
     return {op: n for op, n in total.items() if n}
 
@@ -111,10 +110,10 @@ def predicted_traffic(trainer, routes):
 def communication(trainer, device, seconds, repeats, calls):
     """The percentage of a step that its collectives cost: what it takes less when they send nothing. Then gradients are
     wrong, but the time is right. seconds: a step's."""
-    trainer.net.pipeline.recording = None  # it would call the real collectives
+    trainer.net.pipeline.recording = None  # a recorded graph would call the real collectives
     with without_collectives():
         without = interleaved({"": lambda: trainer.step(2)}, device, repeats, calls)[""]
-    trainer.net.pipeline.recording = None  # it sends nothing
+    trainer.net.pipeline.recording = None  # the graph just recorded sends nothing
     return 100 - 100 * without / seconds
 
 
@@ -203,7 +202,7 @@ def pieces():
         "specialized": [(attention, "specialized_takes", never), (hopper, "specialized_takes", never)],  # Triton's
         "reading": [(run.FastTrainer, "all_finite", WatchedTrainer.all_finite)],    # a step waits for its own norm
         "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
-        "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
+        "adamw": [(run, "optimizer_of", lambda *_: {})],                           # PyTorch's
         "links": [(dist.LINKS, "ours", Watched)],                                   # rings
         "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
         "fp8": [(run, "use_fp8", lambda stage: None)]}                              # of --dtype fp8: bf16
