@@ -73,6 +73,7 @@ class Timed(train.Trainer):
     """A Trainer whose first step is measured, and whose steps are judged by the numbers that fast/ looks at.
 
     s.fast says what it is made of."""
+    seen = None  # of the first step
 
     def __init__(self, s, config, source, data, device):
         parts = run.parts(s, device) if s.fast == "on" else Plain.parts(s, device)
@@ -84,7 +85,7 @@ class Timed(train.Trainer):
     def step(self, i):
         with contextlib.nullcontext(self.seen) if i else measured(self) as self.seen:
             found = self.gradients(i)
-            [bad] = self.agree(not self.look(found).is_finite)
+            bad, _ = self.agree(not self.look(found).is_finite, 0)  # a run also asks who stops
             self.update(found, i, bad)
         return found
 
