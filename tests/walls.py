@@ -229,14 +229,13 @@ def kernels_alone():
 
 
 ENTERED = {  # a layout, and the rows that it enters
-    "dp=2 n_layer=5": "LINKS.ours linear Block Fast.pipeline Fast.flat_optimizer",
-    "dp=2 micro_batches=2 zero=3": "Fast.sharded",
+    "dp=2 n_layer=5": "LINKS.ours linear Block Unit Pipeline",
     "dp=4 node=2": "LINKS.nodes",
     "dp=2 comm=ring": "LINKS.ring",
     "dp=2 comm=torch": "LINKS.torch",
     "tp=2": "Fast.columns Fast.tensor.f Fast.tensor.g RowParallelLinear",
     "tp=2 sp=1": "Fast.sequence.f Fast.sequence.g",
-    "pp=2 micro_batches=2 schedule=zb-h1": "Fast.pipeline",
+    "pp=2 micro_batches=2 schedule=zb-h1": "HalvedPipeline",
     "cp=2 tokens=8 seq_len=8": "Fast.context attention_reference attention_backward_reference",
     "dp=2 ep=2 experts=4": "Experts Fast.experts through_experts grouped_linear",
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=2 vocab_size=11":
@@ -245,6 +244,7 @@ ENTERED = {  # a layout, and the rows that it enters
         "rms_norm swiglu rotary",
     "dp=1 choice=triton dtype=fp32 batch=1 tokens=4 seq_len=4 n_head=1 n_embd=16 inner=16 vocab_size=11 optimizer=muon":
         "orthogonal",
+    "dp=2 zero=1 optimizer=muon": "UnitOfMatrices",
 }
 
 
