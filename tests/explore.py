@@ -147,7 +147,8 @@ REFUSED = """
     GET  /wrong/                                 403
     GET  /../train.py                            403
     GET  /TOKEN/../train.py                      404
-    POST  /TOKEN/grid  f=nan                     400
+    POST  /TOKEN/grid  p=17                      400
+    POST  /TOKEN/grid  m=x                       400
     POST  /TOKEN/grid  schedule=none             400
     POST  /TOKEN/grid  text=rank                 400
     POST  /wrong/grid                            403
