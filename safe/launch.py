@@ -101,7 +101,8 @@ def start_again(processes, saved=lambda: True):
     """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place, and exit.
 
     SIGHUP and SIGTERM go on to the ranks, and others of ENDS as SIGTERM. Ranks have 30 s to save and end; then the exit
-    code is 0 if `saved()` says so. A rank without an error must return or call sys.exit(0): the launcher waits for the result of a forked one.
+    code is 0 if `saved()` says so. A rank without an error must return or call sys.exit(0): the launcher waits for the
+    result of a forked one.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
