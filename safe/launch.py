@@ -79,14 +79,13 @@ def quotas(folder):
 
 
 def check_room(processes):
-    """BadInput where a machine has no place for a launcher's files, or allows too few of them."""
+    """BadInput where a machine has no place for temporary files, or allows a process too few files."""
     try:
         tempfile.gettempdir()
     except OSError:
-        raise BadInput("no folder takes temporary files, which torchrun has: set TMPDIR to one that can be written"
-                       ) from None
+        raise BadInput("no folder takes PyTorch's temporary files: set TMPDIR to one that can be written") from None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 64 + 4 * processes
+    needed = 48 + 8 * processes
     if soft < needed <= hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     reject(hard < needed, f"{processes} processes need {needed} open files each, and {hard} are allowed: give ulimit "
@@ -101,8 +100,9 @@ TAKEN = [signal.SIGINT, signal.SIGQUIT, *ENDS]  # by a launcher, which hands the
 def start_again(processes, saved=lambda: True):
     """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place, and exit.
 
-    ENDS go on to the ranks, which have 30 s to save and end; then the exit code is 0 if `saved()` says
-    so. A rank without an error must return or call sys.exit(0): the launcher waits for the result of a forked one.
+    SIGHUP and SIGTERM go on to the ranks, and others of ENDS as SIGTERM. Ranks have 30 s to save and end; then the exit
+    code is 0 if `saved()` says so. A rank without an error must return or call sys.exit(0): the launcher waits for the
+    result of a forked one.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -112,7 +112,8 @@ def start_again(processes, saved=lambda: True):
     keep_quiet()
     end_with_launcher()
     forget_launcher()
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(signal.Signals(number).name for number in TAKEN)
+    for number in set(ENDS) - {signal.SIGTERM, signal.SIGHUP}:  # which torchrun hands on
+        signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,.*)?", os.environ.get("OMP_NUM_THREADS", "")):
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup, but torchrun would handle it

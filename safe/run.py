@@ -318,8 +318,7 @@ class Run:
         self.config, self.source = model_config(s, checkpoint)
         s.vocab_size = self.config.vocab_size
         self.processes = check_layout(s, self.config, self.world, dist.processes_of_a_node(self.world))
-        if self.processes != self.world:
-            launch.check_room(self.processes)
+        launch.check_room(self.processes)
         check_vocabulary(s, self.config, vocabulary)
         self.left_out = []
         self.identity = identity_of(s, self.config)
