@@ -35,6 +35,7 @@ import collectives as dist
 import kernels
 from fast import edition
 from fast.recorded import RecordedGraph
+from further.refusals import check_numbers
 from lessons.bench.context import context
 from lessons.bench.optimizers import KINDS, optimizers
 from lessons.bench.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in

@@ -129,7 +129,7 @@ def parse(parser, flags, arguments):
         group.add_argument(dashed(f.name), **how, **f.metadata | {"help": shown})
     given = vars(parser.parse_args(arguments))
     if given["config"]:
-        given = vars(parser.parse_args(words_of(given["config"]) + arguments))
+        given = vars(parser.parse_args(words_of(given["config"], {*given}) + arguments))
     if given.pop("help"):
         parser.print_help()
         sys.exit(0)
@@ -144,15 +144,16 @@ def sizes_in(model):
     return {name: model[name] for name in names}
 
 
-def words_of(path):
-    """The words of a command line that asks for what a run.json says. BadInput if it is none."""
+def words_of(path, known):
+    """The words of a command line that asks for what a run.json says, by flags that are known. BadInput if it is
+    none."""
     try:
         run = json.loads(pathlib.Path(path).read_text())
         given = {**run["flags"], "init_from": run["start"].get("init_from")}
         if not given["init_from"]:
             given |= sizes_in(run["model"])
         return [dashed(name) if value is True else f"{dashed(name)}={value}"
-                for name, value in given.items() if value not in (None, "", False)]
+                for name, value in given.items() if name in known and value not in (None, "", False)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise BadInput(f"--config {path}: no run.json of a run ({error}); give one, e.g. runs/1/run.json") from None
 

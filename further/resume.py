@@ -234,7 +234,8 @@ def read_checkpoint(s, config, *_):
     here = run_of(s, config)["model"]
     there = found.manifest["run"]["model"]
     others = [f"{dashed(name)} {size}" for name, size in sizes_in(there).items() if size != here.get(name)]
-    reject(here != there, f"the model in --resume has other sizes: give {' '.join(others) or '--config, its run.json'}")
+    reject(there.items() - here.items(),
+           f"the model in --resume has other sizes: give {' '.join(others) or '--config with its run.json'}")
     return found.manifest, found.source
 
 

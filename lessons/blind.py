@@ -143,7 +143,7 @@ def train_on(case, steps, optimizer, dtype):
             gradients = [param.grad.clone() for param in net.params]
         log.append([loss, net.clip_grad_norm_(0.3)])
         if steps > 1:  # of one step gradients are looked at, which some optimizers would refuse
-            net.optimizer.step()
+            net.step()
         if config.experts:
             experts.balance(net, experts.loads(net), 0.02)
     return torch.tensor(log), gradients, net.params, sum(some.bytes for some in dist.traffic().values())

@@ -108,8 +108,13 @@ class Log:
         start = b'{"step": '
         return math.inf if line[:len(start)] == start[:len(line)] and not line.endswith(b"\n") else -1
 
+    def opened(self):
+        """Each time anew, because somebody may move the file away, or its folder."""
+        os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
+        return open(self.path, "ab", buffering=0)
+
     def sync(self):
-        with open(self.path, "ab") as file:
+        with self.opened() as file:
             sync(file)
 
     def write(self, entry):
@@ -117,7 +122,7 @@ class Log:
         entry = json.loads(json.dumps(entry), parse_constant=str.lower)  # NaN is no JSON, so it becomes "nan"
         line = json.dumps(entry).encode() + b"\n"
         try:
-            with open(self.path, "ab", buffering=0) as file:  # each time, because somebody may move it away
+            with self.opened() as file:
                 size = file.tell()
                 try:
                     while line:  # a full disk takes a part, and then raises the error

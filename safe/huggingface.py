@@ -25,18 +25,10 @@ from further.bad_input import BadInput, reject
 
 ALSO_CALLED = {"n_positions": "max_position_embeddings", "n_embd": "hidden_size", "n_layer": "num_hidden_layers",
                "n_head": "num_attention_heads"}  # names that transformers takes, too, and first
-MISSING = {  # what transformers takes for a missing key, by model_type
-    "gpt2": {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768, "n_inner": None,
-             "activation_function": "gelu_new", "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5,
-             "num_experts": 0, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "n_shared_experts": 0}}
-MISSING[WITH_EXPERTS] = MISSING["gpt2"]
-MISSING["qwen2"] = {
-    "vocab_size": 151936, "max_position_embeddings": 32768, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 32, "head_dim": None, "hidden_size": 4096, "intermediate_size": 22016,
-    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-MISSING["qwen3"] = MISSING["qwen2"] | {"head_dim": 128}
-MISSING["llama"] = MISSING["qwen2"] | {"vocab_size": 32000, "max_position_embeddings": 2048,
-                                       "num_key_value_heads": None, "intermediate_size": 11008}
+MAY_BE_MISSING = {  # from files of others, and what transformers takes then; the head's tie: as a GPT-2's, a Llama's
+    "n_inner": None, "num_experts": 0, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "n_shared_experts": 0,
+    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new", "hidden_act": "silu"}
 OURS_ALONE = {**FIXED, "n_group": 1}  # our model has these values; a config.json with others is refused
 OURS_ALONE_OF_LLAMAS = {
     **LLAMAS_FIXED, "rope_scaling": None, "partial_rotary_factor": None, "quantization_config": None}
@@ -78,9 +70,7 @@ def open_hf(folder):
         tensors |= found
         where |= dict.fromkeys(found, file)
     config = with_the_head_there(config, tensors)
-    whose = "the default" if is_llama(config) else "a GPT-2's"
-    said = ", ".join(f"{key} {getattr(config, field)}" + f", {whose}, as there is none in the file" * (key not in hf)
-                     for field, key in keys_there(config, hf).items())
+    said = ", ".join(f"{key} {getattr(config, field)}" for field, key in keys_there(config, hf).items())
     for name, shape in expected(config):
         at = where.get(name, file)
         reject(name not in tensors, f"{at}: has no {name}, which config.json asks for ({said})")
@@ -175,7 +165,7 @@ def key_of(hf, key):
 def config_from(hf):
     """The GPTConfig that a config.json describes. BadInput names the key."""
     kind = hf.get("model_type", "gpt2") if isinstance(hf, dict) else None
-    reject(not isinstance(kind, str) or kind not in MISSING,
+    reject(kind not in ["gpt2", WITH_EXPERTS, *ARCHITECTURES],
            "not the config of a GPT-2 (model_type is not 'gpt2'), nor of one of " + ", ".join(ARCHITECTURES))
     if kind in ARCHITECTURES:
         return llama_from(hf, kind)
@@ -183,7 +173,8 @@ def config_from(hf):
     reject((kind == WITH_EXPERTS) != bool(experts), f"model_type {kind!r} with num_experts {experts!r}: only "
            f"{WITH_EXPERTS!r} has num_experts, and at least 1")
     check_fixed(hf, OURS_ALONE)
-    sizes = {field: hf.get(key_of(hf, key), MISSING[kind][key]) for field, key in (KEYS | OF_EXPERTS).items()}
+    hf = {"tie_word_embeddings": True} | MAY_BE_MISSING | hf
+    sizes = {field: value_of(hf, key_of(hf, key)) for field, key in (KEYS | OF_EXPERTS).items()}
     name = sizes["activation"]
     reject(name not in [*OURS_OF_ACTIVATIONS],
            f"activation_function is {name!r}, not one of {', '.join(OURS_OF_ACTIVATIONS)}")
@@ -198,7 +189,8 @@ def llama_from(hf, kind):
     layers = hf.get("layer_types") or []
     reject(not isinstance(layers, list) or any(layer != "full_attention" for layer in layers),
            f"layer_types is {layers!r}, only 'full_attention' is supported")
-    sizes = {field: hf.get(key, MISSING[kind][key]) for field, key in LLAMAS_KEYS.items()}
+    hf = {"tie_word_embeddings": False} | MAY_BE_MISSING | {"head_dim": 128 if kind == "qwen3" else None} | hf
+    sizes = {field: value_of(hf, key) for field, key in LLAMAS_KEYS.items()}
     for field in "n_kv_head", "head_size":  # null: as many as of queries, C/H
         sizes[field] = null_for_0(sizes[field], LLAMAS_KEYS[field])
     sizes |= {"rope_theta": theta_of(hf), "qk_norm": kind == "qwen3", "qkv_bias": kind == "qwen2"}
@@ -206,6 +198,11 @@ def llama_from(hf, kind):
     check_sizes(config, lambda field: LLAMAS_KEYS.get(field, field))
     same = config.head_size * config.n_head == config.n_embd
     return replace(config, head_size=0) if same else config
+
+
+def value_of(hf, key):
+    reject(key not in hf, f"has no {key}")
+    return hf[key]
 
 
 def null_for_0(value, key):

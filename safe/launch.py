@@ -8,7 +8,6 @@ import pathlib
 import re
 import resource
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -44,7 +43,6 @@ def started():
             continue
         os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stdout or open(os.devnull, "w")
-    check_interfaces()
     rank, world, whole = set_by_torchrun()
     if whole:
         return int(world)
@@ -56,32 +54,6 @@ def started():
     reject((rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no MASTER_ADDR "
            "and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
     return 1
-
-
-def check_interfaces():
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    for name in filter(None, names.split(",")):
-        try:
-            torch_dist.ProcessGroupGloo.create_device(interface=name)
-        except RuntimeError:
-            no_interface(f"GLOO_SOCKET_IFNAME {names}", name)
-    # NCCL takes beginnings of names; after "=" whole names; after "^" those that it shall not take. One suffices.
-    names = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    if not names or names.startswith("^") or not torch.cuda.is_available():
-        return
-    matches = str.__eq__ if names.startswith("=") else str.startswith
-    wanted = [name.partition(":")[0] for name in names.removeprefix("=").split(",")]  # a port may follow
-    if not any(matches(name, begin) for name in interfaces() for begin in wanted):
-        no_interface(f"NCCL_SOCKET_IFNAME {names}", ",".join(wanted))
-
-
-def interfaces():
-    return [name for _, name in socket.if_nameindex()]
-
-
-def no_interface(given, name):
-    raise BadInput(f"{given}: {name} is no network interface with an address; there are {', '.join(interfaces())}: "
-                   "name one of them, or unset it")
 
 
 def cores(root="/"):

@@ -24,7 +24,6 @@ CHARTS = {  # title: {key of a log's entry: its curve's name}
     "loss": {"loss": "training", "val_loss": "validation"}, "gradient norm": {"grad_norm": ""},
     "learning rate": {"lr": ""}, "tokens/s": {"tokens_per_s": ""}, "MFU": {"mfu": ""}}
 MOST = 500  # points of a curve, more than a screen shows
-PLACES = 100  # at which the mouse finds a curve's numbers
 
 
 def entries_of(folder):
@@ -52,19 +51,6 @@ def ticks(low, high):
     unit = 10 ** math.floor(math.log10(rough))
     step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough)
     return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def hover(points, x_of):
-    """Html of what appears under the mouse: a line, the step, the curve's number there. It is there from the beginning
-    and hidden, so the page needs no script."""
-    shown = points[:-1:len(points) // PLACES + 1] + points[-1:]
-    out, half = "", 270 / len(shown) + 1
-    for step, value in shown:
-        x = x_of(step)
-        out += (f'<g class="at"><rect x="{x - half:.1f}" y="0" width="{2 * half:.1f}" height="176"/>'
-                f'<path d="M{x:.1f} 15V175"/><text x="615" y="10" text-anchor="end">step {step}: '
-                f'<tspan class="curve">{value:.5g}</tspan></text></g>')
-    return out
 
 
 def chart(title, curves, resumed=()):
@@ -99,10 +85,9 @@ def chart(title, curves, resumed=()):
         path = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in points)
         lines += f'<polyline class="{kind}" points="{path}"/>'
         last += f'<span class="{kind}">{f"{name} " if name else ""}{points[-1][1]:.5g}</span> '
-    first, *_ = curves.values()
     return (f'<figure><figcaption>{title}<br>{last}</figcaption>'
             f'<svg viewBox="0 0 640 196" role="img" aria-label="{title}"><path d="M70 15V175H615"/>{axes}'
-            f'<text x="62" y="191" text-anchor="end">step</text>{lines}{hover(first, x_of)}</svg></figure>\n')
+            f'<text x="62" y="191" text-anchor="end">step</text>{lines}</svg></figure>\n')
 
 
 def sign_of_life(pause):
@@ -131,14 +116,6 @@ def page_of(title, entries, more="", sign=""):
         title=html.escape(title), charts=charts, more=more,
         sign=sign or f"<p>Ended, after step {max((entry['step'] for entry in entries), default=0)}.</p>\n",
         refresh='<meta http-equiv="refresh" content="10">' * bool(sign))
-
-
-def memory_table(entries):
-    """Html of a rank's memory, of the last start that has measured it."""
-    found = [entry for entry in entries if "measured_bytes" in entry][-1:]
-    rows = "".join(f"<tr><th>{kind}<td>{entry['predicted_bytes'][kind] / 2**20:,.1f}<td>{measured / 2**20:,.1f}"
-                   for entry in found for kind, measured in entry["measured_bytes"].items())
-    return rows and f"<table><tr><th>MiB of a rank<th>predicted<th>measured{rows}</table>\n"
 
 
 def write_page(path, text):
@@ -180,7 +157,7 @@ class Page:
             keep_others(path, "--out")
             entries = entries_of(self.folder)
             launches = [*self.before, html.escape("\n".join(self.said))]
-            more = memory_table(entries) + "".join(
+            more = "".join(
                 f"<details{' open' * (i == len(launches))}><summary>launch {i}</summary><pre>{said}</pre></details>\n"
                 for i, said in enumerate(launches, 1))
             sign = "" if over else sign_of_life(self.pause)

@@ -16,7 +16,6 @@ import collectives as dist
 import kernels
 from further.bad_input import BadInput
 from further.bpe import Tokenizer
-from further.experts import loads
 from further.flags import learning_rate
 from further.letters import tensors_in
 from further.text import Bytes
@@ -120,7 +119,7 @@ class Measured:
 
 @contextlib.contextmanager
 def measured(trainer):
-    """Yields a Measured, of the step inside. Activations are what lives after a forward, without micro-batches, the
+    """Yields a Measured, of the activations of the step inside: what lives after a forward, without micro-batches, the
     gradients of earlier ones, messages between stages, and buffers of collectives."""
     found = Measured()
     births = BirthLog()
@@ -140,13 +139,16 @@ def measured(trainer):
 
     with births, watching(pipeline, note):
         yield found
+
+
+def share_of(trainer, loads):
+    """What share of the tokens this rank's experts got, of a step's loads (L, E): these are the whole batch's, so this
+    assumes that every group that shares out the experts got equal loads."""
     ranks = trainer.s.ep
-    if ranks > 1:
-        # The loads (L, E) are the whole batch's, so this assumes that every group that shares out the experts got
-        # equal loads.
-        every = loads(net)
-        own = every.chunk(ranks, 1)[dist.get_rank(net.groups.ep)]
-        found.share = (own.sum() / every.sum() * ranks).item()
+    if ranks == 1:
+        return 1.0
+    own = loads.chunk(ranks, 1)[dist.get_rank(trainer.net.groups.ep)]
+    return (own.sum() / loads.sum() * ranks).item()
 
 
 def describe(loop):

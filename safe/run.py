@@ -34,7 +34,7 @@ from safe.flags import check_layout, model_config, Parser, refuse, Settings
 from safe.huggingface import came_with
 from safe.messages import progress
 from safe.page import Page
-from safe.reports import describe, describe_first_steps, measured, profiled, traced
+from safe.reports import describe, describe_first_steps, measured, profiled, share_of, traced
 from safe.watch import Watch
 from theory import speed
 
@@ -79,6 +79,8 @@ class Loop:
                 with self.observed(i):
                     found = trainer.gradients(i)
                     trainer.update(found, i, self.judge(found))
+                if i == self.first:
+                    self.seen.share = share_of(trainer, found.loads)
                 self.after(i + 1, found)
                 if self.stopping:
                     break

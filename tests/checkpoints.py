@@ -21,7 +21,7 @@ import torch.distributed.run
 
 import collectives as dist
 import parallel
-from further.flags import Flags
+from further.flags import ABOUT, Flags, parse
 from tests.pool import close, GPUS, HERE, on_cpus, on_linux, parametrize, table
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, start, TRAIN, trained)
@@ -31,7 +31,7 @@ from further.resume import checkpoints, crc_of, NUMBERS, open_checkpoint
 from safe.checkpoints import start_of
 from safe.files import Log
 from safe.page import Page
-from safe.flags import model_config, Settings
+from safe.flags import model_config, Parser, Settings
 from safe.reports import nothing_else_lost
 from safe.run import NotFinite
 from safe.sizes import BadInput
@@ -179,6 +179,23 @@ def test_a_run_with_flags_that_are_not_here_goes_on_if_they_changed_nothing(star
         assert "trained with --islands 2, which this train.py does not have: name" in start(way).said([2])
     shutil.rmtree(manifest.parent)
     assert "/whole holds another run (it was trained with --islands 2" in start(f"--steps 2 --out {whole}").said([2])
+
+
+def test_a_run_json_is_a_command_line(start, tmp_path, capsys):
+    """--config takes a run's flags and sizes, and flags on the line win. --help without "all" has ten flags."""
+    start("--steps 2 --lr 0.01 --out OUT").said()
+    for flags in Settings, Flags:
+        def parsed(*words, flags=flags):
+            return parse(Parser(**ABOUT), flags, [*words])
+
+        s = parsed("--config", f"{tmp_path}/run.json", "--lr", "0.5")
+        assert (s.lr, s.steps, s.n_embd, s.seq_len, s.arch) == (0.5, 2, 16, 16, "gpt2")
+        with pytest.raises(BadInput, match="--config /no/such: no run.json of a run"):
+            parsed("--config", "/no/such")
+        for words, shown in (["--help"], 10), (["--help", "all"], len(dataclasses.fields(flags))):
+            with pytest.raises(SystemExit):
+                parsed(*words)
+            assert len(re.findall(r"(?m)^  --(?!help)", capsys.readouterr().out)) == shown
 
 
 TRAINING = "(?m)^(data|batch|memory|page|resume|step|traffic|saved) "  # lines of a run that trains

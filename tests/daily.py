@@ -109,6 +109,7 @@ def waits_as_process_1():
         return None
     heard, tell = os.pipe()
     if not (pid := os.fork()):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
         safe.launch.settled_rendezvous("cpu", 1)
         os.write(tell, b".")
         time.sleep(2)

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel, SDPBackend
 
 import fast.experts
-import fast.grouped
 import fast.llama
 import further.experts
 import kernels
@@ -464,8 +463,6 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
             "packed attention takes qkv (B, T, 3, H, D), or (B, T, G + 2, H/G, D), not (1, 5, 2, 2, 16)":
                 lambda: kernels.attention(random(1, 5, 2, 2, 16)),
             "(3, 4) torch.float32: needs (M, K) and (K, N)": lambda: kernels.matmul(x, x),
-            "x (3, 4), weight (2, 5, 3)": lambda: fast.experts.fast_grouped(x, random(2, 5, 3), None, three),
-            "weight torch.float64": lambda: fast.experts.fast_grouped(x, random(1, 5, 4).double(), None, three),
             "my own block has 8 bytes to be sent, 16 to be received":
                 lambda: exchange([(0, 8), (0, 0)], [(0, 16), (0, 0)]),
             "(4,) of torch.float64": AdamW([double]).step,

@@ -257,8 +257,8 @@ def test_transformers_reads_our_llama(tmp_path, kind):
     ({"use_sliding_window": True}, "use_sliding_window is True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "only 'full_attention'"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not one of silu"),
-    ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads, 4: give "
-                                 "num_key_value_heads 2 or 4"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide the 4 heads of num_attention_heads: "
+                                 "give num_key_value_heads 2 or 4"),
     ({"rope_theta": 0}, "rope_theta 0.0 must be above 0"),
     ({"model_type": "mistral"}, "nor of one of llama, qwen2, qwen3"),
     ({"intermediate_size": 40}, "gate_proj.weight is (48, 32), config.json makes it (40, 32)")], ids=str)

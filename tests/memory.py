@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ import model
 import parallel
 import theory.memory
 import train
+from tests.data import stepped_by
 from tests.layouts import small_gpt, tokens_of
 from tests.pool import BOTH, close, DEVICES, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
 from tests.runs import TINY, output_of, parse
@@ -22,12 +24,12 @@ from fast.tensor import BiasedOnce
 from further.schedules import SCHEDULES, zero_bubble_h1
 from further.recompute import recompute
 from lessons.demos import main
+from lessons.bench.strategies import Timed
 from lessons.bench.timing import of_all_ranks
 from safe.data import load_data
 from safe.flags import check_layout, model_config
 from safe.reports import BirthLog, measured_bytes, predicted_bytes, watching
 from theory.memory import most_in_a_step
-from lessons.bench.strategies import Timed
 
 
 def test_memory_table_is_the_lecture_s():
@@ -37,11 +39,11 @@ def test_memory_table_is_the_lecture_s():
     (N-1)/N x K = 1,362,909,800 elements: ZeRO-0 sends 2 x 4 bytes for each, ZeRO-1 and 2 4 + 2, ZeRO-3 4 + 2 x 2, as it
     gathers each weight twice. (The embeddings', once: a small part.)"""
     assert """
-stage     parameters   gradients   optimizer  together  activations    sent   sharded over dp
-ZeRO-0          2.90        5.80       17.41     26.11         2.45   10.15   nothing
-ZeRO-1          2.90        5.80        2.18     10.88         2.45    7.62   optimizer
-ZeRO-2          2.90        0.73        2.18      5.80         2.45    7.62   optimizer, gradients
-ZeRO-3          0.00        0.73        2.18      2.90         2.45   10.15   optimizer, gradients, parameters
+stage     parameters   gradients   optimizer     total      sent   sharded over dp
+ZeRO-0          2.90        5.80       17.41     26.11     10.15   nothing
+ZeRO-1          2.90        5.80        2.18     10.88      7.62   optimizer
+ZeRO-2          2.90        0.73        2.18      5.80      7.62   optimizer, gradients
+ZeRO-3          0.00        0.73        2.18      2.90     10.15   optimizer, gradients, parameters
 """ in output_of(main, *"zero --model gpt2-xl --dp 8".split())
 
 
@@ -103,7 +105,7 @@ def test_a_bias_that_is_not_cut_counts_whole_in_every_edition():
     for layer in parallel.RowParallelLinear, BiasedOnce:
         with (patch.dict(kernels.table, {parallel.RowParallelLinear: layer}),
               patch.object(theory.memory, "PLAN", parallel.gpt2_plan(None, None))):
-            counts.append([theory.memory.elements_of_piece.__wrapped__(config, 2, i) for i in range(config.n_layer + 2)])
+            counts.append(theory.memory.local_elements.__wrapped__(config, 2, (range(config.n_layer + 2),)))
     assert counts[0] == counts[1]
 
 
@@ -188,7 +190,7 @@ def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(zero):
         for _ in range(2):
             net.zero_grad()
             net.forward_backward(*(t.split(2) for t in tokens_of(0)))
-        every.append([param.grad for param in net.params])
+        every.append([param.grad for param in stepped_by(net.optimizer)])
     for one, *others in zip(*every, strict=True):
         assert one.any() and all(map(one.equal, others))
 

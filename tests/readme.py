@@ -21,7 +21,7 @@ import safe.flags
 import theory.clock
 import train
 from further.lists import check, lower
-from parallel import make_mesh, Parallel
+from parallel import make_mesh, Parallel, Pipeline
 from tests.kernels import no_worse_than_pytorch, random
 from tests.pool import HERE, in_new_process, parametrize
 from tests.runs import command, output_of, printed_by, ran, slow
@@ -223,8 +223,9 @@ def test_models_of_somebody_s_own_learn_the_same_in_each_layout(tmp_path):
 def signs(file):
     """The gradients that SignSGD's units leave, of a layer whose third input has an opposite sign on the other rank."""
     sgd = partial(runpy.run_path(file)["SignSGD"], lr=0.1)
+    plain = type("Plain", (Pipeline,), {})  # which fast/ does not replace
     net = Parallel([nn.Linear(3, 2).double()], lambda y, _: y.sum(), make_mesh("cpu", dp=dist.get_world_size()),
-                   optimizer=sgd, dtype=torch.float64, units=sgd.func.make_units)
+                   optimizer=sgd, dtype=torch.float64, units=sgd.func.make_units, pipeline=plain)
     x = torch.tensor([[1.0, -1.0, 1.0 if dist.get_rank() else -5.0]], dtype=torch.float64)
     net.forward_backward([x], [x])
     return [p.grad.tolist() for p in net.params]

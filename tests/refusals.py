@@ -35,7 +35,6 @@ from further.kinds import resized
 from further.refusals import check_numbers
 from safe.flags import check_layout, model_config
 from safe.huggingface import save
-from safe.sizes import BadInput
 from tests.pool import parametrize
 from tests.runs import parse, ran, TINY, TRAIN
 from tests.text import BY_HAND, json_of, write_vocabulary
@@ -60,8 +59,6 @@ REFUSED = {
         --schedule-file MARKED --pp 2 --micro-batches 1 --schedule gpipe | leave one of them out
         --plain --schedule-file STUCK       | deadlock: no rank can go on: rank 0 waits at B0
         --cuda-graphs on --device cpu       | --cuda-graphs on
-        --fast on --optimizer muon --dp 2 --zero 3 | give --zero 2 or leave --fast out
-        --fast on --optimizer muon --dp 2 --zero 1 --comm torch --device cpu | leave --comm out
         --dtype fp8 --device cpu            | on GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16
         --arch llama --model gpt2           | --model gpt2 is no preset of --arch llama: give --model tiny
         --n-kv-head 2                       | --n-kv-head 2 is for a Llama: give --arch llama, too
@@ -92,7 +89,7 @@ REFUSED = {
         --init-from BAD_HF                  | config.json
         --init-from NO_SHARD                | holds no b.safetensors, which model.safetensors.index.json names
         --init-from NO_INDEX                | model.safetensors.index.json: no index of weights
-        --init-from NO_SIZE                 | makes it (1024, 16) (vocab_size 256, n_positions 1024, a GPT-2's, as there
+        --init-from NO_SIZE                 | config.json: has no n_positions
         --init-from HF --dp 2 --ep 2        | the model has none: leave --ep out
         --init-from HF --top-k 2            | --top-k 2: the model in --init-from has no experts; leave the flag out
         --init-from BAD_EXPERTS             | config.json: model_type 'gpt2' with num_experts 2

@@ -31,7 +31,7 @@ from lessons.bench.timing import (
     interleaved, of_all_ranks, patched, plain_kernels, say, Table, without_collectives, write_json)
 from lessons.plan import describe_model
 from safe.messages import Watched
-from safe.reports import measured, measured_bytes, predicted_bytes, timed
+from safe.reports import measured, measured_bytes, predicted_bytes, share_of, timed
 from safe.run import Plain
 from theory.clock import halves_backward, stages_in
 from theory.speed import describe_machine, mfu, mfu_note, predict
@@ -73,19 +73,21 @@ class Timed(train.Trainer):
     """A Trainer whose first step is measured, and whose steps are judged by the numbers that fast/ looks at.
 
     s.fast says what it is made of."""
+    seen = None  # the Measured of its first step
 
     def __init__(self, s, config, source, data, device):
-        parts = run.parts(s, device) if s.fast == "on" else Plain.parts(s, device)
+        parts = (run if s.fast == "on" else Plain).parts(s, device)
         super().__init__(s, config, source, data, device, **parts)
         if s.fast == "on":
             run.prepare(self)
         self.look = (run if s.fast == "on" else Plain).look(s, self)
 
     def step(self, i):
-        with contextlib.nullcontext(self.seen) if i else measured(self) as self.seen:
+        with contextlib.nullcontext(self.seen) if self.seen else measured(self) as self.seen:
             found = self.gradients(i)
-            [bad] = self.agree(not self.look(found).is_finite)
+            bad, _ = self.agree(not self.look(found).is_finite, 0)  # as safe/run.py asks, who stops, too
             self.update(found, i, bad)
+        self.seen.share = share_of(self, found.loads)
         return found
 
 
