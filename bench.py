@@ -142,7 +142,8 @@ def measure_collective(op, size, a, device):
     logs = of_all_ranks(traffic_of(op))
     bus = 4e-9 * count * BUS[op](a.gpus)
     return {"op": op, "size": count / 256, **{who: 1e6 * took for who, took in seconds.items()},
-            "bus": bus / seconds["us"], "torch_bus": bus / seconds["torch_us"], "counted": sum(log.bytes for log in logs),
+            "bus": bus / seconds["us"], "torch_bus": bus / seconds["torch_us"],
+             "counted": sum(log.bytes for log in logs),
             "formula": sum(of_all_ranks(sent_in(dist.link_of(None), op, count, 4))),
             "messages": max(log.messages for log in logs), "most": max(log.bytes for log in logs)}
 

@@ -1134,8 +1134,8 @@ class Parallel:
         averaged = {i: [unit for piece, unit in made if piece == i] for i in self.pieces}
         used = {i: [*dict.fromkeys(self.unit_of[param] for param in piece.parameters())]
                 for i, piece in self.pieces.items()}
-        self.pipeline = kernels.table[pipeline](self.pieces, self.piece_to_rank, used, averaged, loss, mesh, shape, dtype,
-                                                self.device)
+        kind = kernels.table[pipeline]
+        self.pipeline = kind(self.pieces, self.piece_to_rank, used, averaged, loss, mesh, shape, dtype, self.device)
         self.shared = {i: [j for j in averaged if j != i and not {*averaged[j]}.isdisjoint(used[i])] for i in used}
         self.made = {}     # lists that have been made
         self.seen = set()  # numbers of micro-batches on which all replicas have agreed
@@ -1247,8 +1247,8 @@ class Parallel:
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Add up each gradient over its parameter's `partial_over`. (Rows of the ends of a tied embedding match, because
-        each end is a unit by itself.)"""
+        """Add up each gradient over its parameter's `partial_over`. (Rows of the ends of a tied embedding match,
+        because each end is a unit by itself.)"""
         for unit in self.units:
             over = unit.partial_over if unit.trained else ()
             for group in over:

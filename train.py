@@ -275,8 +275,8 @@ class Trainer:
     """Model, optimizer, data and this rank's place in the mesh: `step(i)` is step i, counted from 0.
 
     s: the Flags. source(name) gives a parameter's initial value; None: the seed does. data: (training tokens, held-out
-    tokens, their vocabulary). What safe/ and fast/ have others for: edition, as for `parallelize`; optimizer, a class or
-    a partial of one; batch, which gives a step's samples as further.text.batch does.
+    tokens, their vocabulary). What safe/ and fast/ have others for: edition, as for `parallelize`; optimizer, a class
+    or a partial of one; batch, which gives a step's samples as further.text.batch does.
     """
 
     def __init__(self, s, config, source, data, device, edition=parallel.Reference, optimizer=None, batch=batch):

@@ -55,7 +55,8 @@ class AdamW(torch.optim.AdamW):
         self.copies = {}
 
     def clip_grad_norm_(self, parameters, max_norm, scale=1.0):
-        """As parallel.py's, but it only computes a factor, by which the kernel multiplies gradients as it reads them."""
+        """As parallel.py's, but it only computes a factor, by which the kernel multiplies gradients as it reads
+        them."""
         norm = parallel.clip_grad_norm_(parameters, 0) / scale
         self.scale = (max_norm / (norm + 1e-6) if max_norm else torch.ones_like(norm)).clamp(max=1) / scale
         return norm

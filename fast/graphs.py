@@ -118,7 +118,8 @@ class RecordedPipeline(HalvedPipeline):
 
 
 def pipeline_channels(mesh, piece_to_rank):
-    """{(from, to): group of two ranks that have neighbouring pieces} of this rank's pipeline; from, to: places in it."""
+    """{(from, to): group of two ranks that have neighbouring pieces} of this rank's pipeline; from, to: places in
+    it."""
     channels = {}
     pairs = {pair for pair in itertools.pairwise(piece_to_rank.values()) if len(set(pair)) == 2}
     for ranks in mesh.mesh.flatten(1).T.tolist() if pairs else ():  # of each pipeline

@@ -86,8 +86,8 @@ MOST_WAITING = 2  # layers. A sublayer has two that --tp cuts
 
 
 class WeightGradients:
-    """Computes the weight gradients of a piece's Linears in autograd's place, for fast/graphs.py. unit_of: {parameter: its
-    WrittenUnit}. What runs for one Linear:
+    """Computes the weight gradients of a piece's Linears in autograd's place, for fast/graphs.py. unit_of: {parameter:
+    its WrittenUnit}. What runs for one Linear:
 
         F   its product, in one of the functions below, which `collected` gives detached weights and `take`
         I   autograd calls the function's backward, which returns dx, and puts (W, b, dy, x) into `later`

@@ -5,11 +5,11 @@ In place of kernels.LayerNorm, of further/llama.py's rms_norm and of model.Block
 """
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import kernels
 from fast.linear import sum_parts
-from further.llama import rms_norm
 from kernels import layer_norm, load_float32, programs_at_once, this_program, tl, triton
 
 
@@ -165,7 +165,7 @@ class TunedLayerNorm:
 
 def tuned_rms_norm(x, weight, eps):
     """rms_norm, likewise."""
-    return AddLayerNorm.apply(x, None, weight, None, eps)[1] if kernels.on_triton(x) else rms_norm(x, weight, eps)
+    return AddLayerNorm.apply(x, None, weight, None, eps)[1] if kernels.on_triton(x) else F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def add_layer_norm(x, residual, weight, bias, eps=1e-5):
@@ -181,4 +181,4 @@ def add_layer_norm(x, residual, weight, bias, eps=1e-5):
 def add_and_norm(x, residual, weight, bias, eps=1e-5):
     """add_layer_norm without its kernel."""
     x = x if residual is None else x + residual
-    return x, rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
+    return x, F.rms_norm(x, x.shape[-1:], weight, eps) if bias is None else layer_norm(x, weight, bias, eps)

@@ -110,7 +110,8 @@ def demo_collectives():
     whole = torch.ones(n << 18)
     dist.reset_traffic()
     by_hand(whole)
-    say(f"\nan all-reduce by hand, all to rank 0 and back: rank 0 sends {dist.traffic()['send'].bytes if n > 1 else 0:,} "
+    sent = dist.traffic()["send"].bytes if n > 1 else 0
+    say(f"\nan all-reduce by hand, all to rank 0 and back: rank 0 sends {sent:,} "
         f"bytes, (N-1) K; of the ring's ranks each 2(N-1)/N K")
     say(f"\nbytes sent by rank 0, K = {n} MiB, N = {n}:  counted | formula")
     part = torch.ones(1 << 18)
@@ -153,7 +154,8 @@ def demo_sizes():
 
 
 def flops_of_a_parameter():
-    """(parameters in millions, FLOPs a parameter and token forward, backward) of a small GPT, as PyTorch counts them."""
+    """(parameters in millions, FLOPs a parameter and token forward, backward) of a small GPT, as PyTorch counts
+    them."""
     net = GPT(GPTConfig(seq_len=16, n_layer=4, n_head=4, n_embd=256))
     with FlopCounterMode(display=False) as counted:
         loss = net(torch.zeros(1, 16, dtype=torch.int64)).sum()

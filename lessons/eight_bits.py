@@ -92,8 +92,8 @@ def floats_of(q, scale):
 
 
 def sixteen_and_fewer_bits(device, n, side):
-    """8 rows times a matrix of twice the side. (In fp16 on a CPU, because Triton's interpreter cannot turn whole numbers
-    into bf16.)"""
+    """8 rows times a matrix of twice the side. (In fp16 on a CPU, because Triton's interpreter cannot turn whole
+    numbers into bf16.)"""
     side *= 2
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     w, x = (torch.randn(rows, side, device=device, dtype=dtype) for rows in (side, 8))

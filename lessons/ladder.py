@@ -225,7 +225,8 @@ def demo_ladder():
         library = build(cuda=True)
         x, y, out = torch.randn(3, 1 << 24, device="cuda")
         pointers = addresses(x, y, out)
-        seconds = seconds_of({"add_kernel": (library.add, [*pointers, len(x)]), "PyTorch's add": (torch.add, [x, y])} | {
+        seconds = seconds_of({
+            "add_kernel": (library.add, [*pointers, len(x)]), "PyTorch's add": (torch.add, [x, y])} | {
             f"a warp takes {ways} branches": (library.branch, [pointers[0], ways, len(x)]) for ways in (1, 2, 4, 32)},
             x.device, 5)
         for what, (took,) in seconds.items():

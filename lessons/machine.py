@@ -90,7 +90,8 @@ def demo_machine(model, machine):
     print(f"  {rates.name} reaches: {reached}")
     peaks = {gpu: next(tflops for name, tflops in PEAK_TFLOPS.items() if re.fullmatch(name, gpu))
              for gpu in ("V100", "A100", "H100", "B200")}
-    print(f"  TFLOP/s of 16-bit products, by datasheet: {', '.join(f'{gpu} {peak:,}' for gpu, peak in peaks.items())}\n\n"
+    listed = ", ".join(f"{gpu} {peak:,}" for gpu, peak in peaks.items())
+    print(f"  TFLOP/s of 16-bit products, by datasheet: {listed}\n\n"
         f"{SMS} multiprocessors (SMs) x {CORES} cores = {SMS * CORES:,}. Of 8 warps of {WARP} threads a block has "
         f"{8 * WARP}. An SM holds {HELD} warps:\n{HELD // 8} such blocks, {HELD * WARP // CORES} threads a core, which "
         f"takes turns. So {SMS * HELD // 8:,} such blocks run at a time, and all others wait. "

@@ -26,7 +26,7 @@ from theory.memory import activation_bytes
 MIB = 1 << 20
 
 
-# ------------------------------------------------------------------------------------------------------------------ time
+# ----------------------------------------------------------------------------------------------------------------- time
 
 def clocks(what, call, stamp, wait, between):
     """Print when a call returns, when its work is done, and how long by stamps that are queued before and after it."""
@@ -52,7 +52,7 @@ def profile_table(step):
             f"{(row.self_cpu_memory_usage + row.self_device_memory_usage) / MIB:12.1f}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory
+# --------------------------------------------------------------------------------------------------------------- memory
 
 def timeline(config, device):
     """Print the bytes alive after each block's forward and backward: activations, then what backward makes. On a GPU
@@ -106,8 +106,8 @@ def nodes_of(output):
 
 
 def graph(config):
-    """Print a block's nodes, and the tensors that each keeps for backward. A tensor that two nodes keep is there once; a
-    weight is kept without more memory."""
+    """Print a block's nodes, and the tensors that each keeps for backward. A tensor that two nodes keep is there once;
+    a weight is kept without more memory."""
     block = GPT(config, pieces=range(1, 2)).h["0"]
     x = torch.randn(1, config.seq_len, config.n_embd, requires_grad=True)
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
@@ -129,9 +129,9 @@ def graph(config):
 
 class Allocator:
     """A caching allocator. cudaMalloc waits for the GPU, so PyTorch asks for a segment at a time, keeps it, and serves
-    tensors from it: the smallest free block that is large enough, of which the rest stays free. A freed block merges with
-    its free neighbours. Free blocks that lie apart cannot serve one large tensor: then a new segment is reserved, though
-    there were bytes enough. (PyTorch's rules for small tensors are left out.)
+    tensors from it: the smallest free block that is large enough, of which the rest stays free. A freed block merges
+    with its free neighbours. Free blocks that lie apart cannot serve one large tensor: then a new segment is reserved,
+    though there were bytes enough. (PyTorch's rules for small tensors are left out.)
 
     segments: lists of blocks [bytes, whether it is in use], from the first to the last byte.
     """
@@ -178,8 +178,8 @@ def allocations(lengths):
 # ----------------------------------------------------------------------------------------------------------------- fp16
 
 def loss_scale():
-    """Print steps of fp16 whose loss scale begins too high: they are skipped, and halve it, until gradients fit; then it
-    doubles."""
+    """Print steps of fp16 whose loss scale begins too high: they are skipped, and halve it, until gradients fit; then
+    it doubles."""
     n = dist.get_world_size()
     s = Settings(dp=n, batch_size=2 * n, device="cpu", fast="off", dtype="fp16")
     trainer = make_trainer(PRESETS["tiny"], s, torch.device("cpu"))
@@ -192,7 +192,8 @@ def loss_scale():
 
 
 def demo_measuring():
-    """One call by three clocks; warm-up; a profiler's table; memory: over time, kept by nodes, in an allocator; fp16."""
+    """One call by three clocks; warm-up; a profiler's table; memory: over time, kept by nodes, in an allocator;
+    fp16."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     link, message = dist.link_of(None), torch.ones(1 << 22)
     dist.all_reduce(message, async_op=True).wait()  # warms up
@@ -220,7 +221,8 @@ def demo_measuring():
                 dist.barrier()
         dist.barrier()
         took[barriers] = time.perf_counter() - start
-    say(f"six steps, of which every other takes 0.05 s on a rank: {took[0]:.2f} s, with a barrier in each {took[1]:.2f}")
+    say(f"six steps, of which every other takes 0.05 s on a rank: {took[0]:.2f} s, "
+        f"with a barrier in each {took[1]:.2f}")
     x, took = torch.randn(2000, 1000, device=device, requires_grad=True), []
 
     def step():

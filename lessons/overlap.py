@@ -62,7 +62,8 @@ def demo_overlap(model, ranks, tokens, machine):
                  for link in (rates.link, rates.network))
     received, block = overlaps(config, tokens, n)["pp"][0], sum(matrices(config))
     ring, levels = (1e3 * call_seconds("all_reduce", k, 4, rates, 2 * rates.node, here) for here in (1, rates.node))
-    print(f"two nodes of {rates.node}: all gradients in one ring, which leaves each node by one card, {ring:,.0f} ms; in two "
+    print(f"two nodes of {rates.node}: all gradients in one ring, which leaves each node by one card, "
+          f"{ring:,.0f} ms; in two "
           f"levels {levels:,.0f} ms\n"
           f"cp, ring: hidden from {near:,.0f} tokens of a rank on, between nodes {far:,.0f} (`ring_hides`)\n\n"
           "The playbook's bandwidth counts elements, and K stays in its data-parallel ratio, where it cancels.\n"

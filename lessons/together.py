@@ -1,6 +1,6 @@
 """All ranks in one process: a step's messages, and pdb in one rank, from where all others can be looked at.
 
-    python -m lessons together --dp 2 --tp 2                        a step's messages, in the order in which they are sent
+    python -m lessons together --dp 2 --tp 2                        a step's messages, in the order of their sends
     python -m lessons together --dp 2 --tp 2 --break all_reduce     pdb in the rank that calls it first; `ranks[3]`, too
     python -m lessons together --break Unit.gather --rank 2         in rank 2, in any function of the reference
 """

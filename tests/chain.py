@@ -14,8 +14,8 @@ from further.lists import check, check_weights
 from further.schedules import HalvedPipeline, SCHEDULES, zero_bubble_h1
 from further.whole import take_state, whole_state
 from parallel import (
-    Action, ColumnParallelLinear, CopyToGroup, even_runs, into_pieces, lower, make_mesh, Parallel, ranks_of_stages, ReduceFromGroup,
-    RowParallelLinear, ScheduleError, tensor_parallel, with_weights)
+    Action, ColumnParallelLinear, CopyToGroup, even_runs, into_pieces, lower, make_mesh, Parallel, ranks_of_stages,
+    ReduceFromGroup, RowParallelLinear, ScheduleError, tensor_parallel, with_weights)
 from tests.pool import close, parametrize
 
 TABLE = {"up": partial(ColumnParallelLinear, f=CopyToGroup.apply),

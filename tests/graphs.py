@@ -125,7 +125,8 @@ def graphs_on_tape():
         return call
 
     with (patch.object(fast.recorded, "RecordedGraph", Tape), patch.object(Watched, "run", taped),
-          patch.object(dist, "isend", taped_message(dist.isend)), patch.object(dist, "irecv", taped_message(dist.irecv))):
+          patch.object(dist, "isend", taped_message(dist.isend)),
+          patch.object(dist, "irecv", taped_message(dist.irecv))):
         yield
 
 

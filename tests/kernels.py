@@ -488,7 +488,8 @@ def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
 def test_adamw_steps_neighbours_by_one_kernel(triton_kernels):
     """Two whose numbers, gradients and copies lie side by side, and one whose do not."""
     device, options = KERNEL_DEVICE, {"lr": 0.1, "weight_decay": 0.3}
-    start, grads, copies = random(3000).float(), random(3000).float(), torch.empty(3000, device=device, dtype=torch.float16)
+    start, grads = random(3000).float(), random(3000).float()
+    copies = torch.empty(3000, device=device, dtype=torch.float16)
     places = slice(0, 1000), slice(1000, 1700), slice(1800, 3000)
     params = [torch.nn.Parameter(start[place]) for place in places]
     theirs = [torch.nn.Parameter(start[place].double()) for place in places]

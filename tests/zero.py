@@ -97,9 +97,9 @@ def test_16_bit_gradients_add_up_in_float32(zero):
     """Of 16 micro-batches. (bf16 itself would lose 0.125 beside 128.)"""
     layer = nn.Linear(4, 4, bias=False)
     nn.init.zeros_(layer.weight)
-    net = parallel.Parallel([layer], lambda output, times: (output * times).sum(), parallel.make_mesh("cpu", dp=2), zero,
-                            optimizer=partial(torch.optim.SGD, lr=1.0), dtype=torch.bfloat16,
-                            count=lambda times: torch.tensor(1))
+    net = parallel.Parallel(
+        [layer], lambda output, times: (output * times).sum(), parallel.make_mesh("cpu", dp=2), zero,
+        optimizer=partial(torch.optim.SGD, lr=1.0), dtype=torch.bfloat16, count=lambda times: torch.tensor(1))
     x = [torch.ones(2, 4, dtype=torch.bfloat16)] * 16
     net.forward_backward(x, [torch.full((2, 4), times, dtype=torch.bfloat16) for times in [1024] + [1] * 15])
     total = sum(param.grad.sum() for param in net.params)

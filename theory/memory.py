@@ -68,8 +68,8 @@ def elements_of_piece(config, tp, i):
 
 
 def elements_of(config, s, runs):
-    """The same of all pieces of a rank; of experts those that its ep ranks leave it. The ends of a tied embedding, where
-    a rank has both, are one parameter."""
+    """The same of all pieces of a rank; of experts those that its ep ranks leave it. The ends of a tied embedding,
+    where a rank has both, are one parameter."""
     pieces = [i for run in runs for i in run]
     total = Counter()
     for i in pieces:
@@ -249,7 +249,8 @@ def kept_tensors(net):
     mixed = net.layout.dtype != master_dtype(net.layout.dtype)
     kinds = {
         "parameters": [module, [unit.weights for unit in units], [] if mixed else stepped],
-        "gradients": [[p.grad for p in module + net.params], [(unit.total, unit.sending, getattr(unit, "message", None)) for unit in units]],
+        "gradients": [[p.grad for p in module + net.params],
+                      [(unit.total, unit.sending, getattr(unit, "message", None)) for unit in units]],
         "optimizer": [stepped if mixed else [], list(net.optimizer.state.values())]}
     return {kind: [t for t in tensors_in(parts) if t.dim()] for kind, parts in kinds.items()}
 
@@ -279,9 +280,9 @@ ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries
 
 
 def besides(config, s, stages):
-    """Bytes of weights that are whole, and of gradients that wait for an A, at most: as `most_in_a_step` reads them off a
-    list, taken for equally large pieces. ZeRO-1's gradients wait, all of them, for the last micro-batch; their averages come
-    as they go."""
+    """Bytes of weights that are whole, and of gradients that wait for an A, at most: as `most_in_a_step` reads them off
+    a list, taken for equally large pieces. ZeRO-1's gradients wait, all of them, for the last micro-batch; their
+    averages come as they go."""
     narrow, wide = widths(s)
     pieces = sum(map(len, stages.values()))
     whole = sum(elements_of(config, s, stages.values()).values())

@@ -164,8 +164,8 @@ def messages_of_sums(net):
 
 
 def messages_of_unit(s, axis, elements, gathers=2):
-    """Messages of G and A of a unit, where there is no list to read them off. gathers: how often ZeRO-3 gathers it for a
-    micro-batch, once if its B needs no weights, or follows its F."""
+    """Messages of G and A of a unit, where there is no list to read them off. gathers: how often ZeRO-3 gathers it for
+    a micro-batch, once if its B needs no weights, or follows its F."""
     m = s.micro_batches
     narrow, wide = widths(s)
     if s.zero:
@@ -178,7 +178,7 @@ def messages_of_unit(s, axis, elements, gathers=2):
         yield Message("averages of shards", "all_reduce", "replicate", elements, wide)
 
 
-# ------------------------------------------------------------------------------------------- what F and B of pieces send
+# ------------------------------------------------------------------------------------------ what F and B of pieces send
 #
 #     piece                 F                          B                              of B times tokens
 #     embedding             g

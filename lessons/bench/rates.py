@@ -66,8 +66,8 @@ def both_ways(function, *inputs):
 
 def measure_machine(device, dtype, config):
     """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links. (Those of FP8
-    are not measured: its steps are predicted as bf16's.) All ranks measure at once, because in training, too, they share
-    power. On CUDA the GPU's computing is replayed, so that `launch` alone depends on the CPU."""
+    are not measured: its steps are predicted as bf16's.) All ranks measure at once, because in training, too, they
+    share power. On CUDA the GPU's computing is replayed, so that `launch` alone depends on the CPU."""
     dtype = parallel.PRECISIONS[dtype]
     config = resized(config, experts=0)  # rates are a dense block's
     cuda, n, c, t = device.type == "cuda", dist.get_world_size(), config.n_embd, config.seq_len
