@@ -65,8 +65,8 @@ def check_complete(lists, m=None):
             kinds = "".join(kind for kind in "FBIW" if Action(kind, stage, i) in listed)
             if kinds not in ("FB", "FIW"):
                 rank = stage_to_rank.get(stage, 0)
-                raise ScheduleError(lists, {rank: len(lists[rank])}, f"stage {stage}, micro-batch {i}: F and B, or F, I "
-                                    f"and W, must each be there; it has {', '.join(kinds) or 'none'}")
+                raise ScheduleError(lists, {rank: len(lists[rank])}, f"stage {stage}, micro-batch {i}: F and B, or F, "
+                                    f"I and W, must each be there; it has {', '.join(kinds) or 'none'}")
     return stage_to_rank
 
 
