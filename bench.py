@@ -7,7 +7,6 @@
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
     python bench.py optimizers            a step of AdamW and of Muon alone
     python bench.py context               attention to a sequence over several ranks, beside PyTorch's
-    python bench.py pictures FILE         SVG of what the code does, and of a trace of train.py --trace
 
 Each command starts as many processes as it needs (or runs under torchrun) and prints a table; `--json FILE` writes its
 rows with hardware, versions and commit. Our code and PyTorch's run in the same processes and take turns, so that both
@@ -22,7 +21,6 @@ Read with: CS336 lecture 7-8; Ultra-Scale Playbook, "finding the best training c
 import argparse
 import dataclasses
 import itertools
-import json
 import os
 import sys
 
@@ -37,23 +35,25 @@ import collectives as dist
 import kernels
 from fast import edition
 from fast.recorded import RecordedGraph
+from further.refusals import check_numbers
 from lessons.bench.context import context
 from lessons.bench.optimizers import KINDS, optimizers
 from lessons.bench.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
 from lessons.bench.strategies import configs_of, layouts, pieces, strategies
 from lessons.bench.timing import (
-    interleaved, of_all_ranks, readable, ROWS, say, seconds_of, Table, traffic_of, write_json)
+    interleaved, of_all_ranks, ROWS, say, seconds_of, Table, traffic_of, write_json)
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
-from lessons.pictures import check_picture, draw_trace, DRAWN, pictures
 from lessons.plan import plan
 from model import PRESETS
 from safe import launch
-from safe.files import check_file, check_folder
-from safe.flags import check_layout, check_numbers, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES
+from safe.files import check_file
+from safe.flags import (
+    check_layout, checked_use, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES)
+from further.refusals import check_numbers
 from safe.huggingface import read_config
 from safe.launch import is_forked
-from safe.sizes import BadInput, checked_use, reject
+from safe.sizes import BadInput, reject
 from theory.speed import MACHINES, describe_machine
 
 
@@ -150,7 +150,7 @@ def measure_collective(op, size, a, device):
 # ---------------------------------------------------------------------------------------------------------------- flags
 
 WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectives, "strategies": strategies,
-        "plan": plan, "optimizers": optimizers, "context": context, "pictures": pictures}
+        "plan": plan, "optimizers": optimizers, "context": context}
 ON_RANKS = "collectives", "strategies", "optimizers", "context"
 FLAGS = [  # (the commands that take it, its name, arguments for argparse)
     ("kernels lessons collectives strategies optimizers context plan", "--json", dict(
@@ -162,8 +162,6 @@ FLAGS = [  # (the commands that take it, its name, arguments for argparse)
     ("kernels lessons collectives strategies optimizers", "--only", dict(
         help="which of the command's rows; left out, all (but experts, dense twin only with --experts)", nargs="+",
         metavar="NAME")),
-    ("kernels collectives strategies context", "--plain", dict(
-        help="measure the reference alone, without fast/", action="store_true")),
     ("strategies optimizers context", "--repeats", dict(
         help="timed runs of each step; left out, 7, but 3 with --quick", type=int)),
     ("strategies", "--without", dict(
@@ -172,14 +170,11 @@ FLAGS = [  # (the commands that take it, its name, arguments for argparse)
     ("plan", "--machine", dict(
         help=f"{', '.join(MACHINES)} (the default), or a file that `collectives --json` wrote", default="h200")),
     ("plan", "--top", dict(help="layouts to print (default: 15)", type=int, default=15)),
-    ("pictures", "file", dict(
-        help="trace.json of train.py's --trace; left out, the code alone is drawn", nargs="?", metavar="FILE")),
-    ("pictures", "--into", dict(help="where the SVG files go (default: assets)", default="assets", metavar="DIR")),
 ]
 OF_A_MODEL = ("arch", "model", *SIZES, "dtype")
 OF_TRAIN = {  # the flags of train.py that a command takes, too
     "kernels": ["device"], "lessons": ["device"], "context": ["device"], "collectives": ["device", "comm"],
-    "optimizers": ["device", *OF_A_MODEL], "plan": [*OF_A_MODEL, "batch_size", "init_from"], "pictures": [],
+    "optimizers": ["device", *OF_A_MODEL], "plan": [*OF_A_MODEL, "batch_size", "init_from"],
     "strategies": ["device", *OF_A_MODEL, "batch_size", "micro_batches", "recompute", "recompute_blocks", "loss_chunk",
                    "cuda_graphs"]}
 
@@ -196,7 +191,7 @@ def parse(words):
                 sub.add_argument(name, **more)
         for name in OF_TRAIN[what]:  # None: left out
             sub.add_argument(dashed(name), type=of_train[name].type, **of_train[name].metadata)
-    others = argparse.Namespace(gpus=1, repeats=1, top=1, json="", only=[], plain=False, init_from=None)  # no flags there
+    others = argparse.Namespace(gpus=1, repeats=1, top=1, json="", only=[], init_from=None)  # no flags there
     return parser.parse_args(words, others)
 
 
@@ -216,9 +211,6 @@ def check(a, world):
         check_file(a.json, "--json", ROWS)
     for name in "gpus", "repeats", "top":
         reject(getattr(a, name) is not None and getattr(a, name) < 1, f"--{name} {getattr(a, name)}: give 1 or more")
-    if a.what == "pictures":
-        check_trace(a)
-        return 1
     if a.what == "plan":
         a.gpus = a.gpus or 8
         a.device = "cuda"
@@ -274,7 +266,6 @@ def check_strategies(a):
     """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
     that --only names and that cannot run."""
     a.without = [*pieces()] if a.without == [] else a.without
-    edition = {"fast": "off", "cuda_graphs": "off"} if a.plain else {"fast": "on"}
     asked = a.config.experts
     a.config, routed, twin = configs_of(a.config)
     every = layouts(a.gpus, a.micro_batches or 8, routed.experts)
@@ -283,7 +274,7 @@ def check_strategies(a):
     a.reasons = []
     for name in a.only or [name for name in every if asked or a.configs[name] is a.config]:
         reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
-        s = settings(a, **edition | every[name])
+        s = settings(a, fast="on", **every[name])
         try:
             check_layout(s, a.configs[name], 1, 1)
             a.layouts[name] = s
@@ -293,17 +284,6 @@ def check_strategies(a):
     reject(not a.layouts, f"--batch-size {a.batch_size}: no strategy can run with it; {''.join(a.reasons[:1])}")
 
 
-def check_trace(a):
-    """Set a.drawn, {"pipeline": the picture of the trace}. BadInput for a file that cannot be drawn."""
-    a.drawn = {}
-    if a.file:
-        with readable(a.file, "give the trace.json that train.py --trace wrote"), open(a.file) as file:
-            a.drawn["pipeline"] = draw_trace(json.load(file))
-    check_folder(a.into, "--into")
-    for name in (*DRAWN, *a.drawn):
-        check_picture(os.path.join(a.into, f"{name}.svg"), "--into")
-
-
 def main():
     if len(sys.argv) == 1:
         print(__doc__.strip())
@@ -311,15 +291,14 @@ def main():
     try:
         world = launch.started()
         a = parse(sys.argv[1:])
-        if not a.plain:
-            edition.on()
+        edition.on()
         processes = check(a, world)
     except BadInput as problem:
         refuse("bench.py", problem)
     if processes > world:
         launch.start_again(processes)
     if a.what not in ON_RANKS:
-        WHAT[a.what](a, torch.device(a.device if a.what != "pictures" else "cpu"))
+        WHAT[a.what](a, torch.device(a.device))
         return
     WHAT[a.what](a, dist.initialize(a.device, rendezvous=launch.settled_rendezvous))
     torch_dist.barrier()

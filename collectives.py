@@ -64,7 +64,7 @@ from torch.distributed import is_initialized, recv  # noqa: F401  for those who 
 #     step 0   1: 2+0       2: 0+1       0: 1+2           0 2        1 0        2 1
 #     step 1   0: 1+2+0     1: 2+0+1     2: 0+1+2         0 2 1      1 0 2      2 1 0
 #
-# In each half a rank sends N-1 chunks of K/N elements, (N-1)/N K. No all-reduce sends less, and all links are busy.
+# In each half a rank sends N-1 chunks of K/N elements, (N-1)/N K. Only with a switch that adds up do ranks send less.
 
 def ring_reduce_scatter(link, chunks, op):
     """Combine chunk c of all ranks on rank c, which returns it. The chunks stay as they are."""

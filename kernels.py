@@ -218,7 +218,8 @@ def gelu(x):
 #
 #     dx = rstd (g - mean(g) - xhat mean(g xhat))
 #
-# Bytes: forward 2 passes of x, backward 3 (x, dy, dx).
+# Bytes: forward 2 passes of x, backward 3 (x, dy, dx). Backward's programs also write their shares of dw and db, and
+# the caller reads them: 2 x programs x width numbers of float32, few beside x if there are many rows.
 
 @triton.jit
 def _layer_norm(x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, width, eps, BLOCK: tl.constexpr):
@@ -339,7 +340,7 @@ def layer_norm(x, weight, bias, eps=1e-5):
 # block of rows, but from L2. FLOPs: 4 Tq Tk D a head forward, half that under a causal mask, whose blocks above the
 # diagonal are never visited. That is T / 2 FLOPs a byte, or T / 4: the tensor cores are the limit.
 # Backward as written above is 5 matmuls to forward's 2. We do 7, because both kernels make S and dP. One kernel for all
-# would add up dQ over programs in memory, in another order every run (fast/hopper.py has it).
+# adds up dQ over programs in memory, in another order every run (`simple_attention_backward_kernel`, fast/hopper.py).
 #
 # Grouped queries: G heads of queries may share one head of keys and values. Head h then reads that of h // G, from the
 # same place in memory, and dK, dV add up over the G heads. (Ainslie et al. 2023; GPT-2 has G = 1.)
@@ -445,6 +446,46 @@ def simple_attention(q, k, v):
     o = torch.empty_like(q)
     simple_attention_kernel[triton.cdiv(T, 32), B * H](q, k, v, o, 1 / math.sqrt(D), T, D, 32)
     return o
+
+
+@triton.jit
+def simple_attention_backward_kernel(q_ptr, k_ptr, v_ptr, do_ptr, l_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, scale, T,
+                                     D: tl.constexpr, BLOCK: tl.constexpr):
+    """dK and dV of BLOCK keys of one head, and their terms of dQ. 5 matmuls a block. Programs add up dQ in memory, in
+    another order every run, because each has a term of every later row's. l: the L above, (heads, T), as delta."""
+    block = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64) * T
+    columns = tl.arange(0, D)[None, :]
+    keys = block * BLOCK + tl.arange(0, BLOCK)[:, None]                           # (BLOCK, 1)
+    here = (head + keys) * D + columns                                            # (BLOCK, D)
+    k = tl.load(k_ptr + here, keys < T, 0)
+    v = tl.load(v_ptr + here, keys < T, 0)
+    dk = tl.zeros([BLOCK, D], tl.float32)
+    dv = tl.zeros([BLOCK, D], tl.float32)
+    for n in range(block, tl.cdiv(T, BLOCK)):  # blocks of rows, from the diagonal down: earlier ones see no such key
+        rows = n * BLOCK + tl.arange(0, BLOCK)[:, None]
+        there = (head + rows) * D + columns
+        q = tl.load(q_ptr + there, rows < T, 0)
+        do = tl.load(do_ptr + there, rows < T, 0)
+        l = tl.load(l_ptr + head + rows, rows < T, float("inf"))                  # inf past the end: P is 0
+        delta = tl.load(delta_ptr + head + rows, rows < T, 0)                     # (BLOCK, 1)
+        p = tl.where(keys.T <= rows, tl.exp(dot(q, k.T) * scale - l), 0.0)        # (BLOCK, BLOCK)
+        ds = (p * (dot(do, v.T) - delta) * scale).to(q.dtype)
+        dv += dot(p.to(do.dtype).T, do)
+        dk += dot(ds.T, q)
+        tl.atomic_add(dq_ptr + there, dot(ds, k), rows < T)
+    tl.store(dk_ptr + here, dk, keys < T)
+    tl.store(dv_ptr + here, dv, keys < T)
+
+
+def simple_attention_backward(q, k, v, o, l, do):
+    """(dQ, dK, dV) of simple_attention, float32. do: contiguous."""
+    B, H, T, D = q.shape
+    grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    delta = (do.float() * o).sum(3)
+    simple_attention_backward_kernel[triton.cdiv(T, 32), B * H](
+        q, k, v, do, l, delta, *grads, 1 / math.sqrt(D), T, D, 32)
+    return grads
 
 
 # What the model runs can do more: keys may be more or fewer than queries, heads of queries may share keys (G), a row
@@ -871,7 +912,13 @@ def row_losses(logits, targets):
 #
 # About 132 programs run at a time (H100), in the order of their numbers, and what they read meets in L2. Row by row of
 # C, they need a few rows of A's tiles and all of B. In groups of GROUP rows of tiles, walked column by column, they
-# need GROUP rows of A's tiles and 132 / GROUP columns of B's: `tiles_read` in lessons/kernels.py counts them.
+# need GROUP rows of A's tiles and 132 / GROUP columns of B's: `tiles_read` in lessons/kernels.py counts them. Which
+# program has which tile of C, of 4 rows and 3 columns:
+#
+#     row by row      0   1   2        in groups of 2 rows     0   2   4        programs 0 to 3 read 2 rows of A's tiles
+#                     3   4   5                                1   3   5        either way, but here 2 columns of B's,
+#                     6   7   8                                6   8  10        there all 3
+#                     9  10  11                                7   9  11
 #
 # This is the page to learn tiling from. The model multiplies with cuBLAS, which is faster (H200, bf16,
 # 32768 x 768 x 3072 with GELU: 386 us in tiles of 256 x 128, 340 us for cuBLAS and then the GELU kernel).

@@ -221,6 +221,13 @@ def into_pieces(actions, pieces_of):
 #     F2    forward of micro-batch 2 through a stage
 #     B2    its backward: the gradients of the stage's weights, and that of its input, which the stage before waits for
 #
+# 1F1B for p = 4, m = 6, drawn as if B took as long as F; dots are the bubble:
+#
+#     rank 0    F0 F1 F2 F3 .. .. .. B0 F4 B1 F5 B2 .. B3 .. B4 .. B5
+#     rank 1    .. F0 F1 F2 .. .. B0 F3 B1 F4 B2 F5 B3 .. B4 .. B5 ..
+#     rank 2    .. .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 F5 B4 .. B5 .. ..
+#     rank 3    .. .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .. .. ..
+#
 # Functions write the lists, `lower` adds the transfers, and `Pipeline` runs them. Stage s is on rank s here. Schedules
 # of further/schedules.py idle less: ranks have several stages, and a B is split in two. further/lists.py checks lists.
 
@@ -411,6 +418,12 @@ def ranks_of_pieces(runs, stage_to_rank):
 #     A    lay the gradients side by side, reduce-scatter them: each rank has the average of its row
 #
 # Stage 0 keeps all rows on every rank. That is one row for this code, and A is an all-reduce.
+#
+# A step of stage 1 on 2 ranks. x and y are their gradients, x0 and x1 rows of them:
+#
+#                backward    A: the mean's own row    optimizer    G of the next step
+#     rank 0     x0 x1       g0 = (x0 + y0) / 2       w0 -> w0'    w0' w1'
+#     rank 1     y0 y1       g1 = (x1 + y1) / 2       w1 -> w1'    w0' w1'
 #
 # Mixed precision: layers compute with 16-bit weights, and the optimizer steps float32 masters of them. Gradients are
 # added up in float32, too. bf16 has 8 significant bits, so in bf16 0.02 - 0.00001 is 0.02.
@@ -1311,6 +1324,8 @@ def params_of(optimizer):
 def clip_grad_norm_(parameters, max_norm, scale=1.0):
     """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the
     norm, float64. Call it when gradients are averaged, on all ranks, also on one that has no parameters.
+    (torch.nn.utils.clip_grad_norm_ takes a rank's parts for a whole model: tensor peers would divide by different
+    norms, and replicated weights drift apart.)
 
     Every rank adds up the squares of its gradients, each divided by how often the same one counts (`copies`). This
     number is all-reduced over all ranks, so each element of the model counts once. dp 2, tp 2, pp 2, ZeRO-1:

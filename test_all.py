@@ -48,7 +48,6 @@ from tests.launching import *  # noqa: E402, F403
 from tests.benchmark import *  # noqa: E402, F403
 from tests.plan import *  # noqa: E402, F403
 from tests.explore import *  # noqa: E402, F403
-from tests.pictures import *  # noqa: E402, F403
 from tests.checkpoints import *  # noqa: E402, F403
 from tests.daily import *  # noqa: E402, F403
 from tests.kernels import *  # noqa: E402, F403

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel, SDPBackend
 
 import fast.experts
-import fast.grouped
 import fast.llama
 import further.experts
 import kernels
@@ -35,8 +34,7 @@ from further import by_hand
 from further.experts import ExpertsConfig, MixtureOfExperts
 from lessons.compiled import occupancy
 from lessons.kernels import attention, CASES, main, tiles_read
-from safe.flags import BadInput, check_layout, Settings
-from safe.sizes import checked_use
+from safe.flags import BadInput, check_layout, checked_use, Settings
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
@@ -300,6 +298,19 @@ GROUPED_ATTENTIONS = sizes("""
     1  2  3  384  64""")
 
 
+class SimpleAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):
+        o = kernels.simple_attention(q, k, v)
+        ctx.save_for_backward(q, k, v, o, kernels.attention_reference(q, k, v, True)[1])
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        grads = kernels.simple_attention_backward(*ctx.saved_tensors, do.contiguous())
+        return tuple(grad.to(do.dtype) for grad in grads)
+
+
 def rows_of_kernels():
     for name, ours, plain in ("elu", kernels.elu, F.elu), ("gelu", kernels.gelu, plain_gelu):
         for shape in (1,), (3, 50, 7):
@@ -326,8 +337,8 @@ def rows_of_kernels():
         yield Row(name, lambda *qkv, is_causal: kernels.FlashAttention.apply(*qkv, is_causal), plain_attention,
                   [q, k, k], masked, WITH_PRODUCTS, strided=causal, replaced=True)
         if Tq == Tk and causal:
-            yield Row("simple attention", lambda *qkv, is_causal: kernels.simple_attention(*qkv), torch.no_grad()(
-                plain_attention), [q, k, k], masked, WITH_PRODUCTS)
+            yield Row("simple attention", lambda *qkv, is_causal: SimpleAttention.apply(*qkv), plain_attention,
+                      [q, k, k], masked, WITH_PRODUCTS)
         if Tq == Tk:
             yield Row(f"packed {name}", kernels.attention, plain_packed_attention, [(B, Tq, 3, H, D)], masked,
                       WITH_PRODUCTS, replaced=True)
@@ -452,8 +463,6 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
             "packed attention takes qkv (B, T, 3, H, D), or (B, T, G + 2, H/G, D), not (1, 5, 2, 2, 16)":
                 lambda: kernels.attention(random(1, 5, 2, 2, 16)),
             "(3, 4) torch.float32: needs (M, K) and (K, N)": lambda: kernels.matmul(x, x),
-            "x (3, 4), weight (2, 5, 3)": lambda: fast.experts.fast_grouped(x, random(2, 5, 3), None, three),
-            "weight torch.float64": lambda: fast.experts.fast_grouped(x, random(1, 5, 4).double(), None, three),
             "my own block has 8 bytes to be sent, 16 to be received":
                 lambda: exchange([(0, 8), (0, 0)], [(0, 16), (0, 0)]),
             "(4,) of torch.float64": AdamW([double]).step,
@@ -474,6 +483,26 @@ def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
             check_layout(Settings(kernels="triton", dtype=dtype), model.GPTConfig(n_head=heads), 1, 1)
     with pytest.raises(ValueError, match="need a CUDA GPU|need the package triton"):
         checked_use("triton")
+
+
+def test_adamw_steps_neighbours_by_one_kernel(triton_kernels):
+    """Two whose numbers, gradients and copies lie side by side, and one whose do not."""
+    device, options = KERNEL_DEVICE, {"lr": 0.1, "weight_decay": 0.3}
+    start, grads, copies = random(3000).float(), random(3000).float(), torch.empty(3000, device=device, dtype=torch.float16)
+    places = slice(0, 1000), slice(1000, 1700), slice(1800, 3000)
+    params = [torch.nn.Parameter(start[place]) for place in places]
+    theirs = [torch.nn.Parameter(start[place].double()) for place in places]
+    ours, exact = AdamW(params, **options), torch.optim.AdamW(theirs, **options)
+    for place, mine, other in zip(places, params, theirs):
+        mine.grad, other.grad, ours.copies[mine] = grads[place], grads[place].double(), copies[place]
+    with patch.object(ours, "runs_of", side_effect=lambda some: runs.append(runs_of(some)) or runs[-1]):
+        runs, runs_of = [], AdamW.runs_of.__get__(ours)
+        for _ in range(2):
+            ours.step(), exact.step()
+    assert [[len(run) for run in step] for step in runs] == [[2, 1]] * 2
+    for place, mine, other in zip(places, params, theirs):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6, check_dtype=False)
+        assert copies[place].equal(mine.half()) and ours.state[mine]["step"] == 2
 
 
 def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):

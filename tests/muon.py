@@ -7,7 +7,7 @@ import torch
 import fast.muon
 import further.muon
 import model
-from fast.grouped import tma_takes
+from fast.beside import tma_takes
 from fast.muon import fast_orthogonal, symmetric
 from further.muon import Muon, orthogonal
 from tests.kernels import KERNEL_DEVICE

@@ -93,25 +93,6 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0):
     return Timeline(spans, length, idle, held_at_once(lists))
 
 
-def critical_path(timeline):
-    """The actions that decide the timeline's length, the last one first: each starts when the next one in this list
-    ends, which its rank ran before it, or which made what it needs."""
-    stage_to_rank = ranks_of_stages([[action for action, *_ in row] for row in timeline.spans])
-    when, before, makers = {}, {}, {}
-    for row in timeline.spans:
-        previous = None
-        for action, start, end in row:
-            when[action] = start, end
-            before[action] = previous
-            makers[result_of(action)] = previous = action
-    path = [max(when, key=lambda action: when[action][1])]
-    while path[-1]:
-        start = when[path[-1]][0]
-        causes = [before[path[-1]], *(makers.get(result) for result in needs(path[-1], stage_to_rank))]
-        path.append(next((cause for cause in causes if cause and abs(when[cause][1] - start) < 1e-9), None))
-    return path[:-1]
-
-
 def bubble(schedule, p, v, f, i, w):
     """How long each of p ranks idles by the lecture's formulas, if there are p micro-batches or more, v stages a rank.
     f, i, w: what F, I and W of a micro-batch take on all stages of a rank. None for a schedule without a formula here:
