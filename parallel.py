@@ -3,9 +3,9 @@
     mesh        which ranks form which group: axes (pp, dp, cp, tp), tensor parallel innermost
     data        replicas average their gradients: one all-reduce a parameter
     a step      is a list of actions; ZeRO 1 to 3 are where three letters stand in it
-    units       what these letters do: weights and gradients of a piece travel as one message
-    tensor      every matrix is cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
     pipeline    pieces are spread over ranks: GPipe and 1F1B write the lists, `lower` adds the transfers
+    units       what G, D and A do: weights and gradients of a piece travel as one message
+    tensor      every matrix is cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
     running     `Pipeline` runs any list; `Parallel` is a model whose pieces run so
     norm        one gradient norm over any combination
 
@@ -207,6 +207,204 @@ def into_pieces(actions, pieces_of):
             for piece in (pieces_of[stage] if kind == "F" else reversed(pieces_of[stage]))]
 
 
+# ----------------------------------------------------------------------------------- pipeline: layers spread over ranks
+#
+# Each rank holds a stage, a run of consecutive layers. A batch passes through all stages in m micro-batches, so that p
+# ranks can compute at the same time. Each rank idles, in all, as long as a micro-batch and its gradient need for the
+# other p-1 stages: (p-1) (F + B), of the times that a stage takes for a micro-batch's forward and backward. This is the
+# bubble. Micro-batches go between neighbours alone: B T C elements forward, and as many backward. CS336 lecture 7.
+# Lecture 8's loop, which receives, computes and sends, is `gpipe_step` of lessons/lecture8.py.
+#
+# GPipe holds activations of all m micro-batches. 1F1B runs the same forwards and backwards in another order, and rank r
+# holds those of p - r. So that one loop can run any order, a schedule is data, a list of actions for each rank:
+#
+#     F2    forward of micro-batch 2 through a stage
+#     B2    its backward: the gradients of the stage's weights, and that of its input, which the stage before waits for
+#
+# 1F1B for p = 4, m = 6, drawn as if B took as long as F; dots are the bubble:
+#
+#     rank 0    F0 F1 F2 F3 .. .. .. B0 F4 B1 F5 B2 .. B3 .. B4 .. B5
+#     rank 1    .. F0 F1 F2 .. .. B0 F3 B1 F4 B2 F5 B3 .. B4 .. B5 ..
+#     rank 2    .. .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 F5 B4 .. B5 .. ..
+#     rank 3    .. .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .. .. ..
+#
+# Functions write the lists, `lower` adds the transfers, and `Pipeline` runs them. Stage s is on rank s here. Schedules
+# of further/schedules.py idle less: ranks have several stages, and a B is split in two. further/lists.py checks lists.
+
+def gpipe(p, m, v=1):
+    """All forwards, then all backwards. Huang et al., "GPipe" (2019). (v: other schedules have v stages a rank.)"""
+    return [whole_batch("F", r, m) + whole_batch("B", r, m) for r in range(p)]
+
+
+def whole_batch(kind, stage, m):
+    return [Action(kind, stage, i) for i in range(m)]
+
+
+def one_f_one_b(p, m, v=1):
+    """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
+
+    From the start of its F to the end of its B a micro-batch takes p-r ranks forward and back, this one among them:
+    (p-r) (F + B). In that time the rank can run p-r F and p-r B, so p-r micro-batches keep it busy. Narayanan et al.,
+    "PipeDream-2BW" (2020), call it PipeDream-Flush.
+    """
+    return [alternate(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
+
+
+def alternate(forwards, ahead, backwards):
+    """First `ahead` forwards (warm-up). Then, until no backward is left: one forward if any is left, one backward
+    (steady state; when no forward is left, cool-down)."""
+    actions = forwards[:ahead]
+    left = deque(forwards[ahead:])
+    for backward in backwards:
+        if left:
+            actions.append(left.popleft())
+        actions.append(backward)
+    return actions
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
+
+
+def ranks_of_stages(lists):
+    """Which rank each stage of a schedule is on, {stage: rank}."""
+    stage_to_rank = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+    return dict(sorted(stage_to_rank.items()))
+
+
+def stages_on(rank, stage_to_rank):
+    return [stage for stage, its_rank in stage_to_rank.items() if its_rank == rank]
+
+
+def needs(action, stages):
+    """The actions whose results an F or a B computes with: B0 of stage 0 with the activations of its own F0, and with
+    the gradient that B0 of stage 1 has made. stages: all that there are. (I and W: halves of a B, further/schedules.py)
+    """
+    kind, s, i = action
+    of_backward = [Action("F", s, i), Action("B", s + 1, i)]
+    needed = {"F": [Action("F", s - 1, i)], "B": of_backward, "I": of_backward, "W": [Action("B", s, i)]}.get(kind, [])
+    return [action for action in needed if action.stage in stages]  # not before the first one, or after the last
+
+
+def result_of(action):
+    """The action under whose name others know what this one makes: an I makes what a B makes for the stage before. None
+    for a W, for which nobody waits, and for transfers."""
+    if action.kind == "I":
+        return action._replace(kind="B")
+    return action if action.kind in ("F", "B") else None
+
+
+def goes_to(action):
+    """The stage that waits for what an F or a B makes. (After the last stage's F, or the first's B, a number that no
+    stage has.)"""
+    return action.stage + (1 if action.kind[-1] == "F" else -1)
+
+
+def in_order(lists, can_run=None):
+    """All ranks' lists as one, in an order in which they can run: [(rank, action)].
+
+    In each turn, each rank runs its next action if all that it needs was made in earlier turns. ScheduleError if no
+    rank can go on. 1F1B for p = 2, m = 2:
+
+        turn       1   2   3   4   5   6
+        rank 0    F0  F1   .  B0   .  B1    in turn 3, its B0 still needs the result of rank 1's B0
+        rank 1     .  F0  B0  F1  B1
+
+    can_run(action, done, waiting): another rule; done: all actions so far and their results; waiting: all ranks' next
+    actions.
+    """
+    stages = ranks_of_stages(lists)
+    can_run = can_run or (lambda action, done, waiting: done.issuperset(needs(action, stages)))
+    at = [0] * len(lists)  # how far each rank has come
+    done = set()
+    order = []
+    while unfinished := [rank for rank, actions in enumerate(lists) if at[rank] < len(actions)]:
+        waiting = {lists[rank][at[rank]] for rank in unfinished}
+        turn = [rank for rank in unfinished if can_run(lists[rank][at[rank]], done, waiting)]
+        if not turn:
+            stuck = [f"rank {rank} waits at {names_of(lists[rank], rank)[at[rank]]}" for rank in unfinished]
+            raise ScheduleError(lists, {rank: at[rank] for rank in unfinished},
+                                f"deadlock: no rank can go on: {', '.join(stuck)}")
+        for rank in turn:
+            action = lists[rank][at[rank]]
+            order.append((rank, action))
+            done |= {action, result_of(action)}
+            at[rank] += 1
+    return order
+
+
+class ScheduleError(ValueError):
+    """Lists that cannot run. Its text is the reason and the lists, with an arrow before action at[rank] of each rank in
+    `at`."""
+
+    def __init__(self, lists, at, why):
+        self.lists = lists
+        self.at = at
+        lines = [why]
+        for rank, actions in enumerate(lists):
+            cells = names_of(actions, rank) + ["end"]
+            if rank in at:
+                cells.insert(at[rank], "->")
+            lines.append(f"rank {rank}  " + " ".join(cells))
+        super().__init__("\n".join(lines))
+
+
+def names_of(actions, rank):
+    """A rank's actions as text. Unless stage `rank` is its only one, F0/2 is F0 of stage 2, RF0/2 receives its result.
+    """
+    numbered = {action.stage for action in actions if action.kind[0] not in "SR"} != {rank}
+    return [f"{action}/{action.stage}" if numbered else str(action) for action in actions]
+
+
+def lower(lists):
+    """Lower lists to what runs: add the transfers. A result that another rank needs is sent as soon as it is made. The
+    send is appended to its rank's list, the receive to the other's, after all that the other has run so far. (A receive
+    only posts a buffer, so it may stand early.) 1F1B for p = 2, m = 2, before and after:
+
+        rank 0    F0 F1 B0 B1        F0 SF0 F1 SF1 RB0 B0 RB1 B1
+        rank 1    F0 B0 F1 B1        RF0 RF1 F0 B0 SB0 F1 B1 SB1
+
+    RF1 stands before F0, because in turn 2 of `in_order` rank 0's F1 comes before rank 1's F0.
+    Why there is no deadlock: number the transfers as they are appended. Each list then has them in rising order:
+
+        rank 0    F0 S1 F1 S2 R3 B0 R4 B1          S1: transfer 1 is sent
+        rank 1    R1 R2 F0 B0 S3 F1 B1 S4
+
+    Suppose that all ranks wait. Take the lowest transfer that is not done. Before it, its two ranks have transfers that
+    are done, and computations. Each computation can run, because what it needs was computed on that rank, or came by a
+    lower transfer. So both ranks reach this transfer, and do not wait.
+    """
+    stage_to_rank = ranks_of_stages(lists)
+    lowered = [[] for _ in lists]
+    for rank, action in in_order(lists):
+        lowered[rank].append(action)
+        if result := result_of(action):
+            add_transfer(lowered, result, rank, stage_to_rank.get(goes_to(result)))
+    return lowered
+
+
+def add_transfer(lowered, result, rank, other):
+    """Let a rank send an action's result to another rank. other: None if nobody waits for it."""
+    if other not in (None, rank):
+        lowered[rank].append(result._replace(kind="S" + result.kind))
+        lowered[other].append(result._replace(kind="R" + result.kind))
+
+
+def carried(transfer):
+    """The action whose result a send or a receive carries: F0 of SF0 and of RF0."""
+    return transfer._replace(kind=transfer.kind[1])
+
+
+def even_runs(pieces, stages):
+    """Cut a chain of pieces into as many runs of about equal length: [range of the first stage's pieces, ...]."""
+    starts = [pieces * stage // stages for stage in range(stages + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
+
+
+def ranks_of_pieces(runs, stage_to_rank):
+    """{piece: its rank}. runs: as of even_runs."""
+    return {piece: stage_to_rank[stage] for stage, run in enumerate(runs) for piece in run}
+
+
 # --------------------------------------------------------------------------------- units: what G, D and A do to a piece
 #
 # A piece's parameters travel in one message, as one `Unit`. The unit lays their numbers side by side, in N rows of
@@ -278,63 +476,14 @@ class Unit:
         if zero == 3:
             self.free()
 
-    # Where numbers lie.
-
-    def lay_out(self, ranks):
-        """({parameter: where its first number stands among all}, the length of a row)"""
-        ends = [*itertools.accumulate(param.numel() for param in self.params)]
-        return dict(zip(self.params, [0, *ends])), -(-ends[-1] // ranks)
-
-    def in_rows(self, tensors, ranks):
-        """Tensors of the parameters' shapes side by side, (N, K/N), with padding behind them."""
-        numbers = torch.cat([tensor.flatten() for tensor in tensors])
-        return F.pad(numbers, (0, ranks * self.width - numbers.numel())).view(ranks, -1)
-
-    def views_of(self, rows):
-        """Each parameter's numbers in rows (N, K/N), in its shape."""
-        return [rows.view(-1)[start:start + param.numel()].view(param.shape) for param, start in self.starts.items()]
-
-    def here(self, param):
-        """From which to which of all numbers this rank's row has the parameter's."""
-        start = self.starts[param]
-        return [min(max(self.first, at), self.first + self.width) for at in (start, start + param.numel())]
-
-    def part_of(self, row, param):
-        """What this rank's row has of a parameter: in the parameter's shape if all of it is there, else flat."""
-        low, high = self.here(param)
-        part = row[low - self.first:high - self.first]
-        return part.view(param.shape) if part.numel() == param.numel() else part
-
-    def kept(self, param):
-        """For checkpoints: (the stepped tensor, which of its numbers, which of the flat parameter's these are)."""
-        low, high = (at - self.starts[param] for at in self.here(param))
-        return self.stepped[param], slice(None), slice(low, high) if low < high else slice(0)
-
-    def make_stepped(self, param):
-        stepped = nn.Parameter(self.part_of(self.mine, param), param.requires_grad)
-        is_whole = stepped.shape == param.shape
-        before = placement_of(param)
-        over = before.sharded_over + ((self.group,) if self.zero else ())
-        # The shape of a part does not say whether it has weight decay, and no Cut made it.
-        stepped.placement = replace(before, sharded_over=over, decays=is_matrix(param),
-                                    cuts=before.cuts if is_whole else (), whole=before.whole if is_whole else None)
-        param.grad_dtype = self.mine.dtype  # PyTorch's: autograd casts what it adds to .grad to this dtype
-        return stepped
-
-    # Weights.
-
     @torch.no_grad()
     def gather(self):
-        """G. What forward saves for backward are views of `weights`. The memory under them may go and come back:
-        backward then reads the same numbers."""
+        """G: start to all-gather the rows, unless another piece has."""
         self.users += 1
-        if self.users > 1:
-            return
-        if not self.weights.untyped_storage().size():
-            self.weights.untyped_storage().resize_(self.weights.nbytes)
-            self.show(self.views)
-        self.cast()
-        self.gathering = dist.all_gather_into_tensor(self.weights, self.row, self.group, async_op=True)
+        if self.users == 1:
+            self.make_room()
+            self.cast()
+            self.gathering = dist.all_gather_into_tensor(self.weights, self.row, self.group, async_op=True)
 
     def wait(self):
         """Until the weights are there."""
@@ -343,10 +492,49 @@ class Unit:
             self.gathering = None
 
     def drop(self):
-        """D. (Not as long as another piece needs them.)"""
+        """D: free the rows' memory, unless another piece needs it."""
         self.users -= 1
         if self.users == 0:
             self.free()
+
+    @torch.no_grad()
+    def start_average(self):
+        """A: start to average the gradients. RuntimeError if a parameter was frozen after it came here."""
+        if any(param.requires_grad != self.trained for param in self.params):
+            raise RuntimeError("freeze parameters, or let them train again, before the optimizer is made")
+        self.finish_average()  # of the micro-batch before
+        rows = self.take_gradients()                                                          # (N, K/N)
+        if self.divide_by > 1:
+            rows /= self.divide_by
+        if self.zero:
+            average = torch.empty_like(self.mine)
+            handle = dist.reduce_scatter_tensor(average, rows, dist.ReduceOp.AVG, self.group, async_op=True)
+        else:
+            average = rows[0]
+            handle = dist.all_reduce(rows, dist.ReduceOp.AVG, self.group, async_op=True)
+        self.sending = handle, rows, average
+
+    @torch.no_grad()
+    def finish_average(self):
+        """Wait for the average under way, and add it to those of the micro-batches before."""
+        if not self.sending:
+            return
+        handle, _, average = self.sending
+        self.sending = None
+        handle.wait()
+        if self.total is None:
+            self.show_average(average)
+        else:
+            self.total += average
+
+    # Weights: their memory, and what the optimizer has stepped.
+
+    def make_room(self):
+        """What forward saves for backward are views of `weights`. The memory under them may go and come back: backward
+        then reads the same numbers."""
+        if not self.weights.untyped_storage().size():
+            self.weights.untyped_storage().resize_(self.weights.nbytes)
+            self.show(self.views)
 
     def free(self):
         self.wait()
@@ -374,43 +562,13 @@ class Unit:
 
     # Gradients.
 
-    @torch.no_grad()
-    def start_average(self):
-        """A. What no backward has used counts as zero. RuntimeError if a parameter was frozen after it came here."""
-        if any(param.requires_grad != self.trained for param in self.params):
-            raise RuntimeError("freeze parameters, or let them train again, before the optimizer is made")
-        self.finish_average()  # of the micro-batch before
-        rows = self.take_gradients()                                                          # (N, K/N)
-        if self.divide_by > 1:
-            rows /= self.divide_by
-        if self.zero:
-            average = torch.empty_like(self.mine)
-            handle = dist.reduce_scatter_tensor(average, rows, dist.ReduceOp.AVG, self.group, async_op=True)
-        else:
-            average = rows[0]
-            handle = dist.all_reduce(rows, dist.ReduceOp.AVG, self.group, async_op=True)
-        self.sending = handle, rows, average
-
     def take_gradients(self):
-        """All gradients side by side; .grad is None then."""
+        """All gradients side by side; .grad is None then. What no backward has used counts as zero."""
         grads = [torch.zeros_like(param, dtype=self.mine.dtype) if param.grad is None else param.grad
                  for param in self.params]
         for param in self.params:
             param.grad = None
         return self.in_rows(grads, len(self.weights))
-
-    @torch.no_grad()
-    def finish_average(self):
-        """Wait for the average under way, and add it to those of the micro-batches before."""
-        if not self.sending:
-            return
-        handle, _, average = self.sending
-        self.sending = None
-        handle.wait()
-        if self.total is None:
-            self.show_average(average)
-        else:
-            self.total += average
 
     def show_average(self, average):
         self.total = average
@@ -426,6 +584,49 @@ class Unit:
             stepped.grad = None
         if self.zero == 3:
             self.free()
+
+    # Where numbers lie.
+
+    def lay_out(self, ranks):
+        """({parameter: where its first number stands among all}, the length of a row)"""
+        ends = [*itertools.accumulate(param.numel() for param in self.params)]
+        return dict(zip(self.params, [0, *ends])), -(-ends[-1] // ranks)
+
+    def in_rows(self, tensors, ranks):
+        """Tensors of the parameters' shapes side by side, (N, K/N), with padding behind them."""
+        numbers = torch.cat([tensor.flatten() for tensor in tensors])
+        return F.pad(numbers, (0, ranks * self.width - numbers.numel())).view(ranks, -1)
+
+    def views_of(self, rows):
+        """Each parameter's numbers in rows (N, K/N), in its shape."""
+        return [rows.view(-1)[start:start + param.numel()].view(param.shape) for param, start in self.starts.items()]
+
+    def here(self, param):
+        """From which to which of all numbers this rank's row has the parameter's."""
+        start = self.starts[param]
+        return [min(max(self.first, at), self.first + self.width) for at in (start, start + param.numel())]
+
+    def part_of(self, row, param):
+        """What this rank's row has of a parameter: in the parameter's shape if all of it is there, else flat."""
+        low, high = self.here(param)
+        part = row[low - self.first:high - self.first]
+        return part.view(param.shape) if part.numel() == param.numel() else part
+
+    def make_stepped(self, param):
+        stepped = nn.Parameter(self.part_of(self.mine, param), param.requires_grad)
+        is_whole = stepped.shape == param.shape
+        before = placement_of(param)
+        over = before.sharded_over + ((self.group,) if self.zero else ())
+        # The shape of a part does not say whether it has weight decay, and no Cut made it.
+        stepped.placement = replace(before, sharded_over=over, decays=is_matrix(param),
+                                    cuts=before.cuts if is_whole else (), whole=before.whole if is_whole else None)
+        param.grad_dtype = self.mine.dtype  # PyTorch's: autograd casts what it adds to .grad to this dtype
+        return stepped
+
+    def kept(self, param):
+        """For checkpoints: (the stepped tensor, which of its numbers, which of the flat parameter's these are)."""
+        low, high = (at - self.starts[param] for at in self.here(param))
+        return self.stepped[param], slice(None), slice(low, high) if low < high else slice(0)
 
 
 def params_together(pieces, group, apart=lambda param: None):
@@ -704,204 +905,6 @@ def tensor_parallel(module, group, plan=None):
         if how := planned(name, plan):
             module.set_submodule(name, how(layer, group))
     return module
-
-
-# ----------------------------------------------------------------------------------- pipeline: layers spread over ranks
-#
-# Each rank holds a stage, a run of consecutive layers. A batch passes through all stages in m micro-batches, so that p
-# ranks can compute at the same time. Each rank idles, in all, as long as a micro-batch and its gradient need for the
-# other p-1 stages: (p-1) (F + B), of the times that a stage takes for a micro-batch's forward and backward. This is the
-# bubble. Micro-batches go between neighbours alone: B T C elements forward, and as many backward. CS336 lecture 7.
-# Lecture 8's loop, which receives, computes and sends, is `gpipe_step` of lessons/lecture8.py.
-#
-# GPipe holds activations of all m micro-batches. 1F1B runs the same forwards and backwards in another order, and rank r
-# holds those of p - r. So that one loop can run any order, a schedule is data, a list of actions for each rank:
-#
-#     F2    forward of micro-batch 2 through a stage
-#     B2    its backward: the gradients of the stage's weights, and that of its input, which the stage before waits for
-#
-# 1F1B for p = 4, m = 6, drawn as if B took as long as F; dots are the bubble:
-#
-#     rank 0    F0 F1 F2 F3 .. .. .. B0 F4 B1 F5 B2 .. B3 .. B4 .. B5
-#     rank 1    .. F0 F1 F2 .. .. B0 F3 B1 F4 B2 F5 B3 .. B4 .. B5 ..
-#     rank 2    .. .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 F5 B4 .. B5 .. ..
-#     rank 3    .. .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .. .. ..
-#
-# Functions write the lists, `lower` adds the transfers, and `Pipeline` runs them. Stage s is on rank s here. Schedules
-# of further/schedules.py idle less: ranks have several stages, and a B is split in two. further/lists.py checks lists.
-
-def gpipe(p, m, v=1):
-    """All forwards, then all backwards. Huang et al., "GPipe" (2019). (v: other schedules have v stages a rank.)"""
-    return [whole_batch("F", r, m) + whole_batch("B", r, m) for r in range(p)]
-
-
-def whole_batch(kind, stage, m):
-    return [Action(kind, stage, i) for i in range(m)]
-
-
-def one_f_one_b(p, m, v=1):
-    """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
-
-    From the start of its F to the end of its B a micro-batch takes p-r ranks forward and back, this one among them:
-    (p-r) (F + B). In that time the rank can run p-r F and p-r B, so p-r micro-batches keep it busy. Narayanan et al.,
-    "PipeDream-2BW" (2020), call it PipeDream-Flush.
-    """
-    return [alternate(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
-
-
-def alternate(forwards, ahead, backwards):
-    """First `ahead` forwards (warm-up). Then, until no backward is left: one forward if any is left, one backward
-    (steady state; when no forward is left, cool-down)."""
-    actions = forwards[:ahead]
-    left = deque(forwards[ahead:])
-    for backward in backwards:
-        if left:
-            actions.append(left.popleft())
-        actions.append(backward)
-    return actions
-
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
-
-
-def ranks_of_stages(lists):
-    """Which rank each stage of a schedule is on, {stage: rank}."""
-    stage_to_rank = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
-    return dict(sorted(stage_to_rank.items()))
-
-
-def stages_on(rank, stage_to_rank):
-    return [stage for stage, its_rank in stage_to_rank.items() if its_rank == rank]
-
-
-def needs(action, stages):
-    """The actions whose results an F or a B computes with: B0 of stage 0 with the activations of its own F0, and with
-    the gradient that B0 of stage 1 has made. stages: all that there are. (I and W: halves of a B, further/schedules.py)
-    """
-    kind, s, i = action
-    of_backward = [Action("F", s, i), Action("B", s + 1, i)]
-    needed = {"F": [Action("F", s - 1, i)], "B": of_backward, "I": of_backward, "W": [Action("B", s, i)]}.get(kind, [])
-    return [action for action in needed if action.stage in stages]  # not before the first one, or after the last
-
-
-def result_of(action):
-    """The action under whose name others know what this one makes: an I makes what a B makes for the stage before. None
-    for a W, for which nobody waits, and for transfers."""
-    if action.kind == "I":
-        return action._replace(kind="B")
-    return action if action.kind in ("F", "B") else None
-
-
-def goes_to(action):
-    """The stage that waits for what an F or a B makes. (After the last stage's F, or the first's B, a number that no
-    stage has.)"""
-    return action.stage + (1 if action.kind[-1] == "F" else -1)
-
-
-def in_order(lists, can_run=None):
-    """All ranks' lists as one, in an order in which they can run: [(rank, action)].
-
-    In each turn, each rank runs its next action if all that it needs was made in earlier turns. ScheduleError if no
-    rank can go on. 1F1B for p = 2, m = 2:
-
-        turn       1   2   3   4   5   6
-        rank 0    F0  F1   .  B0   .  B1    in turn 3, its B0 still needs the result of rank 1's B0
-        rank 1     .  F0  B0  F1  B1
-
-    can_run(action, done, waiting): another rule; done: all actions so far and their results; waiting: all ranks' next
-    actions.
-    """
-    stages = ranks_of_stages(lists)
-    can_run = can_run or (lambda action, done, waiting: done.issuperset(needs(action, stages)))
-    at = [0] * len(lists)  # how far each rank has come
-    done = set()
-    order = []
-    while unfinished := [rank for rank, actions in enumerate(lists) if at[rank] < len(actions)]:
-        waiting = {lists[rank][at[rank]] for rank in unfinished}
-        turn = [rank for rank in unfinished if can_run(lists[rank][at[rank]], done, waiting)]
-        if not turn:
-            stuck = [f"rank {rank} waits at {names_of(lists[rank], rank)[at[rank]]}" for rank in unfinished]
-            raise ScheduleError(lists, {rank: at[rank] for rank in unfinished},
-                                f"deadlock: no rank can go on: {', '.join(stuck)}")
-        for rank in turn:
-            action = lists[rank][at[rank]]
-            order.append((rank, action))
-            done |= {action, result_of(action)}
-            at[rank] += 1
-    return order
-
-
-class ScheduleError(ValueError):
-    """Lists that cannot run. Its text is the reason and the lists, with an arrow before action at[rank] of each rank in
-    `at`."""
-
-    def __init__(self, lists, at, why):
-        self.lists = lists
-        self.at = at
-        lines = [why]
-        for rank, actions in enumerate(lists):
-            cells = names_of(actions, rank) + ["end"]
-            if rank in at:
-                cells.insert(at[rank], "->")
-            lines.append(f"rank {rank}  " + " ".join(cells))
-        super().__init__("\n".join(lines))
-
-
-def names_of(actions, rank):
-    """A rank's actions as text. Unless stage `rank` is its only one, F0/2 is F0 of stage 2, RF0/2 receives its result.
-    """
-    numbered = {action.stage for action in actions if action.kind[0] not in "SR"} != {rank}
-    return [f"{action}/{action.stage}" if numbered else str(action) for action in actions]
-
-
-def lower(lists):
-    """Lower lists to what runs: add the transfers. A result that another rank needs is sent as soon as it is made. The
-    send is appended to its rank's list, the receive to the other's, after all that the other has run so far. (A receive
-    only posts a buffer, so it may stand early.) 1F1B for p = 2, m = 2, before and after:
-
-        rank 0    F0 F1 B0 B1        F0 SF0 F1 SF1 RB0 B0 RB1 B1
-        rank 1    F0 B0 F1 B1        RF0 RF1 F0 B0 SB0 F1 B1 SB1
-
-    RF1 stands before F0, because in turn 2 of `in_order` rank 0's F1 comes before rank 1's F0.
-    Why there is no deadlock: number the transfers as they are appended. Each list then has them in rising order:
-
-        rank 0    F0 S1 F1 S2 R3 B0 R4 B1          S1: transfer 1 is sent
-        rank 1    R1 R2 F0 B0 S3 F1 B1 S4
-
-    Suppose that all ranks wait. Take the lowest transfer that is not done. Before it, its two ranks have transfers that
-    are done, and computations. Each computation can run, because what it needs was computed on that rank, or came by a
-    lower transfer. So both ranks reach this transfer, and do not wait.
-    """
-    stage_to_rank = ranks_of_stages(lists)
-    lowered = [[] for _ in lists]
-    for rank, action in in_order(lists):
-        lowered[rank].append(action)
-        if result := result_of(action):
-            add_transfer(lowered, result, rank, stage_to_rank.get(goes_to(result)))
-    return lowered
-
-
-def add_transfer(lowered, result, rank, other):
-    """Let a rank send an action's result to another rank. other: None if nobody waits for it."""
-    if other not in (None, rank):
-        lowered[rank].append(result._replace(kind="S" + result.kind))
-        lowered[other].append(result._replace(kind="R" + result.kind))
-
-
-def carried(transfer):
-    """The action whose result a send or a receive carries: F0 of SF0 and of RF0."""
-    return transfer._replace(kind=transfer.kind[1])
-
-
-def even_runs(pieces, stages):
-    """Cut a chain of pieces into as many runs of about equal length: [range of the first stage's pieces, ...]."""
-    starts = [pieces * stage // stages for stage in range(stages + 1)]
-    return [range(start, end) for start, end in itertools.pairwise(starts)]
-
-
-def ranks_of_pieces(runs, stage_to_rank):
-    """{piece: its rank}. runs: as of even_runs."""
-    return {piece: stage_to_rank[stage] for stage, run in enumerate(runs) for piece in run}
 
 
 # ------------------------------------------------------------------------------------------------------- running a list
