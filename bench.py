@@ -35,6 +35,7 @@ import collectives as dist
 import kernels
 from fast import edition
 from fast.recorded import RecordedGraph
+from further.refusals import check_numbers
 from lessons.bench.context import context
 from lessons.bench.optimizers import KINDS, optimizers
 from lessons.bench.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
@@ -47,10 +48,12 @@ from lessons.plan import plan
 from model import PRESETS
 from safe import launch
 from safe.files import check_file
-from safe.flags import check_layout, check_numbers, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES
+from safe.flags import (
+    check_layout, checked_use, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES)
+from further.refusals import check_numbers
 from safe.huggingface import read_config
 from safe.launch import is_forked
-from safe.sizes import BadInput, checked_use, reject
+from safe.sizes import BadInput, reject
 from theory.speed import MACHINES, describe_machine
 
 
@@ -159,8 +162,6 @@ FLAGS = [  # (the commands that take it, its name, arguments for argparse)
     ("kernels lessons collectives strategies optimizers", "--only", dict(
         help="which of the command's rows; left out, all (but experts, dense twin only with --experts)", nargs="+",
         metavar="NAME")),
-    ("kernels collectives strategies context", "--plain", dict(
-        help="measure the reference alone, without fast/", action="store_true")),
     ("strategies optimizers context", "--repeats", dict(
         help="timed runs of each step; left out, 7, but 3 with --quick", type=int)),
     ("strategies", "--without", dict(
@@ -190,7 +191,7 @@ def parse(words):
                 sub.add_argument(name, **more)
         for name in OF_TRAIN[what]:  # None: left out
             sub.add_argument(dashed(name), type=of_train[name].type, **of_train[name].metadata)
-    others = argparse.Namespace(gpus=1, repeats=1, top=1, json="", only=[], plain=False, init_from=None)  # no flags there
+    others = argparse.Namespace(gpus=1, repeats=1, top=1, json="", only=[], init_from=None)  # no flags there
     return parser.parse_args(words, others)
 
 
@@ -265,7 +266,6 @@ def check_strategies(a):
     """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
     that --only names and that cannot run."""
     a.without = [*pieces()] if a.without == [] else a.without
-    edition = {"fast": "off", "cuda_graphs": "off"} if a.plain else {"fast": "on"}
     asked = a.config.experts
     a.config, routed, twin = configs_of(a.config)
     every = layouts(a.gpus, a.micro_batches or 8, routed.experts)
@@ -274,7 +274,7 @@ def check_strategies(a):
     a.reasons = []
     for name in a.only or [name for name in every if asked or a.configs[name] is a.config]:
         reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
-        s = settings(a, **edition | every[name])
+        s = settings(a, fast="on", **every[name])
         try:
             check_layout(s, a.configs[name], 1, 1)
             a.layouts[name] = s
@@ -291,8 +291,7 @@ def main():
     try:
         world = launch.started()
         a = parse(sys.argv[1:])
-        if not a.plain:
-            edition.on()
+        edition.on()
         processes = check(a, world)
     except BadInput as problem:
         refuse("bench.py", problem)

@@ -428,12 +428,13 @@ class Unit:
             self.free()
 
 
-def params_together(pieces, group):
+def params_together(pieces, group, apart=lambda param: None):
     """Which parameters of this rank's pieces, {number: module}, travel together: {(piece, the ranks that average them,
     ...): [parameter]}.
 
     A parameter of two pieces, as a tied embedding, belongs to the lower one, because its backward ends last. Apart are
-    also those that other ranks average, as experts; that must still be added up over other ranks; and frozen ones.
+    also those that other ranks average, as experts; that must still be added up over other ranks; frozen ones; and
+    those of which `apart` says different things.
     """
     together = defaultdict(list)
     seen = set()
@@ -442,7 +443,8 @@ def params_together(pieces, group):
             if param not in seen:
                 place = placement_of(param)
                 ranks = place.average_over or group
-                together[piece, ranks, place.divide_by, place.partial_over, param.requires_grad].append(param)
+                together[piece, ranks, place.divide_by, place.partial_over, param.requires_grad,
+                         apart(param)].append(param)
             seen.add(param)
     return together
 
@@ -1319,6 +1321,8 @@ def params_of(optimizer):
 def clip_grad_norm_(parameters, max_norm, scale=1.0):
     """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the
     norm, float64. Call it when gradients are averaged, on all ranks, also on one that has no parameters.
+    (torch.nn.utils.clip_grad_norm_ takes a rank's parts for a whole model: tensor peers would divide by different
+    norms, and replicated weights drift apart.)
 
     Every rank adds up the squares of its gradients, each divided by how often the same one counts (`copies`). This
     number is all-reduced over all ranks, so each element of the model counts once. dp 2, tp 2, pp 2, ZeRO-1:

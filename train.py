@@ -21,6 +21,7 @@ import json
 import os
 import pathlib
 import sys
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -274,11 +275,11 @@ class Trainer:
     """Model, optimizer, data and this rank's place in the mesh: `step(i)` is step i, counted from 0.
 
     s: the Flags. source(name) gives a parameter's initial value; None: the seed does. data: (training tokens, held-out
-    tokens, their vocabulary). What safe/ and fast/ have others for: build, which makes the model as `parallelize` does;
-    optimizer, a class or a partial of one; batch, which gives a step's samples as further.text.batch does.
+    tokens, their vocabulary). What safe/ and fast/ have others for: edition, as for `parallelize`; optimizer, a class or
+    a partial of one; batch, which gives a step's samples as further.text.batch does.
     """
 
-    def __init__(self, s, config, source, data, device, build=parallelize, optimizer=None, batch=batch):
+    def __init__(self, s, config, source, data, device, edition=parallel.Reference, optimizer=None, batch=batch):
         self.s = s
         self.config = config
         self.device = device
@@ -288,7 +289,7 @@ class Trainer:
         self.control = dist.new_group(backend=on_cpu)  # all ranks, for `agree`, whose numbers the CPU reads
         source = source or partial(initial_weight, config, seed=s.seed)
         optimizer = partial(optimizer or optimizer_of(s), lr=s.lr, betas=(0.9, 0.95), weight_decay=s.weight_decay)
-        self.net = build(config, layout_of(s), device, source, optimizer)
+        self.net = parallelize(config, layout_of(s), device, source, optimizer, edition)
         self.optimizer = self.net.optimizer
         for group in self.net.all_groups():
             dist.use(group, s.comm)
@@ -379,7 +380,7 @@ class Run:
         kernels.use(s.kernels)
         vocabulary = Bytes()
         if s.tokenizer:
-            vocabulary = idea("tokenizer")(s.tokenizer)
+            vocabulary = idea("Tokenizer")(s.tokenizer)
             s.vocab_size = len(vocabulary)
         self.config = config_of(s)
         if s.schedule_file:
@@ -412,7 +413,9 @@ class Run:
     def train(self, trainer):
         """The steps that the checkpoint has not done; then a sample."""
         first = idea("load")(trainer, self.saved, say) if self.saved else 0
+        self.since = first, time.perf_counter()  # the last report's
         for i in range(first, self.s.steps):
+            dist.reset_traffic()  # the log then holds what one step sends
             found = trainer.step(i)
             self.report(trainer, i + 1, found)
             if self.s.out and due(self.s, "save", i + 1):
@@ -424,15 +427,21 @@ class Run:
         """After `done` steps, when due: rank 0 prints loss and gradient norm, and the loss of held-out data, and adds
         them to log.jsonl."""
         s = self.s
-        if not (due(s, "log", done) or due(s, "eval", done)):
+        if not (due(s, "log", done) or due(s, "eval", done) or done == 1 and s.log_every):
             return
+        sent = sum(t.bytes for t in dist.traffic().values())
         entry = {"step": done, "loss": trainer.mean_over_ranks(found.loss), "grad_norm": found.norm.item(),
                  "lr": learning_rate(s, done - 1)}
         if found.loads is not None:
             entry |= idea("how_even")(found.loads)
+        before, since = self.since
+        a_step = (time.perf_counter() - since) / (done - before)
+        entry["tokens_per_s"] = s.batch_size * self.config.seq_len / a_step
         if due(s, "eval", done):
             entry["val_loss"] = trainer.evaluate()
-        say("  ".join(f"{key} {value:.6g}" for key, value in entry.items()))
+        self.since = done, time.perf_counter()
+        said = "  ".join(f"{key} {value:.6g}" for key, value in entry.items())
+        say(f"{said}  seconds_left {(s.steps - done) * a_step:.0f}  bytes_sent {sent:,}")
         if s.out and dist.get_rank() == 0:
             with open(os.path.join(s.out, "log.jsonl"), "a") as file:
                 file.write(json.dumps(entry) + "\n")
@@ -447,10 +456,11 @@ def main():
     """Train with fast/ and safe/, which stand beside this file, or without them."""
     here = pathlib.Path(__file__).parent
     if {"--plain", "--together"} & {*sys.argv} or not all((here / room).is_dir() for room in ("fast", "safe")):
-        program = Run
+        Run(sys.argv[1:]).start()
     else:
-        from fast.run import FastRun as program
-    program(sys.argv[1:]).start()
+        import fast.run
+        import safe.run
+        safe.run.Run(sys.argv[1:], Trainer, fast.run).start()
 
 
 if __name__ == "__main__":

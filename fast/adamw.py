@@ -64,21 +64,46 @@ class AdamW(torch.optim.AdamW):
     def step(self):
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                able = kernels.on_triton(p) and p.dtype == torch.float32
-                if not (able and p.is_contiguous() and p.grad.is_contiguous()):
-                    raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not "
-                                     f"{tuple(p.shape)} {p.dtype} on {p.device}")
-                state = self.state[p]
-                if not state:
-                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                state["step"] += 1
+            for run in self.runs_of([p for p in group["params"] if p.grad is not None]):
+                first = run[0]
+                state = self.state[first]
+                for p in run:
+                    self.state[p]["step"] += 1
                 t = state["step"].item()
-                _adamw[(triton.cdiv(p.numel(), 1024),)](
-                    p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p), self.scale, p.numel(),
+                n = sum(p.numel() for p in run)
+                _adamw[(triton.cdiv(n, 1024),)](
+                    first, first.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(first), self.scale, n,
                     group["lr"], beta1, beta2, group["eps"], group["weight_decay"], 1 - beta1**t, 1 - beta2**t, 1024,
                     num_warps=4)
-                torch.autograd.graph.increment_version(p)
+                torch.autograd.graph.increment_version(run)
         self.scale = None  # it holds for one step
+
+    def runs_of(self, params):
+        """Parameters in lists for one kernel each: their numbers, gradients, states and copies lie side by side."""
+        runs = []
+        end = None
+        for p in params:
+            able = kernels.on_triton(p) and p.dtype == torch.float32
+            if not (able and p.is_contiguous() and p.grad.is_contiguous()):
+                raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not "
+                                 f"{tuple(p.shape)} {p.dtype} on {p.device}")
+            if not self.state[p]:
+                self.make_states(params)
+            state = self.state[p]
+            parts = [part for part in (p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p))
+                     if part is not None]
+            if [part.data_ptr() for part in parts] == end:
+                runs[-1].append(p)
+            else:
+                runs.append([p])
+            end = [part.data_ptr() + part.nbytes for part in parts]
+        return runs
+
+    def make_states(self, params):
+        """Zero moments for those that have none, side by side."""
+        new = [p for p in params if not self.state[p]]
+        sizes = [p.numel() for p in new]
+        both = [torch.zeros(sum(sizes), device=new[0].device).split(sizes) for _ in range(2)]
+        for p, *moments in zip(new, *both):
+            m, v = (moment.view_as(p) for moment in moments)
+            self.state[p].update(step=torch.zeros(()), exp_avg=m, exp_avg_sq=v)

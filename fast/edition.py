@@ -18,9 +18,8 @@ from fast.tensor import BiasedOnce, CopyInPlace, ReduceInPlace
 from fast.units import WrittenMatrices, WrittenUnit
 from further.expert_parallel import through_experts
 from further.experts import Experts, grouped_linear
-from further.llama import rotary, swiglu
+from further.llama import rms_norm, rotary, swiglu
 from further.muon import orthogonal, UnitOfMatrices
-from further.rms_norm import RowNorm
 from further.schedules import HalvedPipeline
 from model import Block
 from parallel import Pipeline, Reference, RowParallelLinear, Unit
@@ -41,7 +40,7 @@ LAYERS = {  # of a GPT: what computes the same sooner
     Block: FusedBlock,
     RowParallelLinear: BiasedOnce,
     Experts: FusedExperts,
-    RowNorm: norm.TunedRowNorm,
+    rms_norm: norm.tuned_rms_norm,
     swiglu: llama.swiglu,
     rotary: llama.rotary,
     grouped_linear: fast_grouped,

@@ -7,7 +7,7 @@ import math
 import torch
 
 import kernels
-from fast import grouped
+from fast import beside
 from kernels import load_rows, store_rows, TensorDescriptor, tiled, tl, triton
 
 
@@ -440,7 +440,7 @@ def specialized_attention_forward(q, k, v, is_causal):
     o = q.new_empty(B, Tq, H, D).transpose(1, 2)
     lse = q.new_empty(B * H, Tq, dtype=torch.float32)
     together = max(1, (32 << 20) // (2 * k[0, 0].nbytes))  # of L2's 50 MiB
-    programs = min(grouped.programs_beside_transfers(q.device), B * H * (Tq // TILE))
+    programs = min(beside.programs_beside_transfers(q.device), B * H * (Tq // TILE))
     tiles = specialized_tiles(Tq, Tk, is_causal, B * H, together, programs, q.device)
     specialized_forward_kernel[(programs,)](
         described(tiled(q, TILE // 2)), described(tiled(k, TILE)), described(tiled(v, TILE)),
@@ -492,7 +492,7 @@ def add_in_one_pass(q, k, v, do, lse, delta, is_causal, dq_sum, dk, dv):
     blocks = Tk // TILE
     rows = ROWS.value
     scale = 1 / math.sqrt(D)
-    programs = min(grouped.programs_beside_transfers(q.device), B * H // G * blocks)
+    programs = min(beside.programs_beside_transfers(q.device), B * H // G * blocks)
     together = max(1, round(programs / blocks))  # heads that programs are at, so that Q, dO and dQ stay in L2
     tiles = specialized_tiles(Tk, Tq, is_causal, B * H // G, together, programs, q.device)
     one_pass_backward_kernel[(programs,)](

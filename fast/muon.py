@@ -7,7 +7,7 @@ Takes the place of further/muon.py's orthogonal, for 16-bit matrices on Hopper G
 import torch
 
 import kernels
-from fast.grouped import programs_beside_transfers, tma_takes
+from fast.beside import programs_beside_transfers, tma_takes
 from further.muon import COEFFICIENTS, orthogonal, unit
 from kernels import dot, TensorDescriptor, tl, triton
 
@@ -41,7 +41,7 @@ def _store_both(Y, C, matrix, row, column, n, tile, beta):
 @triton.jit
 def _symmetric(A, B, C, Y, tiles, many, n, K, alpha, beta, BM: tl.constexpr, BK: tl.constexpr):
     """y = alpha a a^T + beta c. A, B: a (many, n, K) in blocks of BM and of 2 BM rows. Rows 2 p and 2 p + 1 of tiles
-    begin with tile p (p + 1) of a matrix. Persistent, as tuned_grouped_kernel is."""
+    begin with tile p (p + 1) of a matrix. Persistent: a program takes one tile after the other."""
     for program in tl.range(tl.program_id(0), many * tiles, tl.num_programs(0), flatten=True):
         matrix = program // tiles
         t = program % tiles

@@ -11,7 +11,7 @@ import torch
 import collectives as dist
 import kernels
 from collectives import blocks, link_of, tensors_among
-from fast import grouped, recorded, windows
+from fast import beside, recorded, windows
 from fast.exchange import OPS, SUMMED, window_bytes
 from fast.recorded import Replays
 from fast.rings import DoublingLink
@@ -38,7 +38,7 @@ class LeavesRoom:
 
     def run(self, name, async_op, algorithm, *arguments):
         handle = super().run(name, async_op, algorithm, *arguments)
-        return grouped.under_way(handle) if async_op else handle
+        return beside.under_way(handle) if async_op else handle
 
 
 class NcclLink(LeavesRoom, DoublingLink):

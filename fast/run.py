@@ -1,7 +1,7 @@
-"""The training program with both rooms on: safe/'s, with graphs and AdamW's kernel.
+"""What fast/ hands the training program where --fast is on: parts of a Trainer, and how a step's numbers are looked at.
 
-Takes the place of safe/run.py's trainer, and puts the rest of fast/ to use that a run must choose. That a step looks at
-the numbers of the step before saves 2.5 % of a step of GPT-2 124M on an H200 with 32 sequences, 6.6 % with 8.
+safe/run.py's `Plain` has the same names, for the reference. That a step looks at the numbers of the step before saves
+2.5 % of a step of GPT-2 124M on an H200 with 32 sequences, 6.6 % with 8.
 """
 
 from functools import partial
@@ -10,70 +10,59 @@ import torch
 
 import kernels
 import parallel
-import safe
-import train
 from fast import edition, hopper
 from fast.adamw import AdamW
 from fast.fp8 import use_fp8
-from safe.run import WatchedRun, WatchedTrainer
+from further.muon import Muon
+
+mode = "fast + safe; --plain runs what you read"
+on = edition.on
 
 
-def optimizer_of(s, device):
-    """{"optimizer": our AdamW} where it steps float32 masters, else {}."""
+def parts(s, device, edition=edition.Fast):
+    """What a Trainer is made of, by name: fast/'s edition; AdamW's kernel, where it steps float32 masters."""
     dtype = parallel.PRECISIONS[s.dtype]
     masters = dtype != parallel.master_dtype(dtype) and kernels.on_triton(torch.empty(0, device=device))
-    return {"optimizer": AdamW} if masters and s.optimizer == "adamw" else {}
+    adamw = AdamW if masters else partial(torch.optim.AdamW, fused=True, foreach=False)
+    optimizer = partial(Muon, fused=True, foreach=False) if s.optimizer == "muon" else adamw
+    return {"edition": edition, "optimizer": optimizer}
 
 
-class FastTrainer(WatchedTrainer):
-    """The WatchedTrainer that replays micro-batches from CUDA graphs, and steps float32 masters with our AdamW."""
-    unread = None  # (loss and norm of a step on their way to the CPU, the event at their end)
+def prepare(trainer):
+    """Let a Trainer compute in 8 bits, and replay its list from a CUDA graph, where its flags say so."""
+    hopper.ANY_ORDER = not trainer.s.deterministic
+    if trainer.s.dtype == "fp8":
+        for module in trainer.net.pieces.values():
+            use_fp8(module)
+    trainer.net.pipeline.records = trainer.s.cuda_graphs == "on"
+    if isinstance(trainer.optimizer, AdamW):
+        for unit in trainer.net.units:
+            unit.cast_by = trainer.optimizer
+            trainer.optimizer.copies |= unit.copies()
 
-    def __init__(self, s, config, source, data, device, **parts):
-        super().__init__(s, config, source, data, device, **{
-            "build": partial(train.parallelize, edition=edition.Fast), **optimizer_of(s, device)} | parts)
-        hopper.ANY_ORDER = not self.s.deterministic
-        if self.s.dtype == "fp8":
-            for module in self.net.pieces.values():
-                use_fp8(module)
-        self.net.pipeline.records = self.s.cuda_graphs == "on"
-        if isinstance(self.optimizer, AdamW):
-            for unit in self.net.units:
-                unit.cast_by = self.optimizer
-                self.optimizer.copies |= unit.copies()
 
-    def all_finite(self, loss, norm):
-        """As in WatchedTrainer. On GPUs with --on-nan stop a step looks at the numbers of the step before, which have
-        arrived by now: to wait for its own would leave the GPU idle."""
-        if self.device.type != "cuda" or self.s.on_nan != "stop" or self.scaler:
-            return super().all_finite(loss, norm)
-        finite = self.read()
-        numbers = torch.stack([loss.double(), norm.double()]).to("cpu", non_blocking=True)
-        self.unread = numbers, torch.cuda.current_stream().record_event()
-        return finite
+def look(s, trainer):
+    """Which numbers a step is judged by. On GPUs with --on-nan stop these are those of the step before, which have
+    arrived by now: to wait for its own would leave the GPU idle."""
+    late = trainer.device.type == "cuda" and s.on_nan == "stop" and not trainer.scaler
+    return Late() if late else lambda found: found
 
-    def read(self):
-        """Whether the numbers that are still unread are finite; NotFinite as in `all_finite`."""
-        numbers, arrived = self.unread or (torch.zeros(2), None)  # all ranks take part, with what they have
-        self.unread = None
+
+class Late:
+    """late(found) gives what it was given the last time, with numbers on the CPU; late(None) likewise, at the end."""
+    waiting = None  # (a step's Found, its event)
+
+    def __call__(self, found):
+        last = self.waiting
+        self.waiting = None
+        if found is not None:
+            numbers = torch.stack([found.loss.double(), found.norm.double()]).to("cpu", non_blocking=True)
+            kept = found._replace(loss=numbers[0], norm=numbers[1])
+            self.waiting = kept, torch.cuda.current_stream().record_event()
+            last = last or (kept._replace(loss=torch.zeros(()), norm=torch.zeros(())), None)  # all ranks take part
+        if not last:
+            return None
+        found, arrived = last
         if arrived:
             arrived.synchronize()
-        return super().all_finite(*numbers)
-
-    def report(self, done, found):
-        if self.unread and (self.stopping or self.due("save", done)):
-            self.read()  # nothing that is not finite is saved
-        super().report(done, found)
-
-
-class FastRun(WatchedRun):
-    """The WatchedRun with --fast or without."""
-
-    def prepare(self, arguments):
-        super().prepare(arguments)
-        if self.s.fast == "on":
-            self.mode = "fast + safe; --plain runs what you read"
-            edition.on()
-            self.trainer = FastTrainer
-        else:
-            safe.on()
+        return found

@@ -8,20 +8,22 @@ import torch
 
 from fast.fp8 import TwoCopies
 from further.muon import UnitOfMatrices
-from parallel import Unit
+from parallel import is_matrix, Unit
 
 
 class WrittenUnit(Unit):
     """A Unit that has its message from the first gradient on.
 
     message    (N, K/N), or None: nothing has been written
+    room       memory for it that is kept from step to step, or None
     written    the parameters whose gradient the message has; the others' numbers in it mean nothing
     cast_by    what writes this rank's row in the layers' dtype while it steps, an AdamW, or None
     """
     cast_by = None
 
-    def __init__(self, *options):
-        super().__init__(*options)
+    def __init__(self, params, *options):
+        super().__init__(sorted(params, key=is_matrix), *options)  # so that few kernels step them
+        self.room = None
         self.message = None
         self.written = set()
         for param in self.params:
@@ -40,7 +42,7 @@ class WrittenUnit(Unit):
     def place(self, param):
         """Where in the message a parameter's gradient goes."""
         if self.message is None:
-            self.message = self.mine.new_empty(self.weights.shape)
+            self.message = self.mine.new_empty(self.weights.shape) if self.room is None else self.room
             self.places = dict(zip(self.params, self.views_of(self.message)))
         return self.places[param]
 
@@ -78,6 +80,8 @@ class WrittenUnit(Unit):
             if param not in self.written:
                 self.place(param).zero_()
         message = self.message
+        if self.zero == 0:  # gradients lie in it until the next step: a collective that is called again is replayed
+            self.room = message
         self.forget()
         return message
 

@@ -1,11 +1,21 @@
-"""Byte-pair encoding: how does a text become GPT-2's token numbers?
+r"""Byte-pair encoding: how does a text become GPT-2's, Llama 3's or Qwen's token numbers?
 
 A text is cut into pieces: words, numbers, punctuation, spaces. A piece begins as its bytes. Then the pair of neighbours
-that stands first in merges.txt becomes one token, again and again, until no neighbours stand there. vocab.json has
+that stands first in the merges becomes one token, again and again, until no neighbours stand there. The vocabulary has
 each token's number. The merges were learned from a text: in each round its most frequent pair became a token. So
 frequent words are one token, and any bytes are some tokens. Sennrich et al., "Neural Machine Translation of Rare Words
 with Subword Units" (2016); Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); CS336's
-lecture 1.
+lecture 1. What has changed since GPT-2 is how a text is cut:
+
+                GPT-2               Llama 3                                     Qwen 2 and 3
+    words       " code"             "(code" too: any one sign before it         as Llama 3
+    numbers     " 2024"             " ", "202", "4": at most three digits       " ", "2", "0", "2", "4"
+    signs       " ==", "\n"         " ==\n": with the line ends behind them     as Llama 3
+    'll         as it is written    'LL too                                     as Llama 3
+
+So no long number is a token because the texts happened to repeat that number. Qwen's text is normalized first (NFC): a
+letter and its accent become one code point. Llama 3 takes a piece that is a token for that token, although its merges
+may not make it. Both have special tokens of their own. A Llama wants one before each text.
 
     python -m further.bpe my.txt --vocab-size 4096 --out vocab    learns a vocabulary
     python train.py --plain --data my.txt --tokenizer vocab       trains a model on its tokens
@@ -24,8 +34,12 @@ from pathlib import Path
 
 import numpy as np
 
+from further.bad_input import BadInput, reject
+
 END = "<|endoftext|>"  # the token between two texts
+ENDS = END, "<|end_of_text|>"  # GPT-2's and Qwen's; Llama 3's
 FILES = "vocab.json", "merges.txt"
+WHOLE = "tokenizer.json"  # all of a tokenizer in one file
 
 
 # --------------------------------------------------------------------------------------------------- pieces and letters
@@ -49,6 +63,19 @@ def piece_pattern():
                       rf"|{space}+(?![\S\x1c-\x1f])|{space}+")
 
 
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+DIGITS = {PATTERN.replace("DIGITS", "{1,3}"): 3, PATTERN.replace("DIGITS", ""): 1}  # Llama 3's pattern, Qwen's
+
+
+@functools.cache
+def later_pattern(digits):
+    """PATTERN, as `re` spells it, with so many digits in a piece."""
+    letter, number, space, other = kinds_of_letters()
+    return re.compile(rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|(?:[^\w\r\n]|_)?{letter}+|{number}{{1,{digits}}}"
+                      rf"| ?{other}+[\r\n]*|{space}*[\r\n]+|{space}+(?![\S\x1c-\x1f])|{space}+")
+
+
 # The letter for each byte, as both files spell tokens: a printable byte's own, and for others U+0100 and on, so that no
 # token has a space in it. A space is "Ġ".
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -66,35 +93,129 @@ def spelled(piece):
     return [LETTERS[byte] for byte in piece.encode("utf-8", "surrogateescape")]
 
 
+# ----------------------------------------------------------------------------------------------------------- the files
+
+# What a tokenizer.json must say where, so that what is made here are its tokens. truncation and padding, which are for
+# a model's batches, are not obeyed.
+EVERY = {
+    "model.type": ["BPE"], "model.dropout": [None, 0], "model.continuing_subword_prefix": [None, ""],
+    "model.end_of_word_suffix": [None, ""]}
+GPT2 = EVERY | {
+    "normalizer": [None], "pre_tokenizer.type": ["ByteLevel"], "pre_tokenizer.add_prefix_space": [False],
+    "pre_tokenizer.use_regex": [None, True]}
+LATER = EVERY | {
+    "normalizer.type": [None, "NFC"], "pre_tokenizer.type": ["Sequence"], "pre_tokenizer.pretokenizers.2": [None],
+    **{f"pre_tokenizer.pretokenizers.{key}": fine for key, fine in {
+        "0.type": ["Split"], "0.pattern.Regex": [*DIGITS], "0.behavior": ["Isolated"], "0.invert": [None, False],
+        "1.type": ["ByteLevel"], "1.add_prefix_space": [False], "1.use_regex": [False]}.items()}}
+
+
+def value_at(whole, path):
+    """What stands at "pre_tokenizer.pretokenizers.0.type"; None if nothing does."""
+    for key in path.split("."):
+        whole = {str(i): part for i, part in enumerate(whole)} if isinstance(whole, list) else whole
+        whole = whole.get(key) if isinstance(whole, dict) else None
+    return whole
+
+
+def text_in(folder, name):
+    return Path(folder, name).read_text("utf-8-sig")
+
+
+def read_two(folder):
+    """The files of a GPT-2: vocab.json, and merges.txt with a pair a line below a line with its version. Tokens that
+    were added later stand in a third file."""
+    merges = [line.split(" ") for line in text_in(folder, "merges.txt").split("\n")
+              if line and not line.startswith("#version")]
+    added = json.loads(text_in(folder, "added_tokens.json")) if Path(folder, "added_tokens.json").exists() else {}
+    return dict(files={name: text_in(folder, name) for name in FILES}, merges=merges, end=END, special=[*added, END],
+                numbers=json.loads(text_in(folder, "vocab.json")) | added)
+
+
+def read_whole(folder):
+    """A tokenizer.json. BadInput if it makes other tokens than can be made here."""
+    text = text_in(folder, WHOLE)
+    whole = json.loads(text)
+    table = LATER if value_at(whole, "pre_tokenizer.type") == "Sequence" else GPT2
+    for path, fine in table.items():
+        reject(value_at(whole, path) not in fine,
+               f"{WHOLE}: {path} is {value_at(whole, path)!r:.90}, which is not known here")
+    model = whole["model"]
+    composed = whole.get("normalizer") is not None
+    for token in whole["added_tokens"]:
+        others = [key for key in ("lstrip", "rstrip", "single_word", *["normalized"] * composed) if token.get(key)]
+        reject(others, f"{WHOLE}: {token['content']!r} has {others}, which is not known here")
+    numbers = model["vocab"] | {token["content"]: token["id"] for token in whole["added_tokens"]}
+    end = end_of(folder, numbers)
+    return dict(files={WHOLE: text}, numbers=numbers, end=end, begin=begin_of(whole), composed=composed,
+                merges=[pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]],
+                special=[end, *(token["content"] for token in whole["added_tokens"])],
+                digits=DIGITS.get(value_at(whole, "pre_tokenizer.pretokenizers.0.pattern.Regex"), 0),
+                takes_whole=bool(model.get("ignore_merges")))
+
+
+def begin_of(whole):
+    """The special tokens that a tokenizer.json puts before each text, as one str."""
+    last = whole.get("post_processor")
+    for step in value_at(last, "processors") or [last]:
+        if value_at(step, "type") == "TemplateProcessing":
+            names = [value_at(part, "SpecialToken.id") for part in step["single"]]
+            return "".join(names[:names.index(None)])
+    return ""
+
+
+def end_of(folder, numbers):
+    """The token that stands after each text: one of ENDS, or what tokenizer_config.json calls eos_token."""
+    config = Path(folder, "tokenizer_config.json")
+    named = json.loads(config.read_text("utf-8-sig")).get("eos_token") if config.exists() else None
+    for end in *ENDS, value_at(named, "content") or named:
+        if end in numbers:
+            return end
+    raise BadInput(f"{WHOLE}: the vocabulary has no {END!r}: say in {config.name} beside it which token ends a text, "
+                   'as "eos_token"')
+
+
 # ------------------------------------------------------------------------------------------------------ text to numbers
 
-def read(folder):
-    """What a Tokenizer is made of: ({name: text} of its files, {token: number}, pairs, special tokens).
-
-    merges.txt has a pair a line, below a line with its version. Special tokens are taken as a whole where a text has
-    them; of those that begin alike, the longest comes first."""
-    files = {name: Path(folder, name).read_text("utf-8-sig") for name in FILES}
-    merges = [line.split(" ") for line in files["merges.txt"].split("\n")
-              if line and not line.startswith("#version")]
-    return files, json.loads(files["vocab.json"]), merges, [END]
-
-
 class Tokenizer:
-    """The tokenizer of a Hugging Face GPT-2 folder: encode(text) -> list of int, decode(numbers) -> str.
+    """The tokenizer in a Hugging Face folder, of tokenizer.json, or else of vocab.json and merges.txt: encode(text) ->
+    list of int, decode(numbers) -> str. BadInput or OSError where a file is missing, cut short, or unknown here.
 
-    contents: as `read` finds them in the folder, or from elsewhere. OSError if a file is missing."""
-    begin, end = "", END  # stand before and after each text
+    encode(text) gives what the package tokenizers does without special tokens, tokens_of(texts) what it does with.
+    Special tokens are taken as a whole where a text has them; of those that begin alike, the longest comes first."""
+    begin = ""           # stands before each text
+    digits = 0           # at most in a piece, in later patterns than GPT-2's
+    composed = False     # whether a text is normalized first
+    takes_whole = False  # whether a piece that is a token is not merged
 
-    def __init__(self, folder, contents=None):
+    def __init__(self, folder):
         self.folder = folder
-        self.contents = contents or read(folder)
-        self.files, self.numbers, merges, special, *_ = self.contents
-        self.ranks = {(first, second): rank for rank, (first, second) in enumerate(merges)}
+        try:
+            vars(self).update((read_whole if Path(folder, WHOLE).exists() else read_two)(folder))
+            self.check()
+        except (TypeError, AttributeError, LookupError) as error:
+            raise BadInput(f"a file of the tokenizer is damaged ({error})") from None
+        self.ranks = {(first, second): rank for rank, (first, second) in enumerate(self.merges)}
         byte_of = {letter: bytes([byte]) for byte, letter in LETTERS.items()}
         self.bytes = {number: b"".join(byte_of.get(letter, letter.encode()) for letter in token)
                       for token, number in self.numbers.items()}
-        self.special = re.compile(f"({'|'.join(map(re.escape, special))})")
+        if WHOLE in self.files:  # no LETTERS spell its special tokens
+            self.bytes |= {self.numbers[token]: token.encode() for token in self.special}
+        longest_first = sorted({*self.special}, key=len, reverse=True)
+        self.split_special = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
         self.numbers_of = functools.lru_cache(1 << 17)(self.numbers_of)  # most pieces come again
+
+    def check(self):
+        for pair in self.merges:
+            reject(len(pair) != 2, f"merges.txt: {' '.join(pair)!r} is not two tokens with one space between them")
+        made = {*map("".join, self.merges)}
+        for token in (*LETTERS.values(), self.end, *made):
+            reject(token not in self.numbers,
+                   f"the vocabulary has no {token!r}, which its merges make or any text may need")
+        size = len(self.numbers)
+        reject(sorted(self.numbers.values()) != [*range(size)], f"the tokens are not numbered from 0 to {size - 1}")
+        unmade = len(self.numbers.keys() - made - {*LETTERS.values(), *self.special})
+        reject(10 * unmade > size, f"its merges do not make {unmade:,} of the {size:,} tokens: they may be cut short")
 
     def __len__(self):
         return len(self.numbers)
@@ -108,19 +229,20 @@ class Tokenizer:
 
     @property
     def end_token(self):
-        """The number of what stands between two texts; None: nothing does."""
-        return self.numbers.get(self.end)
+        """The number of what stands between two texts."""
+        return self.numbers[self.end]
 
     def array_of(self, text):
         """Its tokens: uint16, which is enough for GPT-2's 50,257, or uint32 if the vocabulary needs that."""
         return np.array(self.encode(text), np.uint16 if len(self) <= 1 << 16 else np.uint32)
 
     def pieces(self, text):
-        return piece_pattern().findall(text)
+        text = unicodedata.normalize("NFC", text) if self.composed else text
+        return (later_pattern(self.digits) if self.digits else piece_pattern()).findall(text)
 
     def encode(self, text):
         numbers = []
-        for i, part in enumerate(self.special.split(text)):  # each second part is a special token
+        for i, part in enumerate(self.split_special(text)):  # each second part is a special token
             if i % 2:
                 numbers.append(self.numbers[part])
             else:
@@ -129,7 +251,9 @@ class Tokenizer:
         return numbers
 
     def numbers_of(self, piece):
-        """A heap has the pair that stands first in merges.txt on top, so n bytes take about n log n steps."""
+        """A heap has the pair that stands first in the merges on top, so n bytes take about n log n steps."""
+        if self.takes_whole and (number := self.numbers.get("".join(spelled(piece)))) is not None:
+            return [number]
         parts = [*spelled(piece), ""]  # each in the place of its first letter; "" where another part's letters are
         first = [*range(len(parts))]   # of a part's last letter: the place of its first one
 
@@ -202,13 +326,12 @@ def write_learned(files, size, folder):
     """Learn a vocabulary from text files and write it, as a Hugging Face GPT-2 folder has it. Returns what to say."""
     texts = [file.read_bytes() for file in files]
     whole = b"".join(texts)
-    if not whole or b"\0" in whole:
-        raise ValueError(f"{', '.join(map(str, files))}: no text to learn from, or zero bytes in it")
-    if not 257 <= size <= 65536:
-        raise ValueError(f"--vocab-size {size}: must be between 257 and 65,536: give e.g. --vocab-size 4096")
+    reject(not whole or b"\0" in whole, f"{', '.join(map(str, files))}: no text to learn from, or zero bytes in it")
+    reject(not 257 <= size <= 65536, f"--vocab-size {size}: must be 257 to 65,536: give e.g. --vocab-size 4096")
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (name for name in FILES if (folder / name).exists()):
-        raise ValueError(f"--out {folder}: a {name} is there already: name a new folder, e.g. --out {folder}-2")
+    for name in FILES:
+        reject((folder / name).exists(),
+               f"--out {folder}: a {name} is there already: name a new folder, e.g. --out {folder}-2")
     merges = learn(texts, size)
     tokens = dict.fromkeys([*LETTERS.values(), *map("".join, merges), END])
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), "utf-8")

@@ -136,7 +136,7 @@ def grouped_linear(x, weight, bias, counts):
     x (R, in), its rows sorted by expert; weight W (E, out, in), bias (E, out) or None: (R, out). counts: int64 (E), how
     many rows each expert has, zeros included; they must add up to R. All are on one device, in one dtype.
     Deterministic. An expert without rows has a gradient of zero. The loop wants counts on the CPU, which then waits for
-    the GPU, and small products leave multiprocessors idle: fast/grouped.py serves all experts by one launch.
+    the GPU, and small products leave multiprocessors idle: fast/experts.py serves all by one launch.
     """
     biases = [None] * len(weight) if bias is None else bias
     of_experts = zip(x.split(counts.tolist()), weight, biases, strict=True)

@@ -1,14 +1,16 @@
-"""What divides what: which sizes and layouts cannot be, and which ones near them can?
+"""What divides what, and what excludes what: which sizes and layouts cannot be, and which ones near them can?
 
     python train.py --plain --n-embd 130 --n-head 4
 
-Each table has rows (what is wrong, if it is not 0 or False; the line that says so, and a value that works). The first
-wrong one counts: those behind it rely on it. train.py and safe/flags.py refuse what they find, before processes meet.
+The one table. A row is (what is wrong, if it is not 0 or False; the line that says so, and values that work). The first
+wrong one counts: those behind it rely on it. Each mode refuses what it finds, before processes meet; `bench.py plan`
+proposes only layouts in which nothing is wrong.
 """
 
 import itertools
 import math
 
+from further.bad_input import reject
 from further.lists import schedule_of, size_of_schedule
 
 
@@ -17,18 +19,29 @@ def multiple(n, of):
     return -(-n // of) * of
 
 
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def near(n, total):
+    """The divisors of `total` that are next to n, as text."""
+    below = [d for d in divisors(total) if d < n][-1:]
+    return " or ".join(map(str, below + [d for d in divisors(total) if d > n][:1]))
+
+
+def divides(flag, n, total, what):
+    """The row that says that n must divide `total` of something."""
+    return total % n, f"{flag} {n} does not divide the {total} {what}: give {flag} {near(n, total)}"
+
+
 def what_sizes_divide(c, called):
     """Of a GPTConfig. called(field): what users call it."""
-    n_embd = called("n_embd")
-    n_head = called("n_head")
+    n_embd, n_head = map(called, ("n_embd", "n_head"))
     size = getattr(c, "head_size", 0)
     yield not size and c.n_embd % c.n_head, (
         f"{n_embd} {c.n_embd} is not a multiple of {n_head} {c.n_head}: give {n_embd} {multiple(c.n_embd, c.n_head)}")
     if c.arch == "llama":
-        n_kv_head = called("n_kv_head")
-        yield c.n_head % c.kv_heads, (
-            f"{n_kv_head} {c.kv_heads} does not divide {n_head} {c.n_head}: give {n_kv_head} "
-            f"{math.gcd(c.kv_heads, c.n_head)}")
+        yield divides(called("n_kv_head"), c.kv_heads, c.n_head, f"heads of {n_head}")
         name, width, heads = (called("head_size"), size, 1) if size else (n_embd, c.n_embd, c.n_head)
         yield c.head_dim % 2, (
             f"{name} {width} makes heads of {c.head_dim} numbers, and rotary positions turn pairs: give {name} "
@@ -43,46 +56,51 @@ def what_sizes_divide(c, called):
             f"{c.n_layer}")
 
 
-def what_ranks_divide(s, c, world=1):
-    """Of a layout, pipelines apart. world: how many processes there are; 1: as many as it needs will be started."""
-    return itertools.chain(what_tp_and_cp_divide(s, c, world), what_ep_divides(s, c, world), what_dp_divides(s))
-
-
-def what_tp_and_cp_divide(s, c, world):
-    kind = "heads" if c.kv_heads == c.n_head else "heads of keys and values"
-    yield c.kv_heads % s.tp, (
-        f"--tp {s.tp} does not divide the model's {c.kv_heads} {kind}: give --tp {math.gcd(s.tp, c.kv_heads)}")
-    least = min(c.vocab_size, c.hidden)
-    yield s.tp > least, (
-        f"--tp {s.tp} is more than the vocabulary's {c.vocab_size} tokens, or the hidden layer's {c.hidden} numbers: "
-        f"give --tp {max(n for n in range(1, min(least, s.tp) + 1) if s.tp % n == 0)}")
-    able = [n for n in range(2, c.kv_heads + 1)
-            if c.kv_heads % n == 0 and (world == 1 or world % (n * s.tp * s.pp * s.cp) == 0)]
-    instead = f"give --tp {able[0]}, say, or " if able else ""
-    yield s.sp and s.tp == 1, f"--sp cuts tokens over --tp: {instead}leave --sp out"
-
-    parts = parts_of_sequence(s)
-    yield c.seq_len % parts, (
-        f"{'--sp ' * s.sp}--tp {s.tp} --cp {s.cp}: sequences of {c.seq_len} tokens cannot be cut into {parts} parts: "
-        f"give --seq-len {multiple(c.seq_len, parts)}")
-    heads = c.kv_heads // s.tp
-    yield s.cp_kind == "ulysses" and heads % s.cp, (
-        f"--cp-kind ulysses: --cp {s.cp} does not divide the {heads} {kind} of a rank: give --cp "
-        f"{math.gcd(s.cp, heads)} or --cp-kind ring")
-
-
-def what_dp_divides(s):
+def what_ranks_divide(s, c, world=1, node=0):
+    """Of a layout, pipelines apart. world: how many processes there are; 1: as many as it needs will be started. node:
+    how many of them are on this machine, if there are others."""
+    others = s.tp * s.pp * s.cp
+    dp = f"--dp {world // others}" if world % others == 0 else "--tp 1 --pp 1 --cp 1 and leave --dp out"
+    yield world not in (1, s.dp * others), (
+        f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} x --cp {s.cp} needs {s.dp * others} processes, {world} were started: "
+        f"give {dp}")
+    yield node and node % s.tp, (
+        f"--tp {s.tp} would reach over the edge of a node with {node} processes, though tp sends in every layer: give "
+        f"--tp {math.gcd(s.tp, node or 1)}")
+    yield s.recompute_blocks and s.recompute == "none", (
+        f"--recompute-blocks {s.recompute_blocks} says how many blocks, not what of them runs again: give --recompute "
+        "mlp, too")
+    yield from what_tp_and_cp_divide(s, c, world)
+    yield from what_ep_divides(s, c, world)
     unit = s.dp * s.micro_batches
     yield s.batch_size % unit, (
         f"--batch-size {s.batch_size} is not a multiple of --dp {s.dp} x --micro-batches {s.micro_batches}: give e.g. "
         f"--batch-size {multiple(s.batch_size, unit)}")
-    replicas = s.replicas
-    within = s.zero_within or replicas
-    yield replicas % within, (
-        f"--zero-within {within} does not divide --dp {s.dp}{f' x --cp {s.cp}' * (s.cp > 1)}: give "
-        f"--zero-within {math.gcd(within, replicas)}")
+    yield divides("--zero-within", s.zero_within or s.replicas, s.replicas, "ranks that average gradients")
     yield s.zero_within and not s.zero, (
-        f"--zero-within {within} is for ZeRO, which is off: give --zero 1, 2 or 3")
+        f"--zero-within {s.zero_within} is for ZeRO, which is off: give --zero 1, 2 or 3")
+
+
+def what_tp_and_cp_divide(s, c, world):
+    kind = "heads" if c.kv_heads == c.n_head else "heads of keys and values"
+    yield divides("--tp", s.tp, c.kv_heads, f"{kind} of the model (did you mean --dp {s.tp}?)")
+    least = min(c.vocab_size, c.hidden)
+    yield s.tp > least, (
+        f"--tp {s.tp} is more than the vocabulary's {c.vocab_size} tokens, or the hidden layer's {c.hidden} numbers: "
+        f"give --tp {max(n for n in range(1, min(least, s.tp) + 1) if s.tp % n == 0)}")
+    able = [n for n in divisors(c.kv_heads)[1:] if world == 1 or world % (n * s.pp * s.cp) == 0]
+    instead = f"give --tp {able[0]}, say, or " if able else ""
+    yield s.sp and s.tp == 1, f"--sp cuts tokens over --tp: {instead}leave --sp out"
+    parts = parts_of_sequence(s)
+    yield c.seq_len % parts, (
+        f"{'--sp ' * s.sp}--tp {s.tp} --cp {s.cp}: sequences of {c.seq_len} tokens cannot be cut into {parts} parts: "
+        f"give --seq-len {multiple(c.seq_len, parts)}")
+    if s.cp_kind == "ulysses":
+        wrong, line = divides("--cp", s.cp, c.kv_heads // s.tp, f"{kind} of a rank")
+        yield wrong, f"--cp-kind ulysses: {line} or --cp-kind ring"
+    if s.optimizer == "muon":  # it steps whole matrices, in equal parts
+        wrong, line = divides("--tp", s.tp, c.hidden, "numbers of the MLP's width")
+        yield wrong, f"--optimizer muon: {line}"
 
 
 def parts_of_sequence(s):
@@ -96,10 +114,11 @@ def what_ep_divides(s, c, world):
         of_a_folder = getattr(s, "init_from", "") or s.resume  # whose model has what it has
         instead = "" if of_a_folder else f"give --experts {2 * s.ep}, say, or "
         yield s.ep > 1, f"--ep {s.ep} shares out experts, and the model has none: {instead}leave --ep out"
-    shared = math.gcd(s.ep, s.dp, c.experts)
-    more_ranks = f" or --dp {multiple(s.dp, s.ep)}" if world == 1 and c.experts % s.ep == 0 else ""
-    yield s.dp % s.ep, f"--ep {s.ep} does not divide --dp {s.dp}: give --ep {shared}{more_ranks}"
-    yield c.experts % s.ep, f"--ep {s.ep} does not divide the {c.experts} experts: give --ep {shared}"
+    shared = math.gcd(s.dp, c.experts)
+    more = f" or --dp {multiple(s.dp, s.ep)}" if world == 1 and c.experts % s.ep == 0 else ""
+    yield shared % s.ep, (
+        f"--ep {s.ep} does not divide both --dp {s.dp} and the {c.experts} experts: give --ep {near(s.ep, shared)}"
+        f"{more}")
 
 
 def what_stages_divide(s, c):
@@ -117,22 +136,12 @@ def what_stages_divide(s, c):
             f"head: give {fewer} or fewer")
 
 
-def what_muon_needs(s, c):
-    """Whole matrices, in equal parts."""
-    if s.optimizer == "muon":
-        yield c.hidden % s.tp, (
-            f"--optimizer muon: --tp {s.tp} does not divide the width of the MLP, {c.hidden}: give --tp "
-            f"{math.gcd(s.tp, c.hidden)}")
-
-
 def misfit(*tables):
     """The line of the first row that is wrong, or None."""
     return next((line for wrong, line in itertools.chain(*tables) if wrong), None)
 
 
-def refuse_misfit(s, c, world, called):
-    """ValueError, in one line, for flags s that do not fit the GPTConfig c, or each other."""
-    why = misfit(what_sizes_divide(c, called), what_ranks_divide(s, c, world), what_stages_divide(s, c),
-                 what_muon_needs(s, c))
-    if why:
-        raise ValueError(why)
+def refuse_misfit(s, c, called, world=1, node=0):
+    """BadInput for flags s that do not fit the GPTConfig c, or each other."""
+    why = misfit(what_sizes_divide(c, called), what_ranks_divide(s, c, world, node), what_stages_divide(s, c))
+    reject(why, why)

@@ -3,12 +3,17 @@
     python train.py --help
 """
 
+import argparse
 import dataclasses
+import json
 import math
+import pathlib
+import sys
 from dataclasses import dataclass, field
 
 import torch
 
+from further.bad_input import BadInput
 from further.kinds import resized
 from further.lists import SCHEDULES
 from model import ACTIVATIONS, PRESETS
@@ -94,13 +99,17 @@ class Flags(Layout):
     sample: int = flag(200, "tokens to generate at the end; 0: none")
     prompt: str = flag("def ", "what the sample continues")
     temperature: float = flag(0.8, "of the sample; 0 takes the likeliest token each time")
-    top_k_sample: int = flag(40, "how many of the likeliest tokens each one of the sample is drawn from; 0: all")
     out: str = flag("", "folder for log.jsonl and checkpoints")
     save_every: int = flag(100, "steps between checkpoints, and one at the end; 0: only that one")
     resume: str = flag("", "checkpoint to go on from, or its folder; no value: --out", nargs="?", const="newest")
+    config: str = flag("", "a run.json, whose flags and sizes this run takes; flags on the line win")
 
 
-ABOUT = {"description": "Train a GPT on one process or many.", "allow_abbrev": False}
+ABOUT = {"description": "Train a GPT on one process or many.", "allow_abbrev": False, "add_help": False,
+         "usage": "train.py [--help [all]] [flags]"}
+FIRST = "data", "model", "out", "steps", "batch_size", "lr", "dp", "tp", "pp", "zero"  # in --help without "all"
+GROUPS = {  # of --help: the first flag of each; those behind it belong there, too
+    "dp": "layout", "data": "data", "arch": "model", "steps": "training", "device": "machine", "eval_every": "output"}
 
 
 def dashed(name):
@@ -109,11 +118,44 @@ def dashed(name):
 
 def parse(parser, flags, arguments):
     """The command line's arguments as an object of the dataclass `flags`."""
+    all_flags = "all" in arguments
+    parser.add_argument("--help", "-h", nargs="?", const="first", help="the flags used most; --help all: every flag")
     for f in dataclasses.fields(flags):
+        if f.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[f.name])
         how = {"action": "store_true"} if f.type is bool else {"type": f.type, "default": f.default}
         default = "" if f.type is bool or f.default in (None, "") else f" (default: {f.default})"
-        parser.add_argument(dashed(f.name), **how, **f.metadata | {"help": f.metadata["help"] + default})
-    return flags(**vars(parser.parse_args(arguments)))
+        shown = f.metadata["help"] + default if all_flags or f.name in FIRST else argparse.SUPPRESS
+        group.add_argument(dashed(f.name), **how, **f.metadata | {"help": shown})
+    given = vars(parser.parse_args(arguments))
+    if given["config"]:
+        given = vars(parser.parse_args(words_of(given["config"], {*given}) + arguments))
+    if given.pop("help"):
+        parser.print_help()
+        sys.exit(0)
+    return flags(**given)
+
+
+def sizes_in(model):
+    """{flag: value} that give a model the sizes that a run.json or a checkpoint says it has."""
+    names = ["arch", "n_layer", "n_head", "n_embd", "inner", "seq_len", "vocab_size"]
+    names += ["n_kv_head"] * (model["arch"] == "llama")
+    names += ["experts", "top_k", "expert_every", "shared_experts"] * bool(model["experts"])
+    return {name: model[name] for name in names}
+
+
+def words_of(path, known):
+    """The words of a command line that asks for what a run.json says, by flags that are known. BadInput if it is
+    none."""
+    try:
+        run = json.loads(pathlib.Path(path).read_text())
+        given = {**run["flags"], "init_from": run["start"].get("init_from")}
+        if not given["init_from"]:
+            given |= sizes_in(run["model"])
+        return [dashed(name) if value is True else f"{dashed(name)}={value}"
+                for name, value in given.items() if name in known and value not in (None, "", False)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise BadInput(f"--config {path}: no run.json of a run ({error}); give one, e.g. runs/1/run.json") from None
 
 
 def config_of(s):

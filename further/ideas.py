@@ -9,7 +9,7 @@ import importlib
 
 IDEAS = """
     add_to_plan           --tp               kinds
-    tokenizer             --tokenizer        bpe_json
+    Tokenizer             --tokenizer        bpe
     packed                --pack             packed
     context_parallel      --cp               context
     cut_tokens            --cp               context

@@ -39,7 +39,6 @@ COLLECTIVES = {  # which letters it takes, over the axes of its group, and what 
     "all_reduce SUM": ("PV", "R"), "reduce_scatter_tensor SUM": ("PV", "V"), "all_reduce MAX": ("V", "R"),
     "all_reduce AVG": ("M", "R"), "reduce_scatter_tensor AVG": ("M", "V"),
     "all_gather_into_tensor": ("V", "R"), "all_to_all_single": ("V", "V")}
-IN_PARTS = "add add_ div_ mul_ copy_ clone _to_copy constant_pad_nd".split()  # number by number
 WHOLE = 0, math.inf  # of a tensor's memory
 
 
@@ -69,11 +68,9 @@ def last_of(letters, otherwise="R"):
 
 
 def extent(t):
-    """From which byte of its memory on a tensor lies, and up to which. One with gaps counts as the whole; a transposed
-    one has none."""
+    """From which byte of its memory on a tensor lies, and up to which. One with gaps counts as the whole."""
     start = t.storage_offset() * t.element_size()
-    reach = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
-    return (start, start + t.nbytes) if t.is_contiguous() or reach == t.numel() else WHOLE
+    return (start, start + t.nbytes) if t.is_contiguous() else WHOLE
 
 
 def tensors_in(values):
@@ -102,8 +99,7 @@ class Letters(TorchDispatchMode):
         """Letters of the smallest known part of the memory that has all of t, or the last of those that make it up."""
         parts, (start, end) = self.parts.get(t.untyped_storage(), {}), extent(t)
         within = [part for part in parts if start <= part[0] and part[1] <= end and part != WHOLE]
-        in_part = t.nbytes < t.untyped_storage().nbytes()
-        if in_part and within and sum(part[1] - part[0] for part in within) == end - start:
+        if within and sum(part[1] - part[0] for part in within) == end - start:
             return {axis: last_of(parts[part][axis] for part in within) for axis in self.grid}
         around = [part for part in parts if part[0] <= start and end <= part[1]]
         return parts[min(around, key=lambda part: part[1] - part[0])] if around else dict.fromkeys(self.grid, "R")
@@ -121,26 +117,12 @@ class Letters(TorchDispatchMode):
         parts[start, end] = letters
         parts[WHOLE] = {axis: last_of([whole[axis], letters[axis]]) for axis in self.grid}
 
-    def parts_of(self, t):
-        """{(first, end): letters} of a tensor's numbers, in parts that are known."""
-        (start, end), size = extent(t), t.element_size()
-        known = {part: letters for part, letters in self.parts.get(t.untyped_storage(), {}).items()
-                 if part != WHOLE and part[0] < end and start < part[1] and t.is_contiguous()}
-        return {((max(a, start) - start) // size, (min(b, end) - start) // size): letters
-                for (a, b), letters in known.items()} or {(0, t.numel()): self.of(t)}
-
-    def set_parts(self, t, parts):
-        """t was written. What lies between the parts has the last of their letters."""
-        self.set(t, {axis: last_of(letters.get(axis, "R") for letters in parts.values()) for axis in self.grid})
-        for (first, end), letters in parts.items() if len(parts) > 1 else ():
-            self.set(t.view(-1)[first:end], letters)
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs or {})
         if not func.is_view and (name := func.overloadpacket.__name__.removeprefix("_foreach_")) != "detach":
             read = tensors_in(args[name in ("copy_", "fill_"):])
             for t in tensors_in(args[0] if name.endswith("_") else out):
-                self.set_parts(t, self.made_of(name, [t for t in read if t.numel()], t))
+                self.set(t, {axis: self.letter(axis, name, read) for axis in self.grid})
             if name == "cat":  # each part keeps its letters
                 tensors, dim, *_ = *args, 0
                 for part, t in zip(out.split([t.shape[dim] for t in tensors], dim), tensors):
@@ -148,27 +130,11 @@ class Letters(TorchDispatchMode):
                         self.set(part, self.of(t))
         return out
 
-    def made_of(self, name, read, out):
-        """{part: letters} of what an operation makes: one part, unless it works number by number."""
-        given = [self.parts_of(t) if t.numel() > 1 else {(0, math.inf): self.of(t)} for t in read]
-        alike = name in IN_PARTS and out.is_contiguous() and len({t.numel() for t in read if t.numel() > 1}) == 1
-        if not alike or max(map(len, given)) == 1:
-            letters = [self.of(t) for t in read]
-            return {(0, out.numel()): {axis: self.letter(axis, name, letters) for axis in self.grid}}
-        ends = sorted({end for parts in given for part in parts for end in part if end <= out.numel()})
-        found = {}
-        for first, end in zip(ends, ends[1:]):
-            around = [[letters for (a, b), letters in parts.items() if a <= first and end <= b] for parts in given]
-            if all(around):
-                letters = [some[0] for some in around]
-                found[first, end] = {axis: self.letter(axis, name, letters) for axis in self.grid}
-        return found
-
-    def letter(self, axis, name, letters):
+    def letter(self, axis, name, read):
         """Of what an operation makes."""
         try:
             letter = "E" if "empty" in name else "0" if "zero" in name else made(
-                name, [one[axis] for one in letters], axis == "tp")
+                name, [self.of(t)[axis] for t in read if t.numel()], axis == "tp")
         except Wrong as problem:
             self.wrong(axis, problem)
         return f"{letter}\n    since {self.place()}" if letter in ("P", "E") else letter
@@ -178,29 +144,17 @@ class Letters(TorchDispatchMode):
         """As a Link's `run`, but nothing is sent, and ones come out."""
         name += " " + others[-1].name if "reduce" in name else ""
         sent, (takes, makes) = tensors_in(others) or [output], COLLECTIVES[name]
-        parts, axes, before = self.parts_of(sent[0]) if len(sent) == 1 else {
-            (0, 0): {axis: last_of(self.of(t)[axis] for t in sent) for axis in self.grid}}, self.axes_of(group), {}
-        for letters in parts.values():
-            for axis in axes:
-                if letters[axis][0] not in "0" + takes:
-                    self.wrong(axis, f"{name} of {WORDS[letters[axis][0]]}{letters[axis][1:]}")
-                before[axis] = last_of([before.get(axis, "0"), letters[axis]])
-        after = {part: letters | {axis: letters[axis] if letters[axis] == "0" else makes for axis in axes}
-                 for part, letters in parts.items()}
-        for axis in axes:
-            after_it = last_of(letters[axis] for letters in after.values())
-            self.sent[axis, f"{name}: {before[axis][0]} -> {after_it}", self.place()] += 1
+        letters = {axis: last_of(self.of(t)[axis] for t in sent) for axis in self.grid}
+        for axis in self.axes_of(group):
+            before = letters[axis]
+            if before[0] not in "0" + takes:
+                self.wrong(axis, f"{name} of {WORDS[before[0]]}{before[1:]}")
+            letters[axis] = before if before == "0" else makes
+            self.sent[axis, f"{name}: {before[0]} -> {letters[axis]}", self.place()] += 1
         self.calls[tuple(ranks_of(group)), name] += 1
         if output is not sent[0]:
             output.fill_(1)
-        n, first = output.numel(), 0
-        if name.startswith("reduce_scatter") and len(sent) == 1:  # of all rows, this rank has one
-            first = dist.get_rank(group) * n
-        elif output is not sent[0]:  # other ranks' rows may have other parts
-            after = {(0, n): {axis: last_of(letters[axis] for letters in after.values()) for axis in self.grid}}
-        mine = {(max(a - first, 0), min(b - first, n)): letters for (a, b), letters in after.items()
-                if a - first < n and first < b}
-        self.set_parts(output, mine or {(0, n): {axis: last_of(l[axis] for l in after.values()) for axis in self.grid}})
+        self.set(output, letters)
         return dist.Handle()
 
     def must_be(self, what, t, wanted):

@@ -59,26 +59,15 @@ def check_complete(lists, m=None):
             if action in listed and action.kind not in LETTERS:
                 raise ScheduleError(lists, {rank: n}, f"{action} is there twice, on rank {rank}")
             listed.add(action)
-    for s, stage in enumerate(stage_to_rank):
-        if s != stage:
-            rank = stage_to_rank[stage]
-            raise ScheduleError(lists, {rank: gap(lists[rank], stage, 0)}, f"stage {stage} is there, stage {s} is not")
     m = m or 1 + max((action.micro_batch for action in listed), default=0)
-    for s, rank in stage_to_rank.items():
+    for stage in range(1 + max(stage_to_rank, default=0)):
         for i in range(m):  # a large m in a short list costs nothing, because it ends at the first gap
-            kinds = "".join(kind for kind in "FBIW" if Action(kind, s, i) in listed)
+            kinds = "".join(kind for kind in "FBIW" if Action(kind, stage, i) in listed)
             if kinds not in ("FB", "FIW"):
-                raise ScheduleError(lists, {rank: gap(lists[rank], s, i)}, f"stage {s}, micro-batch {i}: F and B, or "
-                                    f"F, I and W, must each be there; it has {', '.join(kinds) or 'none'}")
+                rank = stage_to_rank.get(stage, 0)
+                raise ScheduleError(lists, {rank: len(lists[rank])}, f"stage {stage}, micro-batch {i}: F and B, or F, I "
+                                    f"and W, must each be there; it has {', '.join(kinds) or 'none'}")
     return stage_to_rank
-
-
-def gap(actions, stage, micro_batch):
-    """Where to show that a stage lacks an action of a micro-batch: at the last one that it has of it, or else of the
-    next micro-batch, or at the list's end."""
-    near = [n for n, action in enumerate(actions)
-            if action.kind in "FBIW" and action.stage == stage and action.micro_batch >= micro_batch]
-    return min(near, key=lambda n: (actions[n].micro_batch, -n), default=len(actions))
 
 
 def check_weights(lists, rank, zero, lookups=(), shared={}):
@@ -123,14 +112,6 @@ def check_weights(lists, rank, zero, lookups=(), shared={}):
 def size_of_schedule(lists):
     """(ranks, micro-batches, stages a rank) of complete lists."""
     return len(lists), 1 + max(action.micro_batch for action in lists[0]), len(ranks_of_stages(lists)) // len(lists)
-
-
-@functools.cache
-def checked(schedule, p, m, v):
-    """A schedule's lists with transfers, which callers must not change, proven."""
-    lists = lower(schedule(p, m, v))
-    check(lists, m)
-    return lists
 
 
 # -------------------------------------------------------------------------------------------------- a schedule as text
@@ -195,7 +176,7 @@ def schedule_of(name):
     return SCHEDULES.get(name) or schedule_in(name)
 
 
-@functools.cache  # each text is one schedule, because `checked` proves a schedule once
+@functools.cache
 def schedule_in(text):
     """The schedule(p, m, v) of a text, which is for its own p and m alone."""
     lists = parse(text)

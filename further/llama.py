@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import kernels
 import parallel
 from further.expert_parallel import cut_in_place
 from further.experts import ExpertsConfig
-from further.rms_norm import RMSNorm
 from model import GPT, Attention, GPTConfig, Linear
 
 
@@ -64,6 +64,19 @@ def turned(x, cos, sin):
     """Turn all of x (..., D). cos, sin (..., D/2), whose other dimensions are x's, or 1."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def rms_norm(x, weight, eps):
+    """x (..., width) / sqrt(mean(x^2) + eps) weight: a layer norm's scale alone, without mean and bias. Zhang and
+    Sennrich (2019)."""
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    bias = None
+
+    def forward(self, x):
+        return kernels.table[rms_norm](x, self.weight, self.eps)
 
 
 # ------------------------------------------------------------------------------------------------------------ the model

@@ -11,6 +11,7 @@ Read with: Jordan, "Muon" (2024); Liu et al., "Muon is Scalable for LLM Training
 import itertools
 import math
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 
@@ -61,74 +62,47 @@ def orthogonal(x):
     return x.mT if is_tall else x
 
 
+class Matrices(NamedTuple):
+    """n matrices of one size that lie side by side in a parameter."""
+    here: slice     # which of its numbers
+    n: int
+    rows: int       # of each, on this rank
+    columns: int
+    dim: int        # tp has cut them along it, -2 or -1
+    group: object   # over these ranks; None: they are whole
+
+
 def matrices_of(name, param):
-    """[(which of its numbers, the Matrices that lie there)]. An expert's are its own, and so are each of q, k, v, where
-    `Placement.fused` says how large these are, or the name that they are thirds, as in a GPT-2."""
+    """[Matrices] of a parameter. An expert's are its own, and so are each of q, k, v, where `Placement.fused` says how
+    large these are, or the name that they are thirds, as in a GPT-2."""
     *experts, rows, columns = param.shape
     thirds = "c_attn" in name and whole_shape(param) == (3 * columns, columns)
     fused = placement_of(param).fused or ((1, 1, 1) if thirds else (1,))
-    cut = next((cut for cut in placement_of(param).cuts if cut.dim >= len(experts)), None)  # tp's
-    if cut and whole_shape(param)[cut.dim] % (cut.size * sum(cut.fused)):
-        raise ValueError(f"Muon gathers equal parts of a matrix, and of {name}, {tuple(whole_shape(param))}, "
-                         f"{cut.size} ranks have unequal ones: give a group that divides it")
+    cuts = [(cut.dim - param.dim(), cut.group) for cut in placement_of(param).cuts if cut.dim >= len(experts)]  # tp's
     found, end = [], 0
     for size, alike in itertools.groupby(fused):  # q apart from k and v, if they are not as large
         n = math.prod(experts) * len([*alike])
         height = rows // sum(fused) * size
         start, end = end, end + n * height * columns
-        found.append((slice(start, end), Matrices(n, height, columns, cut, cut and cut.dim - param.dim())))
+        found.append(Matrices(slice(start, end), n, height, columns, *(cuts or [(-1, None)])[0]))
     return found
 
 
 MOST = 1 << 27  # elements of this rank that are multiplied at once: 0.25 GiB in 16 bits, so a step needs little room
 
 
-class Matrices:
-    """n of one size, of which this rank has (rows, columns) each. cut: how tp has cut them along `dim`, or None."""
-
-    def __init__(self, n, rows, columns, cut, dim):
-        self.shape = n, rows, columns
-        self.cut, self.dim = cut, dim
-        whole = [rows, columns]
-        if cut:
-            whole[dim] *= cut.size
-        a, b = sorted(whole)
-        self.cost = n * a * a * (2 * b + a)
-        self.scale = 0.2 * b**0.5
-        self.kind = rows, columns, cut and cut.group, dim  # those of one kind may be multiplied together
-
-
-def updates(g, m):
-    """m <- 0.95 m + 0.05 g of lists of flat tensors, and u of all, one after the other. On GPUs in 16 bits, unless u is
-    float64; CPUs multiply 16 bits slowly."""
-    torch._foreach_lerp_(m, g, SHARE)
-    u = torch.cat(torch._foreach_lerp(g, m, 1 - SHARE))
-    return u.bfloat16() if u.is_cuda and u.dtype == torch.float32 else u
-
-
-def move(w, found, keep, rate):
-    """w <- keep w - rate O(u), of lists; found: each O(u) (n, rows, columns)."""
-    torch._foreach_mul_(w, keep)
-    for numbers, direction in zip(w, found):
-        numbers.view(direction.shape).sub_(direction, alpha=rate)
-
-
-def directions(every, u):
-    """u of some Matrices of one kind, one after the other -> O(u) of each (n, rows, columns).
-
-    Matrices that tp has cut are gathered for it: each rank sends (N-1)/N of its 2 bytes an element. All of tp then
-    compute the same O(u), so tp makes this step no faster.
-    """
-    x = u.view(-1, *every[0].shape[1:])
-    cut, dim = every[0].cut, every[0].dim
-    if cut:
-        pieces = x.new_empty(cut.size, *x.shape)
-        dist.all_gather_into_tensor(pieces, x, cut.group)
-        x = torch.cat([*pieces], dim)
-    x = kernels.table[orthogonal](x)
-    if cut:
-        x = x.chunk(cut.size, dim)[cut.rank]
-    return x.split([of.shape[0] for of in every])
+def directions(u, dim, group):
+    """u (n, rows, columns) -> (O(u), by how much it is scaled). Where the ranks of a group have cut matrices along dim,
+    they gather them: each rank sends (N-1)/N of its 2 bytes an element. All then compute the same O(u), so tp makes
+    this step no faster."""
+    if group:
+        pieces = u.new_empty(dist.get_world_size(group), *u.shape)
+        dist.all_gather_into_tensor(pieces, u, group)
+        u = torch.cat([*pieces], dim)
+    found = kernels.table[orthogonal](u)
+    if group:
+        found = found.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+    return found, 0.2 * math.sqrt(max(u.shape[1:]))
 
 
 # ------------------------------------------------------------------------------------------------------- with ZeRO
@@ -183,15 +157,15 @@ def in_few_units(blocks, ranks):
 
 def make_units(pieces, group, zero, dtype):
     """As parallel.make_units, with ZeRO of whole matrices of blocks."""
-    ours = {param for piece in pieces.values() for name, param in piece.named_parameters() if is_muons(name, param)}
+    ours = {param for piece in pieces.values() for name, param in piece.named_parameters()
+            if zero and is_muons(name, param)}
     units = []
     blocks = defaultdict(list)
-    for (piece, ranks, *place), params in params_together(pieces, group).items():
-        matrices = [param for param in params if zero and param in ours]
-        if others := [param for param in params if not zero or param not in ours]:
-            units.append((piece, kernels.table[Unit](others, ranks, zero, dtype)))
-        if matrices:
-            blocks[ranks, *place].append((piece, matrices))
+    for (piece, ranks, *place), params in params_together(pieces, group, ours.__contains__).items():
+        if params[0] in ours:
+            blocks[ranks, *place].append((piece, params))
+        else:
+            units.append((piece, kernels.table[Unit](params, ranks, zero, dtype)))
     for (ranks, *_), some in blocks.items():
         for few in in_few_units(some, dist.get_world_size(ranks)):
             params = [param for _, matrices in few for param in matrices]
@@ -218,11 +192,8 @@ class Muon(torch.optim.AdamW):
 
     def __init__(self, params, **adamw):
         super().__init__(params, **adamw)
-        self.matrices = {}  # parameter -> [(which of its numbers, the Matrices that lie there)]
-        for group in self.param_groups:
-            for name, p in zip(group["param_names"], group["params"]):
-                if is_muons(name, p):
-                    self.matrices[p] = matrices_of(name, p)
+        self.matrices = {p: matrices_of(name, p) for group in self.param_groups
+                         for name, p in zip(group["param_names"], group["params"]) if is_muons(name, p)}
 
     @torch.no_grad()
     def step(self):
@@ -230,8 +201,8 @@ class Muon(torch.optim.AdamW):
             alike = defaultdict(list)
             for p in group["params"]:
                 if p in self.matrices and p.grad is not None:
-                    for part in self.parts(p):
-                        alike[part[0].kind].append(part)
+                    for of, *numbers in self.parts(p):
+                        alike[of[2:]].append((of, *numbers))
                     p.grad = None  # so AdamW leaves it alone
             for some in alike.values():
                 at_once = max(1, MOST // max(1, *(w.numel() for _, w, _, _ in some)))
@@ -246,10 +217,17 @@ class Muon(torch.optim.AdamW):
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(p)
         flat = p.view(-1), p.grad.reshape(-1), state["exp_avg"].view(-1)
-        return [(matrices, *(numbers[here] for numbers in flat)) for here, matrices in self.matrices[p]]
+        return [(of, *(numbers[of.here] for numbers in flat)) for of in self.matrices[p]]
 
     def step_matrices(self, parts, lr, decay):
-        """parts: of one kind."""
+        """parts: of matrices of one size. On GPUs u has 16 bits, unless it is float64; CPUs multiply 16 bits slowly."""
         every, w, g, m = zip(*parts)
-        found = directions(every, updates(g, m))
-        move(w, found, 1 - lr * decay, lr * every[0].scale)
+        torch._foreach_lerp_(m, g, SHARE)
+        u = torch.cat(torch._foreach_lerp(g, m, 1 - SHARE))
+        if u.is_cuda and u.dtype == torch.float32:
+            u = u.bfloat16()
+        _, _, rows, columns, dim, group = every[0]
+        found, scale = directions(u.view(-1, rows, columns), dim, group)
+        torch._foreach_mul_(w, 1 - lr * decay)
+        for numbers, direction in zip(w, found.split([of.n for of in every])):
+            numbers.view(direction.shape).sub_(direction, alpha=lr * scale)

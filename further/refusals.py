@@ -7,17 +7,17 @@
 
 import dataclasses
 import json
-import math
 import os
-import pathlib
 import shlex
 import sys
 import tempfile
 import time
 import zlib
 
+from further.bad_input import BadInput, reject
 from further.fits import refuse_misfit
-from further.resume import lacking
+from further.flags import dashed
+from further.resume import check_optimizer, checkpoints
 
 
 # ---------------------------------------------------------------------------------------------------------------- start
@@ -51,49 +51,53 @@ def set_by_torchrun():
 
 
 def check_start():
-    """ValueError if the environment has a part of what torchrun sets, or if others have started several processes."""
+    """BadInput if the environment has a part of what torchrun sets, or if others have started several processes."""
     rank, world, whole = set_by_torchrun()
     if whole:
         return
-    if rank or world:
-        raise ValueError("the environment has a part of what torchrun sets: start with torchrun, or unset RANK and "
-                         "WORLD_SIZE")
-    if why := started_by_tasks():
-        raise ValueError(why)
+    reject(rank or world, "the environment has a part of what torchrun sets: start with torchrun, or unset RANK and "
+           "WORLD_SIZE")
+    why = started_by_tasks()
+    reject(why, why)
 
 
 # ---------------------------------------------------------------------------------------------------------------- flags
 
 AT_LEAST_1 = {*"""dp tp pp cp ep virtual_stages zero_within micro_batches batch_size n_layer n_head n_embd inner seq_len
-    vocab_size top_k expert_every""".split()}
+    vocab_size top_k expert_every timeout""".split()}
 
 
-def check_flags(s, called):
-    """ValueError for flags that are wrong whatever the others are, and as `check_start`. called(field): what users call
-    it."""
+def check_flags(s, *_):
+    """BadInput for numbers that are wrong whatever the other flags are, and as `check_start`."""
     check_start()
-    for name, given in vars(s).items():
-        least = int(name in AT_LEAST_1)
-        if type(given) is int and given < least:
-            raise ValueError(f"{called(name)} {given}: give {least} or more")
-    if not math.isfinite(s.lr):
-        raise ValueError(f"--lr {s.lr}: give a number, e.g. 0.001")
+    check_numbers(s)
 
 
-def check_layout(s, config, world, processes, called):
-    """ValueError for a layout that the model or the number of processes does not allow."""
-    refuse_misfit(s, config, world, called)
-    if processes != world and not s.together:
-        raise ValueError(f"this layout needs torchrun --nproc_per_node {processes}; {world} were started")
+def check_numbers(s):
+    for f in dataclasses.fields(s):
+        given = getattr(s, f.name)
+        least = int(f.name in AT_LEAST_1)
+        is_number = f.type in (int, float) and given is not None
+        reject(is_number and not least <= given <= 1e9,  # nan and inf, too
+               f"{dashed(f.name)} {given}: must be between {least} and a billion: give e.g. {dashed(f.name)} "
+               f"{f.default or 2}")
+    reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
+
+
+def check_layout(s, config, world, processes, *_):
+    """BadInput for a layout that the model or the number of processes does not allow."""
+    refuse_misfit(s, config, dashed)
+    reject(processes != world and not s.together,
+           f"this layout needs torchrun --nproc_per_node {processes}; {world} were started")
 
 
 # ---------------------------------------------------------------------------------------------------------------- ranks
 
-PATHS = "data", "tokenizer", "out", "resume", "init_from", "trace", "profile", "schedule_file"
+PATHS = "data", "tokenizer", "out", "resume", "init_from", "trace", "profile", "schedule_file", "config"
 OF_ONE_RANK = "keep", "timeout"  # flags that decide neither numbers nor which collectives come
 
 
-def told(s, config, data, called, **more):
+def told(s, config, data, *_, **more):
     """{name: value} of what decides this rank's numbers and collectives. A path may be another on each node, so of a
     path only counts whether there is one. data: (training tokens, held-out tokens, ...)."""
     flags = {name: value for name, value in vars(s).items() if name not in OF_ONE_RANK}
@@ -101,7 +105,7 @@ def told(s, config, data, called, **more):
     sizes = {f"the model's {name}": value for name, value in dataclasses.asdict(config).items()}
     contents = {f"the {part} data": f"{len(tokens):,} tokens with CRC-32 {crc_of_tokens(tokens):08x}"
                 for part, tokens in zip(("training", "held-out"), data)}
-    return {called(name): value for name, value in flags.items()} | sizes | contents | more
+    return {dashed(name): value for name, value in flags.items()} | sizes | contents | more
 
 
 def crc_of_tokens(tokens, most=1024, size=1 << 16):
@@ -149,34 +153,29 @@ def how_ranks_differ(every):
 # ---------------------------------------------------------------------------------------------------------------- files
 
 def check_files(s, config, texts, train_data, held_out, vocabulary, saved):
-    """ValueError for texts that this model cannot be trained on, and unless this run can go on from a checkpoint, or
+    """BadInput for texts that this model cannot be trained on, and unless this run can go on from a checkpoint, or
     can write others into --out. train_data, held_out: the texts' tokens. saved: the checkpoint, or None."""
-    if s.pack and vocabulary.end_token is None:
-        raise ValueError("--pack: this vocabulary has no end token: leave --pack out")
-    if any(b"\0" in text for text in texts):
-        raise ValueError(f"--data {s.data} has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8")
+    reject(any(b"\0" in text for text in texts),
+           f"--data {s.data} has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8")
     largest = max(train_data.max(initial=0), held_out.max(initial=0))
-    if largest >= config.vocab_size:  # with --tp each rank would take it for another's
-        raise ValueError(f"--vocab-size is too small for the text: give --vocab-size {largest + 1}")
-    if len(held_out) <= config.seq_len:
-        raise ValueError(f"the held-out tenth is of {len(held_out)} tokens: give more text")
-    why = saved and lacking(saved["flags"], s)
-    if why and s.steps > saved["step"]:
-        raise ValueError(why)
+    reject(largest >= config.vocab_size,  # with --tp each rank would take it for another's
+           f"--vocab-size is too small for the text: give --vocab-size {largest + 1}")
+    reject(len(held_out) <= config.seq_len, f"the held-out tenth is of {len(held_out)} tokens: give more text")
+    if saved and s.steps > saved["step"]:
+        check_optimizer(saved["run"]["flags"], s)
     if s.out:
         check_out(s.out, saved["step"] if saved else None)
 
 
 def check_out(out, done):
-    """ValueError unless checkpoints can be written into the folder --out, and none there is of a step after `done`, of
+    """BadInput unless checkpoints can be written into the folder --out, and none there is of a step after `done`, of
     the checkpoint to go on from; None: unless no run is there."""
     try:
         os.makedirs(out, exist_ok=True)
         with tempfile.TemporaryFile(dir=out) as file:
             file.write(b"x")  # which a full disk does not take
     except OSError as error:
-        raise ValueError(f"--out {out}: {error.strerror}; name a folder that can be written") from None
-    later = [file for file in pathlib.Path(out).glob(f"step-{8 * '[0-9]'}.pt") if int(file.stem[5:]) > (done or 0)]
-    if later or done is None and os.path.exists(os.path.join(out, "log.jsonl")):
-        raise ValueError(f"--out {out} holds a run, which this one would write over: add --resume, or name a new "
-                         f"folder, e.g. --out {out}-2")
+        raise BadInput(f"--out {out}: {error.strerror}; name a folder that can be written") from None
+    later = [path for path in checkpoints(out) if int(path.stem[5:]) > (done or 0)]
+    reject(later or done is None and os.path.exists(os.path.join(out, "log.jsonl")), f"--out {out} holds a run, which "
+           f"this one would write over: add --resume, or name a new folder, e.g. --out {out}-2")

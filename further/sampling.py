@@ -83,6 +83,8 @@ class CachedGPT(GPT):
 
 
 # ------------------------------------------------------------------------------------------------- a model that is cut
+TOP_K = 40  # of how many of the likeliest tokens each one of a run's sample is drawn
+
 
 def whole_model(trainer):
     """Each rank gives its parts; rank 0 gets the GPT that one process would hold, the others its shapes alone.
@@ -117,4 +119,4 @@ def stream_after(trainer, prompt):
     start = torch.tensor([prompt], device=whole.wte.weight.device)
     if start.device.type != trainer.device.type:
         kernels.use("auto")  # "triton" refuses what is on the CPU
-    return whole.stream(start, trainer.s.temperature, trainer.s.top_k_sample, trainer.s.seed)
+    return whole.stream(start, trainer.s.temperature, TOP_K, trainer.s.seed)

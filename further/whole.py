@@ -1,8 +1,8 @@
 """Whole tensors from cut ones, and back: how can any layout go on from a checkpoint of any other?
 
 Checkpoints hold whole tensors. A rank's part of a whole tensor is what parallel.py's `cut_like` returns. With ZeRO the
-rank keeps a shard of that part, and the optimizer's `kept` says which. Back: every rank puts what it has where it
-belongs, and `put_together` merges them. One tensor at a time is whole. (Large models' trainers write shards.)
+rank keeps a shard of that part, and `kept` says which. Back: every rank puts what it has where it belongs, and
+`put_together` merges them. One tensor at a time is whole. (Large models' trainers write shards.)
 
     torchrun --nproc_per_node 2 train.py --plain --tp 2 --out runs/plain
 """
@@ -14,8 +14,10 @@ import torch
 import collectives as dist
 from parallel import cut_like, master_dtype, placement_of, whole_shape
 
+MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of each parameter
 
-# kept: as parallel.ZeRO0.kept returns it, or with an optimizer's state in place of what is stepped.
+
+# kept: as parallel.Unit.kept returns it, or with an optimizer's state in place of what is stepped.
 
 def take_part(kept, param, whole):
     """Copy this rank's part of a whole tensor to where it keeps that. RuntimeError for one of another shape."""
@@ -50,28 +52,45 @@ def put_together(shape, here, values, groups):
     return whole.view(shape)
 
 
+def whole_tensor(net, name, shape, key=None):
+    """A parameter of a parallel.Parallel as one process would hold it, in the master dtype; with `key`, what the
+    optimizer keeps of it (zeros before its first step); or a buffer, float32. Call it on all ranks."""
+    dtype = master_dtype(net.dtype)
+    here, values, groups = slice(0), torch.empty(0, device=net.device), []  # of a rank that has nothing of it
+    for param in [param for param, own in net.named_parameters().items() if own == name]:
+        stepped, *where = net.kept(param)
+        kept = net.optimizer.state[stepped] if net.optimizer and stepped in net.optimizer.state else {}
+        tensor = stepped if key is None else kept.get(key, torch.zeros_like(stepped))
+        here, values = part_here((tensor, *where), param)
+        groups = [group for group in placement_of(stepped).sharded_over if group != net.groups.pp]
+    return put_together(shape, here, values.to(dtype), [*groups, net.groups.pp])  # another stage's ranks know pp alone
+
+
+@torch.no_grad()
+def load_state(net, key, source):
+    """Let a Parallel's optimizer keep under `key` this rank's part of source(name), a tensor of each parameter's
+    shape."""
+    for param, name in net.named_parameters().items():
+        stepped, *where = net.kept(param)
+        if param.requires_grad and stepped.numel():
+            state = net.optimizer.state[stepped].setdefault(key, torch.zeros_like(stepped))
+            take_part((state, *where), param, source(name))
+
+
+def set_updates(net, updates):
+    """How many updates an optimizer takes itself to have made."""
+    for group in net.optimizer.param_groups:
+        for param in group["params"]:
+            net.optimizer.state[param]["step"] = torch.tensor(float(updates), device="cpu")
+
+
 # ---------------------------------------------------------------------------------------- a Parallel of your own pieces
-
-MOMENTS = "exp_avg", "exp_avg_sq"  # what AdamW keeps of each parameter
-
 
 def whole_state(net, keys=MOMENTS):
     """{"weights": {name: whole tensor}, and as much for each of the optimizer's `keys`} of a parallel.Parallel, on all
     ranks. Call it on all ranks. What the optimizer has not kept yet is zeros."""
-    held = {param: (name, *net.kept(param)) for param, name in net.named_parameters().items()}
-    state = {}
-    for key in ("weights", *keys):
-        state[key] = {}
-        for name, shape in net.shapes.items():
-            here, values, groups = slice(0), torch.empty(0, dtype=master_dtype(net.dtype), device=net.device), []
-            for param in [param for param in held if held[param][0] == name]:
-                _, stepped, *where = held[param]
-                kept = net.optimizer.state[stepped] if net.optimizer and stepped in net.optimizer.state else {}
-                tensor = stepped if key == "weights" else kept.get(key, torch.zeros_like(stepped))
-                here, values = part_here((tensor, *where), param)
-                groups = [group for group in placement_of(stepped).sharded_over if group != net.groups.pp]
-            state[key][name] = put_together(shape, here, values, [*groups, net.groups.pp])
-    return state
+    return {key: {name: whole_tensor(net, name, shape, None if key == "weights" else key)
+                  for name, shape in net.shapes.items()} for key in ("weights", *keys)}
 
 
 @torch.no_grad()
@@ -80,10 +99,9 @@ def take_state(net, state, steps, keys=MOMENTS):
     for param, name in net.named_parameters().items():
         stepped, *where = net.kept(param)
         take_part((stepped.detach(), *where), param, state["weights"][name].to(net.device))
-        if net.optimizer and param.requires_grad and stepped.numel():
-            kept = {key: torch.zeros_like(stepped) for key in keys}
-            for key, tensor in kept.items():
-                take_part((tensor, *where), param, state[key][name].to(net.device))
-            net.optimizer.state[stepped] = {"step": torch.tensor(float(steps)), **kept}
+    if net.optimizer:
+        for key in keys:
+            load_state(net, key, lambda name, key=key: state[key][name].to(net.device))
+        set_updates(net, steps)
     for unit in net.units:
         unit.refresh()

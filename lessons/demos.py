@@ -6,12 +6,14 @@ import json
 import math
 import os
 import re
+import sys
 import statistics
 import time
 from collections import Counter, defaultdict
 from functools import partial
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import collectives as dist
 import fast
@@ -21,7 +23,7 @@ from further.groups import split_experts
 from further.experts import count_of_each, ExpertsConfig
 from further.lists import check
 from further.schedules import SCHEDULES
-from lessons import kernels, links, micro, mutate, pages, puzzles, same
+from lessons import kernels, links, mutate, pages, puzzles, same
 from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.compiled import demo_compile
@@ -64,6 +66,22 @@ def show_ring():
         say_in_order(f"    rank {rank}   " + "  ".join(chunk.ljust(n, "·") for chunk in chunks))
 
 
+def by_hand(tensor):
+    """The sum over all ranks, point to point: one rank does all the work, and its links carry all bytes."""
+    rank, other = dist.get_rank(), torch.empty_like(tensor)
+    for peer in range(1, dist.get_world_size()):
+        if rank == 0:
+            dist.recv(other, peer)
+            tensor += other
+        elif rank == peer:
+            dist.send(tensor, 0)
+    for peer in range(1, dist.get_world_size()):
+        if rank == 0:
+            dist.send(tensor, peer)
+        elif rank == peer:
+            dist.recv(tensor, 0)
+
+
 def demo_collectives():
     """Every collective before and after, the steps of a ring all-reduce, and the bytes that each sends."""
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -89,8 +107,13 @@ def demo_collectives():
         say_in_order(f"  rank {rank}   {before}   ->   {shown(tensors)}")
 
     show_ring()
+    whole = torch.ones(n << 18)
+    dist.reset_traffic()
+    by_hand(whole)
+    say(f"\nan all-reduce by hand, all to rank 0 and back: rank 0 sends {dist.traffic()['send'].bytes if n > 1 else 0:,} "
+        f"bytes, (N-1) K; of the ring's ranks each 2(N-1)/N K")
     say(f"\nbytes sent by rank 0, K = {n} MiB, N = {n}:  counted | formula")
-    whole, part = torch.ones(n << 18), torch.ones(1 << 18)
+    part = torch.ones(1 << 18)
     for call, tensors, text in (
             (dist.all_reduce, [whole], "2(N-1)/N K"),
             (dist.reduce_scatter_tensor, [part, whole], "(N-1)/N K"),
@@ -122,12 +145,22 @@ def demo_sizes():
         print(f"{name:32}{''.join(f'{n:12.2f}' for n in sizes)}{sum(sizes):8.2f}")
     xl = PRESETS["gpt2-xl"]
     print(f"GPT-2 XL beside its blocks: embedding V C = {xl.vocab_size * xl.n_embd:,}, which is the head, too; "
-          f"positions T C = {xl.seq_len * xl.n_embd:,}.\nOf a parameter's 6 FLOPs a token 2 are forward, 4 backward.")
+          f"positions T C = {xl.seq_len * xl.n_embd:,}.\nOf a parameter's 6 FLOPs a token 2 are forward, 4 backward; "
+          "counted in a GPT of {:.1f}M parameters {:.2f}, {:.2f}.".format(*flops_of_a_parameter()))
     print("\nwhat a sampler's cache keeps of a token in a layer, numbers")
     for name, c in {"16 heads of 128": wide, "half as many k and v": llama.PRESETS["1b"]}.items():
         print(f"{name:32}{2 * c.kv_heads * c.head_dim:12,}")
 
 
+def flops_of_a_parameter():
+    """(parameters in millions, FLOPs a parameter and token forward, backward) of a small GPT, as PyTorch counts them."""
+    net = GPT(GPTConfig(seq_len=16, n_layer=4, n_head=4, n_embd=256))
+    with FlopCounterMode(display=False) as counted:
+        loss = net(torch.zeros(1, 16, dtype=torch.int64)).sum()
+        forward = counted.get_total_flops()
+        loss.backward()
+    count = net.config.parameters() - 16 * 256  # positions multiply nothing
+    return count / 1e6, *(flops / 16 / count for flops in (forward, counted.get_total_flops() - forward))
 def costs_of(spans):
     """[F, I, W]: medians of what they take. A B that ran whole counts half as I, half as W."""
     times = defaultdict(list)
@@ -310,7 +343,6 @@ def positive(text, least=1):
 
 
 DEMOS = {  # name: (function, {flag: what it is if left out})
-    "micro": (micro.main, {}),
     "sizes": (demo_sizes, {}),
     "machine": (demo_machine, {"model": "gpt2-xl", "machine": "h100"}),
     "kernels": (kernels.main, {}),
@@ -333,7 +365,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
     "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "break": None, "rank": None}),
     "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0}),
-    "blind": (demo_blind, {"quick": False, "out": None}),
+    "blind": (demo_blind, {"out": None}),
     "pages": (pages.pages, {"out": "runs/site", "show": None, "assets": None}),
     "explore": (explore, {"port": 0})}
 TYPES = {"port": int, "zero": int, "zero_within": positive, "break": function, "rank": int,
@@ -352,18 +384,46 @@ HELP = {  # of the flags
     "json": "write the machine's rates there, for bench.py plan --machine",
     "show": "a picture of the pages, step by step in the terminal, e.g. ring",
     "assets": "write README's and docs' pictures into this folder, as SVG",
-    "steps": "of training before", "quick": "an eighth of the bugs, one strategy", "port": "of the page; 0: a free one"}
+    "steps": "of training before", "port": "of the page; 0: a free one"}
 # Each rank is a process and runs the demo.
 ON_RANKS = (demo_collectives, demo_tensor, demo_experts, demo_measuring, demo_lecture8,
             links.demo_links)
 
 
+BY_STOP = {  # of docs/reading.md
+    "1 Messages and the ring": "collectives links together",
+    "2, 3 Averaging gradients; a step is a list": "zero overlap step",
+    "4 f and g": "tensor types",
+    "5 Pipelines": "pipeline lecture8",
+    "The machine; 6 to 8 kernels": "machine ladder compile kernels",
+    "9, 10 A layout, and a step of it": "sizes path",
+    "Measuring": "measuring",
+    "Further": "context experts sampling",
+    "All of it, to touch": "pages explore puzzles",
+    "Your own code (docs/same.md has mutate, too, docs/bugs.md blind)": "same"}
+BY_TEXT = {  # of docs/lecture.md
+    "Lecture 8": "lecture8 collectives zero tensor pipeline measuring",
+    "GPUs, an introduction": "machine ladder compile kernels",
+    "Notes on lectures 5 to 8": "zero machine step overlap",
+    "The playbook's crash course": "collectives measuring sizes overlap ladder",
+    "How large models run on GPUs": "measuring sampling ladder compile"}
+
+
+def listing(parsers):
+    """All lessons by stop, with what each shows; and their names by text."""
+    lines = ["by stop (0 is python lessons/micro.py):"]
+    for stop, names in BY_STOP.items():
+        lines.append(f"  {stop}")
+        lines += [f"    {name:13}{' '.join((parsers[name].description or '').split())}" for name in names.split()]
+    lines.append("\nby text:")
+    return "\n".join(lines + [f"  {text:30}{names}" for text, names in BY_TEXT.items()])
+
+
 def main():
-    parser = Parser(prog="python -m lessons", description="Lessons of the reading path, of the reference. On several "
-                    "ranks safe/ says which of them failed.")
+    parser = Parser(prog="python -m lessons", formatter_class=argparse.RawDescriptionHelpFormatter)
     lessons = parser.add_subparsers(required=True, metavar="LESSON")
     for name, (demo, flags) in DEMOS.items():
-        lesson = lessons.add_parser(name, help=demo.__doc__, description=demo.__doc__)
+        lesson = lessons.add_parser(name, description=demo.__doc__)
         lesson.set_defaults(demo=demo)
         for flag, default in flags.items():
             if default is False:
@@ -377,8 +437,11 @@ def main():
         if demo is demo_step:
             lesson.add_argument("more", nargs="*", help="behind --, further flags of train.py")
     puzzles.add_to(lessons)
-    same.add_to(lessons.add_parser("same", help=same.main.__doc__)).set_defaults(demo=same.main)
-    mutate.add_to(lessons.add_parser("mutate", help=mutate.mutate.__doc__)).set_defaults(demo=mutate.mutate)
+    same.add_to(lessons.add_parser("same", description=same.main.__doc__)).set_defaults(demo=same.main)
+    mutate.add_to(lessons.add_parser("mutate", description=mutate.mutate.__doc__)).set_defaults(demo=mutate.mutate)
+    parser.description = listing(lessons.choices)
+    if len(sys.argv) == 1:
+        return parser.print_help()
     try:
         launch.started()
         flags = vars(parser.parse_args())

@@ -28,7 +28,7 @@ class Cell(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """cells: those that come later lie above. arrows: [(colour, (row, x), (row, x), ...)], along these points. names:
+    """cells: those that come later lie above. arrows: [(colour, (row, x), (row, x))], from the one to the other. names:
     {row: what stands at its left}. unit: pixels that 1 of x takes. left: pixels for the names."""
     cells: list
     says: str = ""
@@ -97,14 +97,12 @@ def box_of(frame, cell):
     return drawn * bool(cell.colour or cell.mark) + text * bool(cell.text)
 
 
-def arrow_of(frame, colour, *points):
-    """Its last part is level or upright."""
-    at = [(frame.left + frame.unit * x, ROW * row) for row, x in points]
-    (x0, y0), (x, y) = at[-2:]
+def arrow_of(frame, colour, *ends):
+    """It is level or upright."""
+    (x0, y0), (x, y) = [(frame.left + frame.unit * x, ROW * row) for row, x in ends]
     dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
-    path = " ".join(f"{i:.4g},{j:.4g}" for i, j in (*at[:-1], (x - 5 * dx, y - 5 * dy)))
     head = " ".join(f"{x - 7 * dx + 4 * k * dy:.4g},{y - 7 * dy + 4 * k * dx:.4g}" for k in (-1, 1))
-    return (f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+    return (f'<path d="M{x0:.4g} {y0:.4g}L{x - 5 * dx:.4g} {y - 5 * dy:.4g}" stroke="{colour}" stroke-width="2"/>'
             f'<polygon points="{x:.4g},{y:.4g} {head}" fill="{colour}"/>')
 
 

@@ -117,8 +117,7 @@ $("grid").addEventListener("keydown", event => {
 });
 
 $("controls").addEventListener("change", ({target}) => {
-  const keepsText = ["f", "i", "w", "zero"].includes(target.name);
-  change({[target.name]: target.value, ...(keepsText ? {} : {text: null})});
+  change(target.name === "zero" ? {zero: target.value} : {[target.name]: target.value, text: null});
 });
 $("text").addEventListener("input", () => {
   clearTimeout(typed);

@@ -36,15 +36,10 @@ SECONDS = 300    # that a run may take
 
 # ---------------------------------------------------------------------------------------------------------------- lists
 
-def number(query, name, default, most, kind=int):
-    """A number that a query gives, at least 1, or 0.01 if it need not be whole."""
-    least, text = 1 if kind is int else 0.01, query.get(name, str(default))
-    try:
-        value = kind(text[:20])
-    except ValueError:
-        value = 0
-    reject(not least <= value <= most, f"{name} {text[:20]}: give a number from {least} to {most}")
-    return value
+def number(query, name, default, most):
+    text = query.get(name, str(default))[:9]
+    reject(not text.isdecimal() or not 1 <= int(text) <= most, f"{name} {text}: give a number from 1 to {most}")
+    return int(text)
 
 
 def has_letters(lists):
@@ -70,14 +65,13 @@ def lists_of(query):
 
 
 def grid(query):
-    """The lists of a query on a clock; costs: {"f", "i", "w"}."""
-    costs = [number(query, name, 1, 100, float) for name in "fiw"]
+    """The lists of a query on a clock, where F, I and W of a rank's stages take 1 each."""
     try:
         lists, _, kept = lists_of(query)
     except ScheduleError as error:
         why = str(error).partition("\n")[0]
         return {"svg": svg_of(stuck(error), live=True), "text": query["text"], "says": "", "why": why}
-    frame, timeline = on_clock(lists, *costs)
+    frame, timeline = on_clock(lists)
     says = (f"{timeline.length:g} long, of which a rank idles {max(timeline.idle):.4g}, "
             f"{max(timeline.idle) / timeline.length:.0%}. Activations are held of {max(timeline.peak):g} at most.")
     if kept:

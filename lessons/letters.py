@@ -12,7 +12,8 @@ import collectives as dist
 import train
 from further.experts import balance, loads
 from further.letters import Letters, Wrong
-from parallel import placement_of
+from further.muon import is_muons, Muon, UnitOfMatrices
+from parallel import params_together, placement_of, Unit
 from safe.sizes import reject
 
 
@@ -31,6 +32,17 @@ def grid_of(layout):
     return grid
 
 
+def units_of_one(kind):
+    """A class of optimizers whose parameters travel one by one, so that a message has one letter."""
+    def make_units(pieces, group, zero, dtype):
+        named = {param: name for piece in pieces.values() for name, param in piece.named_parameters()}
+        whole = {param for param, name in named.items() if zero and issubclass(kind, Muon) and is_muons(name, param)}
+        return [(piece, (UnitOfMatrices if param in whole else Unit)([param], ranks, zero, dtype))
+                for (piece, ranks, *_), params in params_together(pieces, group).items() for param in params]
+
+    return type(kind.__name__, (kind,), {"make_units": staticmethod(make_units)})
+
+
 class Step(Letters):
     """A step of a GPT in a layout, on one rank of a group that sends nothing. Raises the first Wrong."""
 
@@ -40,6 +52,7 @@ class Step(Letters):
         self.units = []
         self.between = {}  # axis -> letters of what ranks send each other along it
         self.places, self.node = {}, ""  # number of a node of autograd -> where forward made it; where backward is
+        optimizer = partial(units_of_one(optimizer.func), *optimizer.args, **optimizer.keywords)
         links = {"ours": lambda group: SimpleNamespace(run=partial(self.collective, group))}
         kept, dist.process = dist.process, dist.Process(links)
         torch.distributed.init_process_group("fake", rank=rank, world_size=math.prod(n for n, _ in self.grid.values()))

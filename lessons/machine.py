@@ -1,20 +1,16 @@
-"""A GPU counted: memories and links, sectors, banks, branches, waves, tiles, the roofline; on a GPU timed beside it.
+"""A GPU counted: memories and links, sectors, banks, branches, waves, tiles, the roofline.
 
     python -m lessons machine
 
 CS336 lectures 5 and 6; Ultra-Scale Playbook, the chapter on GPUs. docs/reading.md has the sources of sizes and rates.
 """
 
-import functools
 import math
 import re
 from collections import Counter
 
 import torch
 
-import kernels
-from lessons.bench.timing import say, seconds_of
-from lessons.kernels import TILES
 from model import PRESETS
 from theory.speed import MACHINES, operations, PEAK_TFLOPS
 
@@ -71,34 +67,16 @@ def shared_by(tiles):
     return 2 * (m + n) * k * stages
 
 
-def show(title, cases, label, count, make=None):
-    """A line a case: its label, its count and, on a GPU, how long make(case), a function and its inputs, takes."""
-    say(f"\n{title}")
+def show(title, cases, label, count):
+    """A line a case: its label and its count."""
+    print(f"\n{title}")
     for case in cases:
-        time = ""
-        if make and torch.cuda.is_available():
-            took, = seconds_of({"": make(case)}, torch.device("cuda"), 5).values()
-            time = f"{1e6 * took[0]:12,.1f} us"
-        say(f"  {label.format(case):34}{count(case):60}{time}")
-
-
-def product(m, n, k, tiles=TILES):
-    a, b = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in ((m, k), (k, n)))
-    return functools.partial(kernels.matmul, tiles=tiles), [a, b]
-
-
-def strided(stride):
-    """A copy of 2^24 numbers, each `stride` numbers after the one before."""
-    source = torch.randn(stride << 24, device="cuda")
-    return torch.empty(1 << 24, device="cuda").copy_, [source[::stride]]
+        print(f"  {label.format(case):34}{count(case)}")
 
 
 def demo_machine(model, machine):
-    """What a GPU does with warps, waves, tiles and memory: counted, and on a GPU timed."""
-    rates, at_once, i = MACHINES[machine], SMS, torch.arange(1 << 15)
-    if torch.cuda.is_available():
-        at_once = kernels.programs_at_once(torch.device("cuda"))
-        say(str(torch.cuda.get_device_properties(0)))
+    """What a GPU does with warps, waves, tiles and memory, counted."""
+    rates, i = MACHINES[machine], torch.arange(1 << 15)
     weights = 2 * PRESETS[model].parameters()
 
     def level(name):
@@ -109,18 +87,17 @@ def demo_machine(model, machine):
          LEVELS, "{}", level)
     reached = ", ".join(f"{what} {getattr(rates, name) / 1e9:,.0f} GB/s{' (estimate)' * (name in rates.estimated)}"
                         for name, what in REACHED.items())
-    say(f"  {rates.name} reaches: {reached}")
+    print(f"  {rates.name} reaches: {reached}")
     peaks = {gpu: next(tflops for name, tflops in PEAK_TFLOPS.items() if re.fullmatch(name, gpu))
              for gpu in ("V100", "A100", "H100", "B200")}
-    say(f"  TFLOP/s of 16-bit products, by datasheet: {', '.join(f'{gpu} {peak:,}' for gpu, peak in peaks.items())}\n\n"
+    print(f"  TFLOP/s of 16-bit products, by datasheet: {', '.join(f'{gpu} {peak:,}' for gpu, peak in peaks.items())}\n\n"
         f"{SMS} multiprocessors (SMs) x {CORES} cores = {SMS * CORES:,}. Of 8 warps of {WARP} threads a block has "
         f"{8 * WARP}. An SM holds {HELD} warps:\n{HELD // 8} such blocks, {HELD * WARP // CORES} threads a core, which "
         f"takes turns. So {SMS * HELD // 8:,} such blocks run at a time, and all others wait. "
         f"{CORES // WARP} schedulers an SM, one for {WARP} cores: a control unit serves a warp.")
     show(f"coalescing: a load of a warp of {WARP} threads, numbers of 4 bytes; sectors of {SECTOR} bytes",
          (1, 2, 4, 8, 32), "stride {}",
-         lambda stride: "{:2} sectors, {:.1%} of their bytes are used".format(n := sectors(apart(stride)), 4 / n),
-         strided)
+         lambda stride: "{:2} sectors, {:.1%} of their bytes are used".format(n := sectors(apart(stride)), 4 / n))
     show(f"shared memory: {BANKS} banks, one word of 4 bytes each at once", (1, 2, 32, 33), "stride {}",
          lambda stride: f"passes: {bank_passes(apart(stride))}")
     x = torch.randn(len(i), generator=torch.Generator().manual_seed(0)) > 0
@@ -128,18 +105,16 @@ def demo_machine(model, machine):
     show("divergence: passes of a warp through an `if` (timed by python -m lessons ladder)", ways, "{}",
          lambda name: f"{branch_passes(ways[name].tolist()):.2f}")
     full = "{}, the last one {:.1%} full"
-    show(f"waves: programs on {at_once} multiprocessors, one on each", (at_once, at_once + 1, 2 * at_once, 2048),
-         "{:,} programs", lambda n: "waves: " + full.format(*waves(n, at_once)),
-         lambda n: product(n * TILES[0], TILES[1], 8192))
+    show(f"waves: programs on {SMS} multiprocessors, one on each", (SMS, SMS + 1, 2 * SMS, 2048), "{:,} programs",
+         lambda n: "waves: " + full.format(*waves(n, SMS)))
     show("the last tile, of 256 rows", (1536, 1537, 1600, 1792), "{:,} rows",
-         lambda n: "tiles: " + full.format(*waves(n, 256)), lambda n: product(n, 8192, 1600))
+         lambda n: "tiles: " + full.format(*waves(n, 256)))
     show(f"shared memory of tiles BM x BN x BK, 16 bits, stages; a block has {SHARED >> 10} KB",
          ((64, 64, 64, 4), (128, 128, 64, 4), (256, 128, 64, 4), (256, 256, 64, 4)), "{0[0]} x {0[1]} x {0[2]}, {0[3]}",
          lambda tiles: f"{shared_by(tiles) >> 10} KB: " + (f"{SHARED // shared_by(tiles)} at once on an SM"
                                                           if shared_by(tiles) <= SHARED else "does not fit"))
     show("coarsening: numbers read for a multiply-add, where one thread or program has n x n outputs",
-         (32, 64, 128), "n = {}", lambda n: f"{reads(n, n):.3f}, in place of {reads(1, 1):.0f}",
-         lambda n: product(4096, 4096, 4096, (n, n, 32, 8)))
+         (32, 64, 128), "n = {}", lambda n: f"{reads(n, n):.3f}, in place of {reads(1, 1):.0f}")
     found, ridge = operations(PRESETS[model], 8192), rates.matmul / rates.hbm
 
     def bound(name):

@@ -211,6 +211,16 @@ def demo_measuring():
     passed = time.perf_counter() - start
     say("\nrank r sleeps 0.2 r s; seconds until it has passed the barrier: "
         + " ".join(f"{seconds:.2f}" for seconds in of_all_ranks(passed)))
+    took = {}
+    for barriers in 0, 1:  # which rank is slow changes from step to step
+        start = time.perf_counter()
+        for i in range(6):
+            time.sleep(0.05 * ((i + dist.get_rank()) % 2))
+            if barriers:
+                dist.barrier()
+        dist.barrier()
+        took[barriers] = time.perf_counter() - start
+    say(f"six steps, of which every other takes 0.05 s on a rank: {took[0]:.2f} s, with a barrier in each {took[1]:.2f}")
     x, took = torch.randn(2000, 1000, device=device, requires_grad=True), []
 
     def step():

@@ -10,7 +10,7 @@ import math
 import torch
 
 from model import PRESETS
-from theory.speed import MACHINES, matrices, overlaps, ring_hides
+from theory.speed import call_seconds, MACHINES, matrices, overlaps, ring_hides
 
 
 def ratios(config, tokens, n, rates):
@@ -61,7 +61,10 @@ def demo_overlap(model, ranks, tokens, machine):
     near, far = (max(ring_hides(rates.attention_with(8192), link, torch.bfloat16))
                  for link in (rates.link, rates.network))
     received, block = overlaps(config, tokens, n)["pp"][0], sum(matrices(config))
-    print(f"cp, ring: hidden from {near:,.0f} tokens of a rank on, between nodes {far:,.0f} (`ring_hides`)\n\n"
+    ring, levels = (1e3 * call_seconds("all_reduce", k, 4, rates, 2 * rates.node, here) for here in (1, rates.node))
+    print(f"two nodes of {rates.node}: all gradients in one ring, which leaves each node by one card, {ring:,.0f} ms; in two "
+          f"levels {levels:,.0f} ms\n"
+          f"cp, ring: hidden from {near:,.0f} tokens of a rank on, between nodes {far:,.0f} (`ring_hides`)\n\n"
           "The playbook's bandwidth counts elements, and K stays in its data-parallel ratio, where it cancels.\n"
           "tp: in forward the next product waits for a sum. Backward's sums can hide under dW; in fast/ they do.\n"
           f"dp: a bucket of 25 MB takes {25e9 * 2 * (n - 1) / n / rates.link:.2f} ms in a node (2(N-1)/N bucket / W), "

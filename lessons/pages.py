@@ -42,6 +42,7 @@ def page_name(file):
     return "index" if file == MICRO else module_of(file)
 
 
+PAGES = {page_name(file): file for file in FILES}
 @functools.cache
 def tree_of(file):
     return ast.parse((HERE / file).read_text())
@@ -309,19 +310,17 @@ def stop_page(n):
 
 def contents():
     """{a group of the bar: {a page's name: what is shown for it}}"""
-    files = {page_name(file): file for file in FILES}
     return {"read": {"index": "micro.py", "lessons.lecture8": "lecture8.py"} | {name: name for name in DOCS},
             "stops": {f"stop-{n}": f"{n}. {text.partition(chr(10))[0]}" for n, text in stops().items()},
             "pictures": {name: title for name, (_, title, *_) in STEPPED.items()},
-            "files": {name: file for name, file in files.items() if "/" not in file},
-            "further": {name: file for name, file in files.items() if file.startswith("further")}}
+            "files": {name: file for name, file in PAGES.items() if "/" not in file},
+            "further": {name: file for name, file in PAGES.items() if file.startswith("further")}}
 
 
 def page_of(name):
     """A page's text."""
-    files = {page_name(file): file for file in FILES}
-    if name in files:
-        body = file_page(files[name])
+    if name in PAGES:
+        body = file_page(PAGES[name])
     elif name in DOCS:
         body = markdown(doc(name))
     elif name in STEPPED:
@@ -337,7 +336,7 @@ def page_of(name):
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name} - ringGPT</title><style>{look}</style>
 <nav>{menus}</nav>
-<main class="{"file" if name in files else "text"}">
+<main class="{"file" if name in PAGES else "text"}">
 {body}</main><script>{script}</script></html>
 """
 

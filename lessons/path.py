@@ -52,7 +52,7 @@ def calls_of(frame):
 
 def step(arguments):
     """One step of a small GPT, on this rank."""
-    s = train.parse(argparse.ArgumentParser(), train.Flags, arguments)
+    s = train.parse(argparse.ArgumentParser(add_help=False), train.Flags, arguments)
     data = *train.split(np.arange(4000) % 251), train.Bytes()
     train.Trainer(s, train.config_of(s), None, data, torch.device("cpu")).step(0)
 

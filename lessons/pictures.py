@@ -236,9 +236,9 @@ def lanes(spans, says="", unit=24.0, wrong={}, pitch=1):
     return Frame(cells, says, (), {pitch * rank: f"rank {rank}" for rank in range(len(spans))}, unit)
 
 
-def on_clock(lists, *costs):
+def on_clock(lists):
     """Lists on theory's clock, where G, D and A take no time: (a frame, the Timeline)."""
-    timeline = simulate([[action for action in actions if action.kind in "FBIW"] for actions in lists], *costs)
+    timeline = simulate([[action for action in actions if action.kind in "FBIW"] for actions in lists])
     spans = []
     for actions, row in zip(lists, map(iter, timeline.spans)):
         merged = []

@@ -11,9 +11,9 @@ import torch
 
 import parallel
 from lessons.bench.timing import say, Table, write_json
-from safe.flags import check_parts, dashed, replayable, Settings, SIZES
+from safe.flags import dashed, replayable, Settings, SIZES
 from safe.reports import about_context, parameters_in_words
-from safe.sizes import BadInput
+from further.fits import misfit, what_ranks_divide
 from theory.clock import stage_to_rank_in, stages_in
 from theory.memory import ROOM, needed_bytes
 from theory.speed import describe_machine, mfu, mfu_note, predict, ring_hides
@@ -33,9 +33,7 @@ SPLIT = "zb-h1", "zb-v", "v-half"  # these split backward: W must come late, so 
 
 def is_taken(s, config, gpus, node):
     """Whether train.py takes layout s, on nodes of so many GPUs."""
-    try:
-        check_parts(s, config, gpus, min(gpus, node), gpus)
-    except BadInput:
+    if misfit(what_ranks_divide(s, config, gpus, node if gpus > node else 0)):
         return False
     most = config.n_layer + 2
     return s.pp <= most and len(stage_to_rank_in(s)) <= most

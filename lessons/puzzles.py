@@ -12,7 +12,6 @@ task. Holes are found by name; no solution is kept here.
 
 import ast
 import itertools
-import math
 import multiprocessing
 import os
 import pathlib
@@ -165,49 +164,6 @@ def softmax(rank):
     yield "their L", lse[0, ::9]
 
 
-def norm(rank):
-    """Layer norm's backward: of one row, compute xhat, store dx where it is `inside`, and add to this program's shares
-    of dw and db."""
-    import kernels
-    torch.manual_seed(0)
-    inputs = [torch.randn(size, requires_grad=True) for size in ((8, 3), 3, 3)]  # so a program has several rows
-    x, weight, bias = inputs
-    kernels.LayerNorm.apply(*inputs, 0.0).backward(torch.randn(8, 3))
-    yield "dx of two rows", x.grad[:2]
-    yield "dw of eight", weight.grad
-    yield "db of eight", bias.grad
-
-
-def zigzag(rank):
-    """Zigzag's slices: rank r of N has chunks r and 2N-1-r, `half` tokens each. Return which of this rank's queries see
-    which of another rank's keys, two slices, and whether attention within them is causal."""
-    from further.context import seen
-    tokens = [0, 1, 2, 3]
-    for other in range(3):
-        queries, keys, causal = seen(rank, other, half=2)
-        yield f"keys of rank {other}", f"{tokens[queries]} x {tokens[keys]}{', causal' * causal}"
-
-
-def expert(rank):
-    """An expert's scale: say in the parameter's placement who averages its gradient, and of how many ranks' losses it
-    is the sum. `set_placement` changes some fields of it."""
-    from further.expert_parallel import expert_parallel
-    from further.groups import split_experts
-    from further.experts import ExpertsConfig
-    from model import GPT
-    from parallel import make_mesh, make_units
-    layer = GPT(ExpertsConfig(n_layer=1, n_embd=2, n_head=1, experts=2)).h["0"].mlp
-    expert_parallel(layer, *split_experts(make_mesh("cpu", dp=2), 2))
-    units = make_units({0: layer}, None, 0, torch.float32)
-    layer(torch.ones(1, rank + 1, 2)).sum().backward()  # one token, two tokens
-    bias = layer.experts.c_proj.bias
-    for _, unit in units:
-        unit.start_average()
-        unit.finish_average()
-        if bias in unit.stepped:
-            yield "gradient of its expert's bias", unit.stepped[bias].grad
-
-
 class Puzzle(NamedTuple):
     """The hole begins at the function's first statement that mentions a word, as far inside as one does. It has so many
     statements; None: all to the end of the block."""
@@ -230,10 +186,7 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),
     Puzzle(order, 3, "parallel.py", "one_f_one_b", "return"),
     Puzzle(transfers, 1, "parallel.py", "add_transfer", "if"),
-    Puzzle(softmax, 1, "kernels.py", "attention_forward_kernel", "m_new"),
-    Puzzle(norm, 1, "kernels.py", "_layer_norm_backward", "xhat"),
-    Puzzle(zigzag, 3, "further/context.py", "seen", "if"),
-    Puzzle(expert, 2, "further/expert_parallel.py", "expert_parallel", "set_placement"))}
+    Puzzle(softmax, 1, "kernels.py", "attention_forward_kernel", "m_new"))}
 
 
 # ---------------------------------------------------------------------------------------------------------------- holes
@@ -260,7 +213,7 @@ def solution(puzzle):
 
 
 def empty(puzzle):
-    task = textwrap.fill("# Puzzle: " + " ".join(puzzle.example.__doc__.split()), 96, subsequent_indent="# ")
+    task = textwrap.fill("# Puzzle: " + " ".join((puzzle.example.__doc__ or "").split()), 96, subsequent_indent="# ")
     return task + "\nraise NotImplementedError('puzzle: nothing is written here yet')"
 
 
@@ -344,7 +297,7 @@ def puzzles(name, into, check_in, shows_solution):
     if not name:
         reject(into or check_in or shows_solution, "which puzzle? Name one, e.g. ring; without flags they are listed")
         for name, puzzle in PUZZLES.items():
-            print(f"{name:12}{puzzle.file:28}{puzzle.function:36}{puzzle.example.__doc__.split(':')[0]}")
+            print(f"{name:12}{puzzle.file:28}{puzzle.function:36}{(puzzle.example.__doc__ or '').split(':')[0]}")
         return
     puzzle = PUZZLES[name]
     if shows_solution:
@@ -365,7 +318,7 @@ def puzzles(name, into, check_in, shows_solution):
 
 def add_to(lessons):
     """The lesson's flags, on the command line."""
-    lesson = lessons.add_parser("puzzles", help=puzzles.__doc__)
+    lesson = lessons.add_parser("puzzles", description=puzzles.__doc__)
     lesson.add_argument("name", nargs="?", choices=[*PUZZLES], metavar="PUZZLE", help="left out, all are listed")
     lesson.add_argument("--into", metavar="FOLDER", help="write the reference there, with a hole")
     lesson.add_argument("--check", metavar="FOLDER", dest="check_in", help="run what is there on a small example")

@@ -2,7 +2,7 @@
 
     python lessons/same.py mine.py              exit code 0: the same; 1: something differs; 2: not compared, and why
     python lessons/same.py mine.py --dtype fp64 fp32 bf16 --device cuda
-    python lessons/same.py mine.py --json       the same for programs; --all: a rank's whole traceback
+    python lessons/same.py mine.py --json       the same for programs
     same.check("mine.py")                       from a test: what --json prints, as a dict
 
 This file needs PyTorch alone, so copy it. mine.py is an adapter, which has
@@ -60,10 +60,9 @@ MOVES, FACTOR = 3, 4  # of the bounds in 32 and 16 bits: how often the weights m
 MAX_NORM = 0.01       # small, so that clipping clips
 WRAPPERS = "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 KINDS = "weights", "updates", "forward", "loss", "backward", "gradients", "norm", "buffers"
-HOOKS = dict(part=lambda t: t, grad=lambda p: p.grad, rename=lambda name: name, parallelize=lambda net: net,
-             whole=None, clip=None, update=None, micro_batches=1)
-SETTINGS = dict(start=lambda **mesh: None, steps=3, tolerance=1e-9,
-                optimizer=lambda params: torch.optim.SGD(params, lr=0.5, foreach=False))
+OPTIONS = dict(part=lambda t: t, grad=lambda p: p.grad, rename=lambda name: name, start=lambda **mesh: None,
+               whole=None, clip=None, update=None, micro_batches=1, steps=3, tolerance=1e-9,
+               optimizer=lambda params: torch.optim.SGD(params, lr=0.5, foreach=False))
 
 
 def must(ok, text):
@@ -81,16 +80,18 @@ def adapters(given):
     def clip(net, most):
         params = [p for p in net.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in params])
-        torch.nn.utils.clip_grads_with_norm_(params, most, norm - one.gap)
+        torch.nn.utils.clip_grads_with_norm_(params, most, norm - one.gap)  # which divides by a norm 1e-6 larger
         return norm
 
     for name in "mesh", "build", "parallelize", "batch", "loss":
         must(name in given, f"the adapter has no {name}; the head of {os.path.basename(__file__)} says what it is")
-    user = SimpleNamespace(**SETTINGS | HOOKS | {"step": step} | given)
+    user = SimpleNamespace(**OPTIONS | {"step": step} | given)
     must(isinstance(user.mesh, dict), f'mesh is {user.mesh!r}: give axes and their sizes, as {{"dp": 2}}')
+    user.described = bool(user.whole)
     user.trusted = not user.update or "whole" in given or "grad" in given  # what decides is where the gradients are
-    one = SimpleNamespace(**vars(user) | HOOKS | {"step": step, "mesh": dict.fromkeys(user.mesh, 1), "gap": 0})
-    one.clip = user.clip and clip
+    both = {name: getattr(user, name) for name in ("start", "build", "batch", "loss", "steps", "optimizer")}
+    one = SimpleNamespace(**OPTIONS | both | {"step": step, "clip": user.clip and clip}, gap=0,
+                          mesh=dict.fromkeys(user.mesh, 1), parallelize=lambda net: net)
     return user, one
 
 
@@ -101,12 +102,13 @@ def real(t):
 
 
 def local(t):
-    """A copy of what this rank has of it, flat, in float64 on the CPU. A complex number is two; what is freed, none."""
-    t = t.detach()
+    """A copy of what this rank has of it, flat, in float64 on the CPU. A complex number is two; None is no number."""
+    t = torch.empty(0) if t is None else t.detach()
     t = t.to_local() if hasattr(t, "to_local") else t
     t = t.wait() if hasattr(t, "wait") else t
     t = real(t.to_dense() if t.is_sparse else t)
-    return (t if t.untyped_storage().size() else t.new_zeros(0)).flatten().to("cpu", torch.float64, copy=True)
+    t = t if t.untyped_storage().size() else t.new_zeros(0)  # a weight that is freed
+    return t.flatten().to("cpu", torch.float64, copy=True)
 
 
 def unwrapped(name, known):
@@ -164,10 +166,9 @@ def tensors(net):
 
 
 def prepared(user, device, dtype, move, numbered):
-    """(the model, its modules, {(stage, name): parameter}, {(stage, name): buffer}, the whole model's names)."""
+    """(the model, its modules, {name: parameter}, {name: buffer}, the whole model's names)."""
     torch.manual_seed(0)
     net = user.build()
-    must(isinstance(net, torch.nn.Module), f"build() returns {net!r:.40}: give a module")
     net._apply(lambda t: t.to(device, dtype if t.is_floating_point() else dtype.to_complex() if t.is_complex()
                               else t.dtype))
     params, buffers = tensors(net)
@@ -186,20 +187,21 @@ def prepared(user, device, dtype, move, numbered):
     held = {}, {}
     for i, each in enumerate(nets):
         for found, some in zip(held, tensors(each)):
-            found |= {(i, user.rename(unwrapped(name, known))): t for name, t in some.items()}
+            for name, t in some.items():
+                name = user.rename(unwrapped(name, known))
+                found[(i, name) if name in found else name] = t  # stages may have the same names
     return net, nets, *held, known
 
 
-def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pieces=None):
+def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pieces=()):
     """Yields what each step computes, {kind: {name: numbers}}, and more.
 
     move: a seed; each weight is then one unit in the last place larger or smaller. numbered: yields but the numbers
     that a rank has. pieces: (a step, numbers of some samples, ...); yields but the gradients of each of these there."""
     def has(what):
         if user.whole:
-            return {(0, name): local(t) for name, t in user.whole(net, what).items()}
-        return {key: local(p) for key, p in params.items()} if what == "weights" else {
-            key: None if (t := grad_of(p)) is None else local(t) for key, p in params.items()}
+            return {name: local(t) for name, t in user.whole(net, what).items()}
+        return {name: local(p if what == "weights" else grad_of(p)) for name, p in params.items()}
 
     def grad_of(p):
         t = user.grad(p)
@@ -211,30 +213,29 @@ def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pi
         user.step(net, *(t[some.to(device)] for t in batch))
         return has("gradients")
 
+    def held():
+        return has("weights") | {name: local(t) for name, t in buffers.items()}
+
     net, nets, params, buffers, known = prepared(user, device, dtype, move, numbered)
     if numbered:
-        yield has("weights") | {key: local(t) for key, t in buffers.items()}
+        yield held()
         return
     calls, back = record(nets, lambda name: user.rename(unwrapped(name, known)))
     optimizer = None if user.update else user.optimizer([*dict.fromkeys(params.values())])
-    before = {}
     for number in range(user.steps):
         torch.manual_seed(number)  # whatever the ranks have drawn before
         batch = user.batch(number)
         must(isinstance(batch, (tuple, list)), f"batch(step) returns {batch!r:.40}: give a tuple of tensors")
         batch = [t.to(device, dtype if t.is_floating_point() else t.dtype) for t in batch]
-        if pieces and pieces[0] == number:
+        if number in pieces[:1]:
             yield [*map(gradients_of, pieces[1:])]
             return
         n, drawn = len(batch[0]), torch.get_rng_state()
         samples = torch.arange(n, device=device)[:, None].repeat(1, batch[0].numel() // n)
         loss = user.step(net, *map(user.part, batch))
-        weights = has("weights")
         found = {
             "samples": user.part(samples)[:, 0].tolist(), "draws": not drawn.equal(torch.get_rng_state()),
-            "params": [*weights], "norm": {}, "held": weights | {key: local(t) for key, t in buffers.items()},
-            "gradients": has("gradients"), "updates": {
-                key: (weights[key] - t).where(weights[key] != t, torch.zeros(1)) for key, t in before.items()},
+            "held": held(), "gradients": has("gradients"), "norm": {},
             "forward": {name: torch.cat([call[0] for call in some]) for name, some in calls.items()},
             "backward": {name: torch.cat([call[1] for call in calls[name] if call[1:]]) for name in back},
             "loss": {} if loss is None else {"loss": local(torch.as_tensor(loss))},
@@ -246,7 +247,6 @@ def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pi
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)
             found["norm"] = {"its square": local(norm).square()}
         yield found
-        before = weights
         (user.update or (lambda net: optimizer.step() or [each.zero_grad() for each in nets]))(net)
         calls.clear(), back.clear()
 
@@ -262,21 +262,21 @@ def work(rank, size, folder, job):
         torch.cuda.set_device(rank)
     dist.init_process_group("gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl", rank=rank, world_size=size,
                             init_method=f"file://{folder}/meet")
-    dtype = DTYPES[job.dtype]
     with in_float64() if job.dtype == "fp64" else contextlib.nullcontext():
         user, one = adapters(runpy.run_path(job.file))
-        mine = user if job.ranks else one
-        one.gap = job.gap
+        mine, found = user if job.ranks else one, []
         mine.start(**mine.mesh)
-        found = [[*observed(mine, job.device, dtype, move, job.numbered, job.pieces)] for move in job.moves]
+        for move in range(job.moves + bool(user.clip and mine is one)):  # the last one clips without 1e-6
+            one.gap = 1e-6 * (move == job.moves)
+            found.append([*observed(mine, job.device, DTYPES[job.dtype], move % job.moves, job.numbered, job.pieces)])
         dist.barrier()  # nobody leaves whom others need
-    settings = {name: getattr(user, name) for name in ("mesh", "steps", "tolerance", "micro_batches", "trusted")}
-    torch.save([settings | {"clips": bool(user.clip), "whole": bool(user.whole)}, found], f"{folder}/{rank}")
+    names = "mesh", "steps", "tolerance", "micro_batches", "trusted", "described"
+    torch.save([{name: getattr(user, name) for name in names}, found], f"{folder}/{rank}")
 
 
 def run(job, ranks=0, **more):
-    """(the adapter's settings, what each rank has observed; of ranks=0 one process)."""
-    job = SimpleNamespace(**dict(moves=[0], numbered=False, pieces=None, gap=0, ranks=ranks) | vars(job) | more)
+    """(the adapter's settings, what each rank has observed, a list a move). ranks=0: of one process."""
+    job = SimpleNamespace(**dict(moves=1, numbered=False, pieces=(), ranks=ranks) | vars(job) | more)
     size = ranks or 1
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
@@ -285,10 +285,8 @@ def run(job, ranks=0, **more):
         except multiprocessing.ProcessRaisedException as problem:
             at = re.findall(rf'{os.path.basename(job.file)}", line (\d+), in (\w+)', problem.msg)
             where = "".join(f", line {line}, in {function}" for line, function in at[-1:])
-            said = f"rank {problem.error_index} of {size}{where}: {problem.msg.strip().splitlines()[-1]}"
-            raise ValueError(problem.msg * job.all + said.replace("ValueError: ", "")) from None
-        except multiprocessing.ProcessExitedException:
-            raise ValueError(f"a rank ended, maybe as --timeout {job.timeout:g} says; see above") from None
+            said = problem.msg.strip().splitlines()[-1].replace("ValueError: ", "")
+            raise ValueError(f"rank {problem.error_index} of {size}{where}: {said}") from None
         found = [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(size)]
     return SimpleNamespace(**found[0][0]), [some for _, some in found]
 
@@ -300,8 +298,18 @@ def largest(t):
     return float(t.abs().max()) if len(t) else 0.0
 
 
+def off(a, b):
+    """How far apart numbers are. What is infinite in both is not."""
+    return (a - b).abs().where(a != b, 0)
+
+
 def close(a, b, limit):
-    return len(a) == len(b) and bool(((a - b).abs() <= limit).logical_or(a == b).all())
+    return len(a) == len(b) and bool((off(a, b) <= limit).all())
+
+
+def scale(mine, its):
+    """k, so that k times the second is nearest to the first."""
+    return float((mine * its).sum() / (its * its).sum().clamp(min=1e-300))
 
 
 def nearest(t, whole, limit=0):
@@ -314,170 +322,181 @@ def nearest(t, whole, limit=0):
     return order[at], torch.minimum(gaps[at], gaps[at + 1]) > limit
 
 
-def located(has, one, read):
+def located(rank, one, read):
     """({name of the whole: (where it lies in what a rank has, one tensor after the other; which of its numbers that
     is)}, names of tensors whose numbers are new, which are taken for the whole's of that name)."""
-    sizes = {key: len(t) for key, t in one["held"].items()}
+    sizes = {name: len(t) for name, t in one["held"].items()}
     start = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0)))
     given, which, new = numbers(sum(sizes.values())), [], set()
-    for key, t in has["held"].items():
-        mine = read[key] if len(read.get(key, ())) == len(t) else torch.zeros(len(t))
+    for name, t in rank["held"].items():
+        mine = read[name] if len(read.get(name, ())) == len(t) else torch.zeros(len(t))
         at, _ = nearest(mine, given)
         at[given[at] != mine] = -1
-        whole = 0, key[1]
-        if key in has["params"] and sizes.get(whole) == len(t) and (at < 0).all():
-            at = start[whole] + torch.arange(len(t))
-            new.add(key[1])
+        if name in rank["gradients"] and sizes.get(name) == len(t) and (at < 0).all():
+            at = start[name] + torch.arange(len(t))
+            new.add(name)
         which.append(at)
     which = torch.cat(which)
-    places = {key: ((which >= i) & (which < i + sizes[key])).nonzero()[:, 0] for key, i in start.items()}
-    return {key[1]: (at, which[at] - start[key]) for key, at in places.items()}, new
+    places = {name: ((which >= i) & (which < i + sizes[name])).nonzero()[:, 0] for name, i in start.items()}
+    return {name: (at, which[at] - start[name]) for name, at in places.items()}, new
 
 
-def vector(rank, source):
-    """(all numbers that a rank has, one tensor after the other; which of them it has)."""
-    pairs = [(t, rank[source].get(key)) for key, t in rank["held"].items()]
-    has = [mine is not None and len(mine) == len(t) for t, mine in pairs]
-    return (torch.cat([mine if ok else t for ok, (t, mine) in zip(has, pairs)]),
-            torch.cat([torch.full((len(t),), ok) for ok, (t, _) in zip(has, pairs)]))
+def by_kind(run):
+    """What is observed in each step, {kind: {name: numbers}}."""
+    for before, now in zip([None, *run], run):
+        held, params = now["held"], now["gradients"]
+        yield now | {"weights": {} if before else {name: held[name] for name in params},
+                     "updates": {name: (held[name] - before["held"][name]).nan_to_num(0) for name in params if before},
+                     "buffers": {name: t for name, t in held.items() if name not in params}}
+
+
+def joined(some, held):
+    """(all that a rank has of a kind, one tensor that is held after the other; which of these numbers it has)."""
+    pairs = [(some.get(name, ()), t) for name, t in held.items()]
+    has = [len(mine) == len(t) for mine, t in pairs]
+    return (torch.cat([mine if ok else t for ok, (mine, t) in zip(has, pairs)]),
+            torch.cat([torch.full((len(t),), ok) for ok, (_, t) in zip(has, pairs)]))
+
+
+def factors_of(sizes):
+    """{k: words} of the products and quotients of up to three sizes, in the fewest words."""
+    single = [some for name, n in sizes.items() if n > 1 for some in ((n, name), (1 / n, "1/" + name))]
+    words = {1: "right", 0: "zero"}
+    for many in 1, 2, 3:
+        found = {}
+        for some in itertools.combinations(single, many):
+            found.setdefault(math.prod(n for n, _ in some), []).append(" x ".join(name for _, name in some))
+        words = {k: f"x {k:.6g} = {' or '.join(names)}" for k, names in found.items()} | words
+    return words
 
 
 class Compared:
     """What ranks have of a tensor, {place: (numbers, what they should be; None: some of the whole's)}. over: the axes
     over which these are terms of a sum; None: they are wrong, and `words` say why."""
 
-    def __init__(self, step, kind, name, whole, pairs, sums=False):
+    def __init__(self, step, kind, name, whole, pairs, overs=((),)):
         self.step, self.kind, self.name, self.whole, self.pairs = step, kind, name, whole, pairs
-        self.source = {"weights": "held", "buffers": "held"}.get(kind, kind)
-        # What should be 0, such as the gradient of a key's bias, is rounding, of the others' size.
-        size = max(largest(whole), 1e-3 * max(map(largest, step.wholes.get(kind, {0: whole}).values())))
-        self.limit = step.bounds.get((self.source, name), step.user.tolerance * size * (1e-3 if kind == "loss" else 1))
-        self.near = max(self.limit, 1e-7 * size)
-        fits = (over for over in step.overs[:None if sums else 1] if {*map(self.is_right, self.summed(over))} == {True})
-        self.over = next(fits, None)
+        self.limit = step.limit(kind, name)
+        self.over = next((over for over in overs if {*self.factors(over)} == {1}), None)
 
     def summed(self, over):
         """The pairs, of sums over these axes; none if all terms are alike."""
         found, differ = [], not over
         for place, (mine, its) in self.pairs.items():
-            terms = [t for other, (t, _) in self.pairs.items()
-                     if all(a == b or i in over for i, (a, b) in enumerate(zip(place, other)))]
+            terms = [t for other, (t, _) in self.pairs.items() if {axis for axis, _ in {*place} - {*other}} <= {*over}]
             if any(len(t) != len(mine) for t in terms):
                 return []
             differ = differ or not all(close(t, mine, self.limit) for t in terms)
             found.append((sum(terms), its))
         return found if differ else []
 
-    def beside(self, mine, its):
-        """What these should be."""
-        return self.whole[nearest(mine, self.whole)[0]].where(mine != 0, 0) if its is None else its
-
-    def is_right(self, pair):
-        return close(pair[0], self.beside(*pair), self.limit)
+    def factors(self, over=()):
+        """k of each pair, whose numbers are k times what they should be; None if no such k has a name."""
+        return [self.factor(*pair) for pair in self.summed(over)]
 
     def factor(self, mine, its):
-        """k, if all that a rank has is k times what it should have; else None."""
-        if its is None:
-            return next((k for k, _ in self.step.names if self.is_right((mine / k, None))), None)
-        k = float((mine * its).sum() / (its * its).sum().clamp(min=1e-300))
-        return 1 if self.is_right((mine, its)) else 0 if not mine.any() else k if (
-            close(mine, k * its, self.near * max(1, abs(k))) and abs(k) > 1e-6) else None
+        near = None if its is None else scale(mine, its)
+        rounds = max(1e-6, 3 * self.step.eps)
+        ks = [k for k in self.step.words if (k if its is None else math.isclose(k, near, rel_tol=rounds))]
+        return next((k for k in [1, *ks] if close(mine, k * self.beside(mine, its, k), self.limit * max(1, k))), None)
+
+    def beside(self, mine, its, k=1):
+        """What these should be, if they are k times that."""
+        return self.whole[nearest(mine / k, self.whole)[0]].where(mine != 0, 0) if its is None else its
 
     def off(self):
-        return max((largest(mine - self.beside(mine, its)) for mine, its in self.pairs.values()), default=0)
+        return float(torch.cat([off(mine, self.beside(mine, its)) for mine, its in self.pairs.values()]).max())
 
     def words(self):
         """What is wrong."""
-        step, (most, size) = self.step, (self.off(), max(1e-12, largest(self.whole)))
-        texts = {place: step.times(self.factor(*pair)) for place, pair in self.pairs.items()}
-        bad = [step.told(place) for place, (t, _) in self.pairs.items()
-               if t.isfinite().all() < self.whole.isfinite().all()]
-        if bad or not texts:
-            return f"infinite, or not a number, on {', '.join(bad)}" if bad else "no rank has one"
-        if most < 1e-5 * size and not step.bounds:
-            return f"off by {most / size:.1e}: computed in 32 bits"
-        text, *others = dict.fromkeys(texts.values())
-        if not others and text != "wrong" and ("=" in text or len(self.whole) > 1):
-            mean = ": a sum where a mean is meant" if "= 1/" not in text else ": a mean where a sum is meant"
-            mean *= self.kind == "gradients" and "=" in text
-            return "zero on every rank" if text == "zero" else text + mean
+        step, ks = self.step, self.factors()
+        if {*ks} <= {*step.words} and len({*ks}) == 1:
+            return step.words[ks[0]]
         for over in step.overs[1:]:
-            ks = {step.times(self.factor(*pair)) for pair in self.summed(over)}
-            for k, says in (1, "sum"), (step.size(over), "mean"):
-                if ks == {step.times(k)}:
-                    return f"terms of a {says} over {step.told_of(over)}, which nobody has reduced"
-        apart = ", ".join(f"{text} on {step.told(place)}" for place, text in texts.items())
-        clear = others and ("wrong" not in texts.values() or "right" in texts.values())
-        return self.counted() or (apart if clear else f"off by {most / size:.1e}")
+            for k, what in (1, "sum"), (step.size(over), "mean"):
+                if {*self.factors(over)} == {k}:
+                    return f"terms of a {what} over {' and '.join(over)}, which nobody has reduced"
+        counted = self.counted()
+        if not counted and ks and (1 in ks or None not in ks):
+            counted = ", ".join(f"{step.words.get(k, 'wrong')} on {step.told(at)}" for at, k in zip(self.pairs, ks))
+        return counted or (f"off by {self.off() / max(1e-12, largest(self.whole)):.1e}" if ks else "no rank has one")
 
     def counted(self):
         """How often each part of the batch is in a gradient: the solution of a linear system, beside the right one."""
         given = self.step.pieces if self.kind == "gradients" else []
-        found, pieces = [], [piece[0, self.name] for piece in given if piece[0, self.name] is not None]
+        found, pieces = [], [piece[self.name] for piece in given if piece[self.name].any()]
         for place, pair in self.pairs.items() if pieces else ():
             index = self.step.layout[place][self.name][1]
-            columns, both = torch.stack([t[index] for t in pieces if t.any()], 1), torch.stack(pair, 1)
+            columns, both = torch.stack([t[index] for t in pieces], 1), torch.stack(pair, 1)
             times = torch.linalg.lstsq(columns, both).solution
-            if not close((columns @ times).flatten(), both.flatten(), 10 * self.near) or largest(1 / times[:, 1]) > 1e6:
+            once = times[:, 1]
+            if not close((columns @ times).flatten(), both.flatten(), 100 * self.limit) or once.abs().min() < 1e-6:
                 return None
-            ks = " ".join(f"{round(k, 4) + 0:.3g}" for k in (times[:, 0] / times[:, 1]).tolist())
+            ks = " ".join(f"{round(k, 4) + 0:.3g}" for k in (times[:, 0] / once).tolist())
             found.append(f"{ks} times on {self.step.told(place)}")
-        return f"of the batch's parts, rank by rank, it has {', '.join(found)}, not 1 each" if found else None
+        return found and f"of the batch's parts, rank by rank, it has {', '.join(found)}, not 1 each"
 
 
 class Step:
     """One step of the ranks beside one process's. found: {kind: [Compared]}; notes: what could not be compared."""
 
-    def __init__(self, user, one, ranks, layouts, before, bounds=(), eps=0):
-        self.user, self.one, self.before, self.bounds = user, one, before, dict(bounds)
-        self.rounds, self.notes, self.index, self.pieces = max(1e-6, 2.5 * eps), [], {}, []
-        self.ranks = dict(zip(itertools.product(*map(range, user.mesh.values())), ranks))
+    def __init__(self, user, one, ranks, layouts, before, moved, eps):
+        self.user, self.one, self.before, self.moved, self.eps = user, one, before, moved, eps
+        self.notes, self.index, self.pieces = [], {}, []
+        places = itertools.product(*([(axis, i) for i in range(n)] for axis, n in user.mesh.items()))
+        self.ranks = dict(zip(places, ranks))
         self.layout = dict(zip(self.ranks, layouts))
+        self.words = factors_of(user.mesh | {"micro-batches": user.micro_batches, "targets": one["targets"]})
+        large = [axis for axis, n in user.mesh.items() if n > 1]
+        self.overs = [over for n in range(len(large) + 1) for over in itertools.combinations(large, n)]
         missing = {*one["samples"]}.difference(*(rank["samples"] for rank in ranks))
         self.notes += [f"part(t) gives no rank sample {min(missing, default=0)}"] * bool(missing)
-        large = [i for i, n in enumerate(user.mesh.values()) if n > 1]
-        self.overs = [over for n in range(len(large) + 1) for over in itertools.combinations(large, n)]
-        self.names = [(1, ())]
-        for name, n in (user.mesh | {"micro-batches": user.micro_batches, "targets": one["targets"]}).items():
-            self.names += [(k * m, (*some, text)) for k, some in self.names if n > 1
-                           for m, text in ((n, name), (1 / n, "1/" + name))]
-        params = [*one["params"]]
-        self.wholes = {
-            "weights": {key[1]: one["held"][key] for key in params if not one["updates"]},
-            "buffers": {key[1]: t for key, t in one["held"].items() if key not in params},
-            "updates": {key[1]: t for key, t in one["updates"].items()},
-            "gradients": {key[1]: torch.zeros(len(one["held"][key])) if t is None else t
-                          for key, t in one["gradients"].items()}}
-        self.wholes |= {kind: one[kind] for kind in ("loss", "norm", *["forward", "backward"] * (not self.bounds))}
-        self.found = {kind: [*getattr(self, kind, functools.partial(self.places, kind))()]
-                      for kind in KINDS if kind in self.wholes}
+        kinds = [kind for kind in KINDS if not eps or kind not in ("forward", "backward")]
+        self.found = {kind: [*getattr(self, kind, functools.partial(self.placed, kind))()] for kind in kinds}
         self.wrong = {kind: [c for c in found if c.over is None] for kind, found in self.found.items()}
 
-    def places(self, kind):
+    def size(self, over):
+        return math.prod(map(self.user.mesh.get, over))
+
+    def told(self, place):
+        return " ".join(f"{axis} {i}" for axis, i in place if self.user.mesh[axis] > 1) or "rank 0"
+
+    def limit(self, kind, name):
+        """How far off a tensor may be."""
+        t = self.one[kind][name]
+        # What should be 0, such as the gradient of a key's bias, is rounding, of the others' size.
+        size = max(largest(t), 1e-3 * max(map(largest, self.one[kind].values())))
+        limit = size * self.user.tolerance * (1e-3 if kind == "loss" else 1)
+        if self.eps:
+            limit = FACTOR * self.eps * (largest(self.one["held"][name]) if kind == "updates" else size)
+        return max([limit, *(FACTOR * largest(other[kind][name] - t) for other in self.moved)])
+
+    def placed(self, kind):
         """Of tensors whose numbers' places are known."""
-        source = "held" if kind in ("weights", "buffers") else kind
-        found = {place: vector(rank, source) for place, rank in self.ranks.items()}
-        most = max((largest(t) for t in self.before["gradients"].values() if t is not None), default=0)
-        for name, whole in self.wholes[kind].items():
-            lies, pairs = {place: self.layout[place][name] for place in found}, {}
-            g = self.before["gradients"].get((0, name)) if kind == "updates" else None
-            for place, (at, index) in lies.items():
+        found = {place: joined(rank[kind], rank["held"]) for place, rank in self.ranks.items()}
+        most = max(map(largest, self.before["gradients"].values()), default=0)
+        for name, whole in self.one[kind].items():
+            pairs, count = {}, torch.zeros(len(self.one["held"][name]))
+            whole = whole if len(whole) else count.clone()  # no gradient is one of 0
+            g = self.before["gradients"].get(name, ()) if kind == "updates" else ()
+            for place in self.ranks:
+                at, index = self.layout[place][name]
+                count[index] += 1
                 mine, has = (t[at] for t in found[place])
-                if g is not None:  # an optimizer may step by the rounding of a gradient that is none
-                    has &= (g == 0)[index] | (g.abs() > 1e-5 * most)[index]
+                if len(g):  # an optimizer may step by the rounding of a gradient that is none
+                    has &= ((g == 0) | (g.abs() > 1e-5 * most))[index]
                 if has.any():
                     pairs[place] = mine[has], whole[index[has]]
-            n = len(torch.cat([index for _, index in lies.values()]).unique())
-            if kind == "weights" and n < len(whole):
-                self.notes.append(f"{name}: {len(whole) - n} of {len(whole)} numbers are on no rank")
-            if pairs or n and kind == "gradients" and whole.any() and self.user.trusted:
+            if kind == "weights" and not count.all():
+                self.notes.append(f"{name}: {int((count == 0).sum())} of {len(whole)} numbers are on no rank")
+            if pairs or count.any() and kind == "gradients" and whole.any() and self.user.trusted:
                 yield Compared(self, kind, name, whole, pairs)
 
     def forward(self):
         for name, whole in self.one["forward"].items():
             pairs = {place: (rank["forward"][name], None) for place, rank in self.ranks.items()
                      if name in rank["forward"]}
-            c = Compared(self, "forward", name, whole, pairs, True)
+            c = Compared(self, "forward", name, whole, pairs, self.overs)
             for place, (t, _) in zip(pairs, c.summed(c.over or ())):
                 at, alone = nearest(t, whole, 2 * c.limit)
                 keep = alone & ((t - whole[at]).abs() <= c.limit) & (at.bincount(minlength=len(whole))[at] == 1)
@@ -495,55 +514,42 @@ class Step:
                 (n, mine, its), t = self.index[place, name], self.ranks[place]["backward"].get(name, ())
                 if len(its) and len(t) == n and len(whole) == len(self.one["forward"][name]):
                     pairs[place] = t[mine], whole[its]
-            c = Compared(self, "backward", name, whole, pairs)
-            factors = factors or {place: c.factor(*pair) or 1 for place, pair in pairs.items()}
-            pairs = {place: (t, its * factors.get(place, min(factors.values()))) for place, (t, its) in pairs.items()}
+            for place, (t, its) in pairs.items() if not factors else ():
+                k = scale(t, its)
+                factors[place] = k if k > 0 and close(t, k * its, 1e-6 * largest(t)) else 1
+            least = min(factors.values(), default=1)
+            pairs = {place: (t, its * factors.get(place, least)) for place, (t, its) in pairs.items()}
             if pairs or some and not any(name in self.ranks[place]["backward"] for place in some):
-                yield Compared(self, "backward", name, whole * min(factors.values(), default=1), pairs, True)
+                yield Compared(self, "backward", name, whole * least, pairs, self.overs)
 
     def loss(self):
         """One that all ranks have, or terms of a sum or mean. Else it is a rank's own, unless a factor has a name."""
-        values = [rank["loss"]["loss"] for rank in self.ranks.values() if rank["loss"] and self.one["loss"]]
-        mean = sum(values) / max(1, len(values))
-        own = any(not close(t, mean, 1e-9 * largest(mean)) for t in values)
-        for over in self.overs[:None if own else 1] if values else ():
-            c = self.scalar("loss", [mean * self.size(over)])
-            if c.over is not None:
-                self.notes += [f"the ranks' losses add up over {self.told_of(over)}"] * bool(over)
-                return [c]
-        c = values and self.scalar("loss", [mean])
-        if own and "=" not in c.words():
-            self.notes.append("the ranks' losses are their own, which make up no mean and no sum")
-            return []
-        return [c] if values else []
+        for c in self.scalar("loss"):
+            values = [t for t, _ in c.pairs.values()]
+            mean = sum(values) / len(values)
+            own = any(not close(t, mean, 1e-9 * largest(mean)) for t in values)
+            k = c.factor(mean, c.whole)
+            over = next((over for over in self.overs[1:] if own and k and math.isclose(k * self.size(over), 1)), None)
+            if over:
+                self.notes.append(f"the ranks' losses add up over {' and '.join(over)}")
+            elif own and not k:
+                self.notes.append("the ranks' losses are their own, which make up no mean and no sum")
+            else:
+                yield Compared(self, "loss", "loss", c.whole, dict.fromkeys(c.pairs, (mean, c.whole)))
 
     def norm(self):
-        values = [rank["norm"]["its square"] for rank in self.ranks.values() if rank["norm"]]
-        return [self.scalar("norm", values)] if values and self.one["norm"] else []
+        return self.scalar("norm")
 
-    def scalar(self, kind, values):
-        (name, whole), = self.one[kind].items()
-        return Compared(self, kind, name, whole, dict(zip(self.ranks, [(t, whole) for t in values])))
-
-    def times(self, k):
-        """A factor, and the fewest sizes that it may be made of."""
-        some = [names for n, names in self.names if k is not None and math.isclose(n, k, rel_tol=self.rounds)]
-        texts = [" x ".join(names) for names in some if len(names) == min(map(len, some))]
-        return {None: "wrong", 0: "zero", 1: "right"}.get(k) or (
-            f"x {k:.{2 if self.bounds else 6}g}" + f" = {' or '.join(texts)}" * bool(texts and texts[0]))
-
-    def told(self, place):
-        return " ".join(f"{axis} {i}" for i, (axis, n) in zip(place, self.user.mesh.items()) if n > 1) or "rank 0"
-
-    def size(self, over):
-        return math.prod([*self.user.mesh.values()][i] for i in over)
-
-    def told_of(self, over):
-        return " and ".join([*self.user.mesh][i] for i in over)
+    def scalar(self, kind):
+        for name, whole in self.one[kind].items():
+            pairs = {place: (rank[kind][name], whole) for place, rank in self.ranks.items() if rank[kind]}
+            if pairs:
+                yield Compared(self, kind, name, whole, pairs)
 
     def decides(self):
-        return [kind for kind in ("weights", "updates", "loss", "norm", "buffers", *["gradients"] * self.user.trusted)
-                if self.wrong[kind]]
+        """Kinds that are wrong, and say so."""
+        return [kind for kind, wrong in self.wrong.items() if wrong and kind not in ("forward", "backward")
+                and (kind != "gradients" or self.user.trusted)]
 
     def cause(self):
         """The kind of the first that is wrong, of a step in which something is: right numbers come from right ones."""
@@ -564,37 +570,32 @@ class Step:
         if modules or kind == "backward" and wrong[0] is found[0]:
             yield "what modules return is right, maybe in another order than the targets: look at the loss"
         for c in found[:found.index(wrong[0])][-1:] if what else ():
-            terms = f": terms of a sum over {self.told_of(c.over)}, which nobody has added up before {wrong[0].name}"
+            terms = f": terms of a sum over {' and '.join(c.over)}, which nobody has added up before {wrong[0].name}"
             yield f"the one before it, {c.name}, is right{terms * bool(c.over)}"
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
 
-def bounds_of(one, moved, eps):
-    """{(kind, name): how far off it may be}, from how far it moves, and at least from the last place of its largest
-    value, or of an update's weight."""
-    for kind in ("held", "updates", "gradients", "loss", "norm") if moved else ():
-        for key, t in one[kind].items():
-            size = largest(one["held"][key] if kind == "updates" else t) if t is not None else 0
-            moves = [largest(other[kind][key] - t) for other in moved if t is not None]
-            yield (kind, key[1] if kind in ("held", "updates", "gradients") else key), FACTOR * max(
-                size * eps, *moves, 0)
-
-
-def judged(steps, new=()):
-    """(whether they are the same, None where nobody can say; the step and the kind of the first that is wrong; why)."""
+def judged(user, ones, ranks, read=(), eps=0):
+    """([Step], whether they are the same, None where nobody can say; the step and the kind of the first that is wrong;
+    why). ones: what one process observes, as it is and then each time its weights move."""
+    one, *moved = ([*by_kind(run)] for run in ones)
+    both = itertools.zip_longest(ranks, read, fillvalue={})
+    layouts, new = zip(*(located(run[0], one[0], some) for run, some in both))
+    steps = [Step(user, one[i], some, layouts, one[max(0, i - 1)], [run[i] for run in moved], eps)
+             for i, some in enumerate(zip(*map(by_kind, ranks)))]
     bad = next((i for i, step in enumerate(steps) if step.decides()), None)
     if bad is None:
-        return True, None, ""
-    before = bad and not steps[0].user.trusted and steps[bad - 1].wrong["gradients"]  # a wrong update follows from them
-    i, kind = (bad - 1, "gradients") if before else (bad, steps[bad].cause())
+        return steps, True, None, ""
+    before = bad and not user.trusted and steps[bad - 1].wrong["gradients"]  # a wrong update follows from them
+    i, kind = first = (bad - 1, "gradients") if before else (bad, steps[bad].cause())
     wrong = steps[i].wrong[kind]
     alike = all(len({tuple(t.tolist()) for t, _ in c.pairs.values()}) == 1 for c in wrong)
-    if kind == "weights" and alike and {c.name for c in wrong} <= {*new}:
-        return None, (i, kind), "parallelize(net) has not taken net's weights"
+    if kind == "weights" and alike and {c.name for c in wrong} <= set().union(*new):
+        return steps, None, first, "parallelize(net) has not taken net's weights"
     if kind != "weights" and any(run["draws"] for step in steps[:i + 1] for run in (step.one, *step.ranks.values())):
-        return None, (i, kind), "the model draws random numbers, as dropout does: switch that off"
-    return False, (i, kind), ""
+        return steps, None, first, "the model draws random numbers, as dropout does: switch that off"
+    return steps, False, first, ""
 
 
 def parts(ranks, micro_batches):
@@ -603,65 +604,61 @@ def parts(ranks, micro_batches):
             for part in torch.tensor(some).chunk(micro_batches)]
 
 
-def compared(job, read):
-    """([Step], what `judged` says of them) of one dtype. read: numbered weights, as ranks read them, once."""
-    moves, eps = range(1 + MOVES * (job.dtype != "fp64")), torch.finfo(DTYPES[job.dtype]).eps
-    user, (ones,) = run(job, moves=moves)
+def report(steps, first):
+    """Lines, up to what is wrong first."""
+    for i, step in enumerate(steps[:first[0] + 1 if first else None], 1):
+        counts = [f"{len(found) - len(step.wrong[kind])} of {len(found)} {kind}"
+                  for kind, found in step.found.items() if found]
+        yield f"step {i}: {', '.join(counts)} equal"
+        yield from (f"    note: {note}" for note in step.notes)
+    if first:
+        yield from (f"    {first[1]}: {text}" for text in step.says(first[1]))
+
+
+def compared(job, dtype, read):
+    """([Step], {"same": ..., "why": ..., "says": lines}) of one dtype. read: numbered weights, as ranks read them."""
+    job.dtype, eps = dtype, 0 if dtype == "fp64" else torch.finfo(DTYPES[dtype]).eps
+    user, (ones,) = run(job, moves=1 + MOVES * bool(eps))
     size = math.prod(user.mesh.values())
-    ranks = [found[0] for found in run(job, size)[1]]
+    ranks = [found for found, in run(job, size)[1]]
     with contextlib.suppress(ValueError):  # then names must do
-        if not read and not user.whole:
-            read += [found[0][0] for found in run(job, size, dtype="fp64", numbered=True)[1]]
-    both = itertools.zip_longest(ranks, read, fillvalue={})
-    places, new = zip(*(located(rank[0], ones[0][0], some) for rank, some in both))
-    for gap in (0, 1e-6)[:1 + user.clips]:  # PyTorch divides by a norm that is 1e-6 larger
-        one, *moved = ones if not gap else run(job, moves=moves, gap=gap)[1][0]
-        steps = [Step(user, one[i], [rank[i] for rank in ranks], places, one[max(0, i - 1)],
-                      bounds_of(one[i], [other[i] for other in moved], eps), eps) for i in range(user.steps)]
-        same, first, why = judged(steps, set().union(*new))
-        if not first or first[1] != "updates":
-            break
-    some = parts([rank[first[0]] for rank in ranks], user.micro_batches) if first and first[1] == "gradients" else []
-    if len(some) > 1 and job.dtype == "fp64":
-        steps[first[0]].pieces = run(job, pieces=(first[0], *some))[1][0][0][0]
-    return steps, (same, first, why)
+        if not read and not user.described:
+            read += [found for ((found,),) in run(job, size, dtype="fp64", numbered=True)[1]]
+    steps, same, first, why = judged(user, ones, ranks, read, eps)
+    if first and first[1] == "gradients" and not eps:
+        some = parts([rank[first[0]] for rank in ranks], user.micro_batches)
+        steps[first[0]].pieces = len(some) > 1 and run(job, pieces=(first[0], *some))[1][0][0][0] or []
+    return steps, {"same": same, "why": why, "says": [*report(steps, first)]}
 
 
-def check(file, dtypes=("fp64",), device="cpu", timeout=180, method="forkserver", everything=False):
-    """{"same": True, False, or None where nobody can say, "why": text, "mesh": {axis: size}, "runs": {dtype: {...}}} of
-    an adapter's file. Raises ValueError if it cannot run."""
+def check(file, dtypes=("fp64",), device="cpu", timeout=180, method="forkserver"):
+    """{"same": True, False, or None where nobody can say, "why": text, "mesh": {axis: size}, "runs": {dtype: {"same",
+    "why", "says": lines}}} of an adapter's file. Raises ValueError if it cannot run."""
     must(os.path.isfile(file), "no such file; give an adapter, with mesh, build, parallelize, batch and loss")
     multiprocessing.set_forkserver_preload(["torch._dynamo"])
-    runs, steps, read, given = {}, {}, [], [*dtypes]
-    for dtype in given:
+    job = SimpleNamespace(file=file, device=device, timeout=timeout, method=method)
+    runs, steps, read, todo = {}, {}, [], [*dtypes]
+    for dtype in todo:
         try:
-            job = SimpleNamespace(file=file, device=device, timeout=timeout, method=method, all=everything, dtype=dtype)
-            steps[dtype], (same, first, why) = compared(job, read)
+            steps[dtype], runs[dtype] = compared(job, dtype, read)
         except ValueError:
-            must(dtype not in dtypes, str(sys.exc_info()[1]))
+            if dtype in dtypes:
+                raise
             break  # this model has no such dtype, and what was seen before remains
-        told = steps[dtype][:first[0] + 1 if first else None]
-        runs[dtype] = {"same": same, "why": why, "notes": [*dict.fromkeys(sum((step.notes for step in told), []))],
-                       "steps": [{kind: [len(some) - len(step.wrong[kind]), len(some)]
-                                  for kind, some in step.found.items() if some} for step in told]}
-        if first:
-            runs[dtype] |= {"step": first[0] + 1, "kind": first[1], "says": [*told[-1].says(first[1])]}
-        if same is False:
-            given += [other for other in [{"fp64": "fp32", "fp32": "bf16"}.get(dtype)] if other and other not in given]
+        if runs[dtype]["same"] is False:
+            todo += {"fp64": {"fp32"}, "fp32": {"bf16"}}.get(dtype, set()) - {*todo}
     same, why = decided(runs, steps)
-    return {"file": file, "mesh": [*steps.values()][0][0].user.mesh, "same": same, "why": why, "runs": runs}
+    return {"file": str(file), "mesh": steps[dtypes[0]][0].user.mesh, "same": same, "why": why, "runs": runs}
 
 
 def decided(runs, steps):
     """(whether they are the same in all dtypes, why)."""
-    right, wrong = ([dtype for dtype in runs if runs[dtype]["same"] is same] for same in (True, False))
-    if len(right + wrong) < len(runs) or not wrong:
-        return None if len(right + wrong) < len(runs) else True, max(run["why"] for run in runs.values())
-    first = steps[wrong[0]]
-    bad = [(c, i) for i, step in enumerate(first) for kind in step.decides() for c in step.wrong[kind]]
+    right, wrong, unknown = ([dtype for dtype in runs if runs[dtype]["same"] is same] for same in (True, False, None))
+    if unknown or not wrong:
+        return None if unknown else True, "".join(runs[dtype]["why"] for dtype in unknown[:1])
+    bad = [(c, i) for i, step in enumerate(steps[wrong[0]]) for kind in step.decides() for c in step.wrong[kind]]
     fewer = [dtype for dtype in right if [*DTYPES].index(dtype) > [*DTYPES].index(wrong[0])]
-    seen = any(c.off() > 4 * steps[dtype][i].bounds.get((c.source, c.name), math.inf)  # as it would be, were it there
-               for dtype in fewer for c, i in bad)
+    seen = any(c.off() > 4 * steps[dtype][i].limit(c.kind, c.name) for dtype in fewer for c, i in bad)
     if fewer and (seen or all(c.off() < 1e-5 * largest(c.whole) for c, _ in bad)):
         return True, (f"in {' and '.join(right)}. In {' and '.join(wrong)} a cast to as many bits is no copy, so what "
                       "is written in place there is the tensor itself; or something is computed in 32 bits")
@@ -670,29 +667,20 @@ def decided(runs, steps):
 
 def lines(found):
     mesh = " x ".join(f"{axis} {n}" for axis, n in found["mesh"].items())
-    (dtype, first), *others = found["runs"].items()
-    yield f"{os.path.basename(found['file'])}: {mesh} beside one process, in {dtype}"
-    for i, step in enumerate(first["steps"], 1):
-        yield f"step {i}"
-        for kind, (equal, of) in step.items():
-            yield f"  {kind:10} {equal} of {of} equal"
-            if (i, kind) == (first.get("step"), first.get("kind")):
-                yield from (f"    {text}" for text in first["says"])
-    yield from (f"  note: {note}" for note in first["notes"])
-    for dtype, one in others:
-        told = f"step {one['step']}, {one['kind']}: {one['says'][0]}" if "step" in one else "the same"
-        yield f"in {dtype}: {told}"
-    verdict = {True: "SAME", False: "NOT THE SAME", None: "NOT COMPARED"}[found["same"]]
-    yield verdict + f": {found['why']}" * bool(found["why"])
+    for dtype, one in found["runs"].items():
+        yield f"{os.path.basename(found['file'])}: {mesh} beside one process, in {dtype}"
+        yield from one["says"]
+    yield {True: "SAME", False: "NOT THE SAME", None: "NOT COMPARED"}[found["same"]] + (
+        f": {found['why']}" * bool(found["why"]))
 
 
-def main(file, dtype, device, timeout, all, json):
+def main(file, dtype, device, timeout, json):
     """Is a parallel model the same as one process? Of a file that says what both are."""
     import torch._dynamo  # noqa: F401  once, or each process would, for its optimizer
     torch.set_num_threads(1)
     try:
         # A copy of this process has imported PyTorch, and nothing of the adapter's.
-        found = check(file, dtype, device, timeout, "fork" if sys.platform == "linux" else "spawn", all)
+        found = check(file, dtype, device, timeout, "fork" if sys.platform == "linux" else "spawn")
     except Exception as problem:  # noqa: BLE001  in the adapter
         print(f"{file}: {problem}", file=sys.stderr)
         sys.exit(2)
@@ -706,7 +694,6 @@ def add_to(parser):
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp64"], help="one after the other")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--timeout", type=float, default=180, help="seconds that ranks have")
-    parser.add_argument("--all", action="store_true", help="whole tracebacks")
     parser.add_argument("--json", action="store_true", help="for programs")
     return parser
 

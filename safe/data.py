@@ -12,12 +12,12 @@ import tempfile
 
 import numpy as np
 
-from further.bpe import END, FILES, LETTERS, read, Tokenizer
-from further.bpe_json import JsonTokenizer, read_whole, WHOLE
+from further.bad_input import BadInput, reject
+from further.bpe import FILES, Tokenizer, WHOLE
 from further.fits import parts_of_sequence
-from further.text import Bytes, split, standard_library
-from safe.files import is_ours, writable, write_blocks
-from safe.sizes import BadInput, reject
+from further.folder import write_blocks
+from further.text import batch, Bytes, split, standard_library
+from safe.files import is_ours, writable
 
 
 class Numbers:
@@ -43,36 +43,11 @@ def open_vocabulary(s, checkpoint):
         if is_bin(s) or not any(os.path.exists(os.path.join(folder, name)) for name in (WHOLE, *FILES)):
             return Numbers() if is_bin(s) else Bytes()
     try:
-        return open_tokenizer(folder)
-    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+        return Tokenizer(folder)
+    except (OSError, ValueError) as error:
         what = f"{os.path.basename(error.filename)}: {error.strerror}" if isinstance(error, OSError) else error
     raise BadInput(f"{flag} {folder}: {what}; give a folder with a GPT-2's, Llama 3's or Qwen's own {WHOLE}, or a "
                    f"GPT-2's {' and '.join(FILES)}" + ", or what needs none: --data TOKENS.bin" * (not s.tokenizer))
-
-
-def open_tokenizer(folder):
-    """The Tokenizer of a folder: of tokenizer.json, as in transformers, else of vocab.json and merges.txt. An error of
-    many kinds if they are damaged."""
-    if not os.path.exists(f"{folder}/{WHOLE}"):
-        contents = read(folder)
-        check_contents(*contents[1:], END)
-        return Tokenizer(folder, contents)
-    *_, how = contents = read_whole(folder)
-    check_contents(*contents[1:4], how["end"])
-    return JsonTokenizer(folder, contents)
-
-
-def check_contents(numbers, merges, special, end):
-    for pair in merges:
-        reject(len(pair) != 2, f"merges.txt: {' '.join(pair)!r} is not two tokens with one space between them")
-    made = {*map("".join, merges)}
-    for token in (*LETTERS.values(), end, *made):
-        reject(token not in numbers, f"the vocabulary has no {token!r}, which its merges make or any text may need")
-    reject(sorted(numbers.values()) != [*range(len(numbers))],
-           f"the tokens are not numbered from 0 to {len(numbers) - 1}")
-    unmade = len(numbers.keys() - made - {*LETTERS.values(), *special})
-    reject(10 * unmade > len(numbers), f"its merges do not make {unmade:,} of the {len(numbers):,} tokens: they may be "
-           "cut short")
 
 
 def check_vocabulary(s, config, vocabulary):
@@ -110,7 +85,7 @@ def bytes_a_token(tokens, vocabulary):
     if not isinstance(vocabulary, Tokenizer) or not len(tokens):
         return 0
     sizes = np.array([len(vocabulary.bytes[number]) for number in range(len(vocabulary))])
-    sizes[vocabulary.numbers[vocabulary.end]] = 1
+    sizes[vocabulary.end_token] = 1
     return sizes[tokens[:1 << 24]].mean()
 
 
@@ -130,10 +105,9 @@ def load_data(s, vocabulary, left_out=None):
            f"{where} is no file or folder: give one")  # each rank reads it, and a pipe can be read once
     reject(s.pack and vocabulary.end_token is None, f"--pack: in {where} no end token stands between documents: give "
            "text, or leave --pack out")
-    reject(s.tokens and not is_bin(s), f"--tokens {s.tokens} is for a .bin, and {where} is text: leave --tokens out")
     try:
         if is_bin(s):
-            tokens = read_bin(s.data, s.tokens)
+            tokens = read_bin(s)
         else:
             texts = read_texts(files_of(s), left_out)
             bytewise = isinstance(vocabulary, Bytes)
@@ -155,31 +129,26 @@ def files_of(s):
     return [*files_in(data, {pathlib.Path(folder).resolve() for folder in written if folder} - {data, *data.parents})]
 
 
+RUNS = {"run.json", "log.jsonl", "manifest.json"}  # where a run has written one of these, all is the run's
+
+
 def files_in(folder, seen):
-    """What lies in a folder, also behind links, but neither hidden files nor hidden folders, nor what a run has
-    written. Each folder is read once, whatever links lead there, and those in `seen` are not."""
+    """What lies in a folder, also behind links, but neither hidden files nor hidden folders, nor what train.py or
+    further.bpe have written. Each folder is read once, whatever links lead there, and those in `seen` are not."""
     def stop(error):
         raise error
 
     for here, folders, names in os.walk(folder, followlinks=True, onerror=stop):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         here = pathlib.Path(here)
-        written = written_by_runs(here, names)
-        if here.resolve() in seen or written & {*RUNS} and here != folder:
+        written = {name for name in names if is_ours(here / name)}
+        if {*FILES} <= {*names}:
+            written |= {*FILES}
+        if here.resolve() in seen or written & RUNS and here != folder:
             folders.clear()
         else:
             seen = seen | {here.resolve()}
             yield from (here / name for name in names if not name.startswith(".") and name not in written)
-
-
-RUNS = "run.json", "log.jsonl", "manifest.json"  # where a run has written one of these, all is the run's
-
-
-def written_by_runs(folder, names):
-    """Those of a folder's files that train.py or further.bpe have written."""
-    vocabulary = {*FILES} if {*FILES} <= {*names} else set()
-    encoded_there = {name for name in names if re.fullmatch(r"tokens-[0-9a-f]{16}\.bin", name)}
-    return vocabulary | encoded_there | {name for name in names if is_ours(folder / name)}
 
 
 def read_texts(files, left_out):
@@ -188,11 +157,10 @@ def read_texts(files, left_out):
     texts = []
     for file in sorted(files):
         text = file.read_bytes() if file.is_file() or len(files) == 1 else b"\0"
-        text = text.removeprefix(codecs.BOM_UTF8)
         if b"\0" in text:
             left_out.append(file.name)
         else:
-            texts.append(text)
+            texts.append(text.removeprefix(codecs.BOM_UTF8))
     return texts
 
 
@@ -202,13 +170,13 @@ def about_left_out(names):
     return f"left out, as no text: {', '.join(names[:3])}{others}" * bool(names)
 
 
-def read_bin(path, asked):
-    """The tokens of a .bin, mapped: numbers of uint16, or of what --tokens says, and nothing else."""
-    kind = asked or "uint16"
-    size = os.path.getsize(path)
-    reject(size == 0 or size % np.dtype(kind).itemsize, f"--data {path}: {size} bytes are no {kind} tokens; give "
-           "tokens, or a text under another name than .bin")
-    return np.memmap(path, kind, "r")
+def read_bin(s):
+    """The tokens of a .bin, mapped: numbers of uint16, for a vocabulary above 65,536 of uint32, and nothing else."""
+    kind = np.dtype(np.uint32 if (s.vocab_size or 0) > 1 << 16 else np.uint16)
+    size = os.path.getsize(s.data)
+    reject(size == 0 or size % kind.itemsize, f"--data {s.data}: {size} bytes are no {kind} tokens; give tokens, or a "
+           "text under another name than .bin")
+    return np.memmap(s.data, kind, "r")
 
 
 def check_data(s, config, train, held_out, vocabulary):
@@ -235,45 +203,73 @@ def check_tokens(s, tokens, vocab_size):
     reject(largest >= vocab_size, f"--data holds token {largest}: give {instead}")
 
 
+def checked_batch(s, vocab_size, data, device):
+    """A batch(...) as further.text's, of data whose tokens the model knows, and whose file stays as it is: to read one
+    that has been cut would end the process, by SIGBUS."""
+    on_gpu = device.type == "cuda"
+    def state():
+        files = [os.stat(part.filename) for part in data if isinstance(part, np.memmap)]
+        return [(file.st_size, file.st_mtime_ns) for file in files]
+
+    before = state()
+
+    def checked(*args):
+        reject(state() != before, f"--data {s.data or '(the standard library)'}: its tokens were written over while "
+               "they were read: start again with a file that stays as it is")
+        rows = batch(*args)
+        for t in rows:
+            check_tokens(s, t, vocab_size)
+        # A copy from pageable memory makes the CPU wait, and then the GPU.
+        return [t.contiguous().pin_memory() for t in rows] if on_gpu else rows
+
+    return checked
+
+
 # --------------------------------------------------------------------------------------------------- text encoded once
 
 PART = 1 << 22  # letters that are encoded at a time, because that takes 16 bytes of memory for each
-LINE_END = re.compile(r"(?<=[^\W_])\n")  # before it a piece ends, whatever follows. (Llama 3's signs take it along.)
+# Where a piece ends whatever stands around: behind the one line end after a sign or a word; before that after a word
+# (Llama 3's signs take it along); before a space.
+ENDS = r"(?<=\S\n)(?=\S)|(?<=[^\W_])(?=\r?\n)"
 _encoded = {}  # key of text and vocabulary: tokens; a rank that was forked from its launcher finds them here
 
 
 def encoded(s, texts, vocabulary):
     """The tokens of texts, uint16 or uint32. Of a node's processes one encodes. With --out it leaves them there in a
-    .bin, for the others and for later runs with the same text and vocabulary."""
+    .bin, for the others and for later runs with the same text and vocabulary. Its name says how many there are."""
     key = hashlib.sha256()
-    ends = [vocabulary.begin, vocabulary.end] if vocabulary.begin or vocabulary.end != END else []  # not in all files
-    for part in (*map(str.encode, [*vocabulary.files.values(), *ends]), *texts):
+    for part in (*map(str.encode, [*vocabulary.files.values(), vocabulary.begin, vocabulary.end]), *texts):
         key.update(part)
         key.update(b"\0")  # no text has a zero byte
     key = key.hexdigest()[:16]
-    path = pathlib.Path(s.out, f"tokens-{key}.bin")
+    dtype = vocabulary.array_of("").dtype
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # where there are no locks, each process encodes
             file = stack.enter_context(open(f"{tempfile.gettempdir()}/ringgpt-{os.getuid()}-{key}.lock", "w"))
             fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies
-        if s.out and path.exists():
-            return np.memmap(path, vocabulary.array_of("").dtype, "r")
+        for path in pathlib.Path(s.out).glob(f"tokens-{key}-*.bin") if s.out else ():
+            count = int(path.stem.rpartition("-")[2])
+            if os.path.getsize(path) == count * dtype.itemsize:  # else it has been cut short
+                return np.memmap(path, dtype, "r")
         if key not in _encoded:
-            parts = ["", *parts_of(vocabulary.joined(texts))]
+            parts = ["", *parts_of(vocabulary.joined(texts), vocabulary.special)]
             _encoded[key] = np.concatenate([vocabulary.array_of(part) for part in parts])
         tokens = _encoded[key]
         if s.out and len(tokens):  # the file has its name when it is whole, though other nodes may write it, too
             with writable(s.out, "--out"), tempfile.TemporaryDirectory(dir=s.out, prefix=".tokens-") as own:
-                write_blocks(f"{own}/tokens.bin", [tokens.data])
-                os.replace(f"{own}/tokens.bin", path)
+                with contextlib.suppress(FileNotFoundError):  # another node may take the folder for a killed run's
+                    write_blocks(f"{own}/tokens.bin", [tokens.data])
+                    os.replace(f"{own}/tokens.bin", f"{s.out}/tokens-{key}-{len(tokens)}.bin")
     return tokens
 
 
-def parts_of(text, size=PART):
-    """Cut a text into parts of about `size` letters, each encoded as it is in the whole: no piece lies in two."""
+def parts_of(text, special=(), size=PART):
+    """Cut a text into parts of about `size` letters, each encoded as it is in the whole: no piece lies in two, and no
+    special token."""
+    ends = re.compile(ENDS if any(" " in token for token in special) else rf"{ENDS}|(?<=\S)(?= )")
     start = 0
     while start < len(text):
-        found = LINE_END.search(text, start + size)
+        found = ends.search(text, start + size)
         end = found.start() if found else len(text)
         yield text[start:end]
         start = end

@@ -1,8 +1,8 @@
-"""The command line of the whole program: every flag, and one line for each that cannot be obeyed."""
+"""The command line of the whole program: every flag, and one line for each that cannot be obeyed.
+
+What divides what stands in further/fits.py; here is what only the whole program has, and what a machine cannot do."""
 
 import argparse
-import dataclasses
-import math
 import os
 import pathlib
 import sys
@@ -13,23 +13,21 @@ import torch
 
 import kernels
 import parallel
-from further.fits import multiple, what_muon_needs, what_ranks_divide, what_stages_divide
+from further.fits import multiple, refuse_misfit
 from further.flags import config_of, dashed, device_for, flag, Flags, processes_of
 from further.lists import check, lower, read_schedule, schedule_of
-from further.refusals import AT_LEAST_1
 from safe.files import tell
-from safe.huggingface import open_hf, shortened
-from safe.sizes import BadInput, check_sizes, checked_use, reject, reject_misfit
+from safe.huggingface import check_sizes, open_hf, shortened
+from further.bad_input import BadInput, reject
 
 
-# -------------------------------------------------------------------------------------------------- settings, bad input
+# ------------------------------------------------------------------------------------------------------------- settings
 
 @dataclass
 class Settings(Flags):
-    """Every flag of the command line: those of train.py, and those that only the whole program has."""
+    """Every flag of the command line: those of the reference, and those that only the whole program has."""
     data: str = flag("", "a text file, a folder of text, or a .bin of tokens; left out, the source of Python's "
                          "standard library. The last 10 %% are held out")
-    tokens: str = flag(None, "width of the numbers of a .bin (uint16)", choices=["uint16", "uint32"])
     tokenizer: str = flag("", "folder with tokenizer.json, or a GPT-2's vocab.json and merges.txt; left out, those "
                               "beside the weights of --init-from or --resume, or else tokens are bytes")
     out: str = flag("", "folder for log.jsonl, index.html with its curves, and checkpoints; the same command again "
@@ -37,7 +35,7 @@ class Settings(Flags):
     resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, in --out. Flags "
                            "that decide the losses (data, sizes, --lr ...) keep its values if they are left out",
                        nargs="?", const="newest", metavar="PATH")
-    init_from: str = flag("", "start from the weights, and with the sizes, of this Hugging Face GPT-2 folder")
+    init_from: str = flag("", "start from the weights, and with the sizes, of this Hugging Face folder of a GPT-2")
     dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters; fp8: bf16, and blocks' products in 8 "
                               "bits", choices=list(parallel.PRECISIONS))
     trace: str = flag("", "folder for trace.json: what every rank ran in the third step, for Perfetto")
@@ -58,11 +56,12 @@ class Settings(Flags):
 def refuse(program, problem):
     """End this process with exit code 2. The first rank of each node says why, in one line, because a file may be
     missing on one node alone. Another rank speaks if it has not been ended by then, because it alone refuses."""
-    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+    rank = os.environ.get("RANK", "0")
+    if os.environ.get("LOCAL_RANK", rank) == "0":
         tell(f"{program}: {problem}", sys.stderr)
     else:
         time.sleep(2)  # torchrun ends all ranks when one has exited, so the rank that prints has to be the first
-        tell(f"{program}: rank {os.environ.get('RANK')}: {problem}", sys.stderr)
+        tell(f"{program}: rank {rank}: {problem}", sys.stderr)
     sys.exit(2)
 
 
@@ -71,33 +70,18 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(message.removeprefix("argument ") + "; see --help")
 
 
-def check_numbers(s):
-    """Reject numbers that are wrong whatever the other flags are."""
-    for f in dataclasses.fields(s):
-        given = getattr(s, f.name)
-        least = int(f.name in AT_LEAST_1 or f.name == "timeout")
-        reject(f.type in (int, float) and given is not None and not least <= given <= 1e9,  # nan and inf, too
-               f"{dashed(f.name)} {given}: must be between {least} and a billion: give e.g. {dashed(f.name)} "
-               f"{f.default or 2}")
-    reject(s.lr < s.min_lr, f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}: give e.g. --min-lr {s.lr / 10:g}")
+# ---------------------------------------------------------------------------------------------------------------- model
 
-
-SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "inner", "seq_len", "vocab_size", "experts", "top_k",
-         "expert_every", "shared_experts")
-LONGEST = 2048  # tokens of a sequence, if only a folder says how many: 16 of a Qwen's 32,768 have 320 GB of logits
 # Sizes that mean nothing in a model without experts.
 NEED_EXPERTS = "top_k", "expert_every", "shared_experts"
+SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "inner", "seq_len", "vocab_size", "experts", *NEED_EXPERTS)
+LONGEST = 2048  # tokens of a sequence, if only a folder says how many: 16 of a Qwen's 32,768 have 320 GB of logits
 
 
 def model_config(s, checkpoint=None, open_folder=open_hf):
     """(GPTConfig, source of initial weights or None) that the settings ask for. checkpoint: the one of --resume."""
     if not checkpoint and not s.init_from:
-        try:
-            config = config_of(s)
-        except ValueError as error:
-            raise BadInput(str(error)) from None
-        reject(config.arch == "llama" and config.experts and s.out, "--out: a Llama with --experts has no name in "
-               "transformers: leave --experts out, or give --plain")
+        config = config_of(s)
         reject(s.n_kv_head is not None and config.arch == "gpt2", f"--n-kv-head {s.n_kv_head} is for a Llama: give "
                "--arch llama, too")
         for name in NEED_EXPERTS:
@@ -107,17 +91,8 @@ def model_config(s, checkpoint=None, open_folder=open_hf):
         return config, None
     reject(checkpoint and s.init_from, f"--init-from {s.init_from} beside --resume: leave --init-from out, or leave "
            "--resume out")
-    try:
-        config, source = (checkpoint.config, checkpoint.source) if checkpoint else open_folder(s.init_from)
-    except (ValueError, OSError) as error:
-        goes_on = s.out and any(pathlib.Path(s.out).glob("step-*"))
-        instead = "; to go on in --out, leave --init-from out and add --resume" * bool(goes_on)
-        raise BadInput(f"--init-from {s.init_from}: {error}{instead}") from None
+    config, source = (checkpoint.config, checkpoint.source) if checkpoint else open_weights(s, open_folder)
     where = "--resume" if checkpoint else "--init-from"
-    seq_len = LONGEST if s.seq_len is None and config.arch == "llama" else s.seq_len
-    if not checkpoint and seq_len is not None and seq_len < config.seq_len:
-        config, source = shortened(config, source, seq_len)
-        check_sizes(config, dashed)
     for name in (*SIZES, "activation", "arch"):
         value = getattr(s, name)
         there = config.hidden if name == "inner" else getattr(config, name, "none")
@@ -127,73 +102,77 @@ def model_config(s, checkpoint=None, open_folder=open_hf):
     return config, source
 
 
-def check_layout(s, config, world, local_world):
-    """Reject a layout whose sizes do not divide or that needs more GPUs than there are. Fills in s.dp, s.device and
-    s.cuda_graphs. Returns how many processes the layout needs."""
-    processes = processes_of(s, world)
-    store, restarts = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("USE_AGENT_STORE", "MAX_RESTARTS"))
-    # Torchrun keeps that store over restarts, with the addresses of the processes that died (pytorch #135712).
-    reject(world > local_world and store == "True" and restarts != "0", "--max-restarts on several nodes: processes "
-           "that are started again would not meet; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes")
-    check_parts(s, config, world, local_world, processes)
-    check_schedule(s, config)
-    check_device(s, config, world, local_world, processes)
-    return processes
-
-
-def check_parts(s, c, world, local_world, processes):
-    """Reject numbers of ranks that do not divide what they cut."""
-    others = s.tp * s.pp * s.cp
-    instead = f"--dp {world // others}" if world % others == 0 else "--tp 1 --pp 1 --cp 1 and leave --dp out"
-    reject(world not in (1, processes), f"--dp {s.dp} x --tp {s.tp} x --pp {s.pp} x --cp {s.cp} needs {processes} "
-           f"processes, {world} were started: give {instead}")
-    reject(s.recompute_blocks and s.recompute == "none", f"--recompute-blocks {s.recompute_blocks} says how "
-           "many blocks, not what of them runs again: give --recompute mlp, too")
-    reject(world > local_world and local_world % s.tp, f"--tp {s.tp} would reach over the edge of a node with "
-           f"{local_world} processes, though tp sends in every layer: give --tp {math.gcd(s.tp, local_world)}")
-    reject_misfit(what_ranks_divide(s, c, world))
-
-
-def check_schedule(s, config):
-    """Reject a schedule that makes no lists for these ranks, micro-batches and stages, or lists that cannot finish."""
+def open_weights(s, open_folder):
+    """(config, source) of --init-from, with no longer sequences than --seq-len asks for."""
     try:
-        if s.schedule_file:
-            s.schedule = read_schedule(s)
-    except ValueError as problem:
-        raise BadInput(problem) from None
-    reject_misfit(what_stages_divide(s, config))
+        reject(not os.path.isdir(s.init_from), "no such folder; GPT-2's comes by `git clone` (with git-lfs) from "
+               "https://huggingface.co/openai-community/gpt2")
+        config, source = open_folder(s.init_from)
+    except (ValueError, OSError) as error:
+        goes_on = s.out and any(pathlib.Path(s.out).glob("step-*"))
+        instead = "; to go on in --out, leave --init-from out and add --resume" * bool(goes_on)
+        raise BadInput(f"--init-from {s.init_from}: {error}{instead}") from None
+    seq_len = LONGEST if s.seq_len is None and config.arch == "llama" else s.seq_len
+    if seq_len is not None and seq_len < config.seq_len:
+        config, source = shortened(config, source, seq_len)
+        check_sizes(config, dashed)
+    return config, source
+
+
+# --------------------------------------------------------------------------------------------------------------- layout
+
+def check_layout(s, config, world, local_world):
+    """Reject a layout whose sizes do not divide, or that this machine cannot take. Fills in s.dp, s.schedule, s.device,
+    s.fast and s.cuda_graphs. Returns how many processes the layout needs."""
+    processes = processes_of(s, world)
+    if s.schedule_file:
+        s.schedule = read_schedule(s)
+    refuse_misfit(s, config, dashed, world, local_world if world > local_world else 0)
     try:
         check(lower(schedule_of(s.schedule)(s.pp, s.micro_batches, s.virtual_stages)), s.micro_batches)
     except ValueError as problem:  # a ScheduleError has several lines, which show its author where it stops
         raise BadInput(f"--schedule {s.schedule}: {problem}; give --micro-batches "
                        f"{multiple(s.micro_batches, s.pp)}") from None
+    store, restarts = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("USE_AGENT_STORE", "MAX_RESTARTS"))
+    # Torchrun keeps that store over restarts, with the addresses of the processes that died (pytorch #135712).
+    reject(world > local_world and store == "True" and restarts != "0", "--max-restarts on several nodes: processes "
+           "that are started again would not meet; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes")
+    check_device(s, config, world, local_world if world > 1 else processes)
+    return processes
 
 
-def check_device(s, config, world, local_world, processes):
-    """Reject kernels, graphs or processes that this machine's devices cannot take. Fills in s.device and
-    s.cuda_graphs."""
-    local = local_world if world > 1 else processes
+def check_device(s, config, world, local):
+    """Reject what this machine's devices cannot take. Fills in s.device, s.fast and s.cuda_graphs. local: how many
+    processes are here."""
     gpus = gpus_here()
     short = f"need as many GPUs and it has {gpus}: give --device cpu"
-    reject(world > local_world and s.device == "auto" and 0 < gpus < local,  # not the CPU: other nodes may have GPUs
+    reject(world > local and s.device == "auto" and 0 < gpus < local,  # not the CPU: other nodes may have GPUs
            f"--device auto: {local} processes on this node {short}")
     s.device = device_for(s.device, local)
+    reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
+           + f", or a layout of {gpus}" * (gpus > 0))
     choose_edition(s)
     able = s.device == "cuda" and s.fast == "on" and replayable(s, config)
-    on_triton = kernels.HAVE_TRITON and s.dtype != "fp64" and (kernels.INTERPRETED or s.device == "cuda")
     reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --fast on and no --experts: "
            "leave it out")
-    reject(s.kernels == "triton" and not on_triton, "--kernels triton is for CUDA, or TRITON_INTERPRET=1, in fp32, "
-           "bf16 or fp16, and needs the package triton: give --kernels auto")
+    s.cuda_graphs = "on" if able and s.cuda_graphs != "off" else "off"
+    reject(s.kernels == "triton" and s.dtype == "fp64", "--kernels triton computes in fp32, bf16 or fp16: give "
+           "--kernels auto")
+    checked_use(s.kernels)
     reject(s.kernels == "triton" and config.head_dim not in kernels.HEAD_DIMS, f"--kernels triton: --n-embd "
            f"{config.n_embd} / --n-head {config.n_head} is a head dim of {config.head_dim}, and attention's kernel "
            f"takes {', '.join(map(str, kernels.HEAD_DIMS))}: give --kernels auto")
-    reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
-           + f", or a layout of {gpus}" * (gpus > 0))
-    check_fp8(s, config)
-    reject_misfit(what_muon_needs(s, config))
-    checked_use(s.kernels)
-    s.cuda_graphs = "on" if able and s.cuda_graphs != "off" else "off"
+    if s.dtype == "fp8":
+        check_fp8(s, config)
+
+
+def checked_use(choice):
+    """As kernels.use, but BadInput for a choice that this machine cannot take."""
+    reject(choice not in ("auto", "torch", "triton"), f"kernels '{choice}' are not one of auto, torch, triton")
+    able = kernels.HAVE_TRITON and (kernels.INTERPRETED or torch.cuda.is_available())
+    reject(choice == "triton" and not able, "--kernels triton needs the package triton, and a CUDA GPU, or "
+           "TRITON_INTERPRET=1, which runs them slowly on the CPU: give --kernels auto")
+    kernels.use(choice)
 
 
 def choose_edition(s):
@@ -209,8 +188,6 @@ def replayable(s, config):
 
 def check_fp8(s, c):
     """Reject --dtype fp8 where a product cannot have 8 bits."""
-    if s.dtype != "fp8":
-        return
     able = s.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9) and kernels.HAVE_TRITON
     reject(not able or s.kernels == "torch" or s.fast == "off", "--dtype fp8 is for the kernels of --fast on, on "
            "GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16")

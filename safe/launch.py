@@ -6,9 +6,10 @@ import multiprocessing
 import os
 import pathlib
 import re
+import resource
 import signal
-import socket
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -19,7 +20,7 @@ import torch.distributed as torch_dist
 from collectives import meeting_place
 from further.refusals import set_by_torchrun, started_by_tasks
 from safe.files import tell
-from safe.sizes import BadInput, reject
+from further.bad_input import BadInput, reject
 
 
 # --------------------------------------------------------------------------------------------------- starting processes
@@ -42,7 +43,6 @@ def started():
             continue
         os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stdout or open(os.devnull, "w")
-    check_interfaces()
     rank, world, whole = set_by_torchrun()
     if whole:
         return int(world)
@@ -54,32 +54,6 @@ def started():
     reject((rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no MASTER_ADDR "
            "and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
     return 1
-
-
-def check_interfaces():
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    for name in filter(None, names.split(",")):
-        try:
-            torch_dist.ProcessGroupGloo.create_device(interface=name)
-        except RuntimeError:
-            no_interface(f"GLOO_SOCKET_IFNAME {names}", name)
-    # NCCL takes beginnings of names; after "=" whole names; after "^" those that it shall not take. One suffices.
-    names = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    if not names or names.startswith("^") or not torch.cuda.is_available():
-        return
-    matches = str.__eq__ if names.startswith("=") else str.startswith
-    wanted = [name.partition(":")[0] for name in names.removeprefix("=").split(",")]  # a port may follow
-    if not any(matches(name, begin) for name in interfaces() for begin in wanted):
-        no_interface(f"NCCL_SOCKET_IFNAME {names}", ",".join(wanted))
-
-
-def interfaces():
-    return [name for _, name in socket.if_nameindex()]
-
-
-def no_interface(given, name):
-    raise BadInput(f"{given}: {name} is no network interface with an address; there are {', '.join(interfaces())}: "
-                   "name one of them, or unset it")
 
 
 def cores(root="/"):
@@ -104,19 +78,41 @@ def quotas(folder):
     return []
 
 
+def check_room(processes):
+    """BadInput where a machine has no place for a launcher's files, or allows too few of them."""
+    try:
+        tempfile.gettempdir()
+    except OSError:
+        raise BadInput("no folder takes temporary files, which torchrun has: set TMPDIR to one that can be written"
+                       ) from None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 64 + 4 * processes
+    if soft < needed <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    reject(hard < needed, f"{processes} processes need {needed} open files each, and {hard} are allowed: give ulimit "
+           f"-n {needed}")
+
+
+# What a scheduler, a closed terminal or a limit of time sends: the step ends, is saved, and the run with it.
+ENDS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
+TAKEN = [signal.SIGINT, signal.SIGQUIT, *ENDS]  # by a launcher, which hands them on to its ranks
+
+
 def start_again(processes, saved=lambda: True):
     """Run this command line again as `torchrun --nproc_per_node processes` would, in this process's place, and exit.
 
-    SIGTERM and SIGHUP go on to the ranks, which have 30 s to save and end; then the exit code is 0 if `saved()` says
+    ENDS go on to the ranks, which have 30 s to save and end; then the exit code is 0 if `saved()` says
     so. A rank without an error must return or call sys.exit(0): the launcher waits for the result of a forked one.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    check_room(processes)
     keep_quiet()
     end_with_launcher()
     forget_launcher()
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(signal.Signals(number).name for number in TAKEN)
     if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,.*)?", os.environ.get("OMP_NUM_THREADS", "")):
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup, but torchrun would handle it
@@ -130,15 +126,17 @@ def start_again(processes, saved=lambda: True):
         os.register_at_fork(after_in_child=forked)
         words = ["--run-path", "--start-method", "fork", program]
     # The address, because ranks would look up a machine name that may not resolve.
-    flags = ["--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", str(processes)]
+    flags = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
+             "--nproc_per_node", str(processes)]
     try:
         with second_interrupt_quits():  # ranks end with this process
             run.run(run.parse_args([*flags, *words, *sys.argv[1:]]))
     except ChildFailedError as error:  # the rank itself has said what happened
         rank, failure = error.get_first_failure()
-        sys.exit(f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped")
+        by_itself = failure.exitcode > 0
+        sys.exit(by_itself or f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped")
     except (SignalException, KeyboardInterrupt) as stop:
-        if getattr(stop, "sigval", None) in (signal.SIGTERM, signal.SIGHUP):
+        if getattr(stop, "sigval", None) in ENDS:
             sys.exit(0 if saved() else 1)
         sys.exit(130)
     sys.exit(0)
@@ -166,8 +164,12 @@ _imported = threads()
 def may_fork():
     """Whether ranks can be forked from this process. They cannot if it has started threads since the imports, as the
     first large tensor does on several cores, because a fork copies no threads and PyTorch would wait for them for ever.
-    They cannot if there are GPUs, because CUDA does not survive a fork."""
-    return 0 < threads() == _imported and not torch.cuda.is_available()
+    They cannot if there are GPUs, because CUDA does not survive a fork, nor without /dev/shm, where a fork's queues
+    have their locks."""
+    with contextlib.suppress(OSError):
+        multiprocessing.Lock()
+        return 0 < threads() == _imported and not torch.cuda.is_available()
+    return False
 
 
 def is_forked():
@@ -177,8 +179,8 @@ def is_forked():
 
 def forked():
     """Undo in a forked rank what belongs to its launcher: signal handlers, and a thread for each core."""
-    for name in signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT:
-        signal.signal(name, signal.SIG_DFL)
+    for number in TAKEN:
+        signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # a number a level of nesting
 
@@ -225,7 +227,7 @@ def end_after_sigterm():
 
 def end_with_launcher():
     """Let the system kill this process when the one that started it dies, by SIGKILL too, so that no orphan stays."""
-    if sys.platform == "linux" and "RANK" in os.environ:
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # the thread of another launcher may end first
         import ctypes
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; at SIGTERM a rank would save and exit with 0
 
@@ -233,7 +235,9 @@ def end_with_launcher():
 def settled_rendezvous(device_type, timeout):
     """For `dist.initialize`: as collectives.meeting_place, after what lets a run end cleanly."""
     end_with_launcher()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank, even inside a receive, and without a traceback
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # Ctrl-C ends a rank, also in a receive, with no traceback
+        by_default = os.getpid() != 1  # the kernel keeps from process 1, a container's first, what it does not handle
+        signal.signal(signal.SIGINT, signal.SIG_DFL if by_default else lambda *_: os._exit(130))
     c10d = torch_dist.distributed_c10d  # new groups get these, and not the timeout of init_process_group
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout)
     if device_type == "cuda":

@@ -17,13 +17,13 @@ import string
 import time
 
 from safe.files import keep_others
-from safe.sizes import BadInput
+from further.bad_input import BadInput
 
 LOOK = pathlib.Path(__file__).parent.parent / "assets/run.html"
-LOSSES = {"loss": "loss", "val_loss": "validation loss"}
-CURVES = LOSSES | {"grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_s": "tokens/s", "mfu": "MFU"}
+CHARTS = {  # title: {key of a log's entry: its curve's name}
+    "loss": {"loss": "training", "val_loss": "validation"}, "gradient norm": {"grad_norm": ""},
+    "learning rate": {"lr": ""}, "tokens/s": {"tokens_per_s": ""}, "MFU": {"mfu": ""}}
 MOST = 500  # points of a curve, more than a screen shows
-PLACES = 100  # at which the mouse finds a curve's numbers
 
 
 def entries_of(folder):
@@ -53,26 +53,15 @@ def ticks(low, high):
     return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def hover(points, x_of):
-    """Html of what appears under the mouse: a line, the step, the curve's number there. It is there from the beginning
-    and hidden, so the page needs no script."""
-    shown = points[:-1:len(points) // PLACES + 1] + points[-1:]
-    out, half = "", 270 / len(shown) + 1
-    for step, value in shown:
-        x = x_of(step)
-        out += (f'<g class="at"><rect x="{x - half:.1f}" y="0" width="{2 * half:.1f}" height="176"/>'
-                f'<path d="M{x:.1f} 15V175"/><text x="615" y="10" text-anchor="end">step {step}: '
-                f'<tspan class="curve">{value:.5g}</tspan></text></g>')
-    return out
-
-
-def chart(title, points, resumed=()):
-    """Html of a run's curve. resumed: steps after which the run was started again."""
-    steps, values = zip(*points)
+def chart(title, curves, resumed=()):
+    """Html of a run's curves, {name: points}, over the same steps. resumed: steps after which the run was started
+    again."""
+    steps, values = zip(*(point for points in curves.values() for point in points))
     left = min(steps)
     low = min(values)
     width = max(steps) - left or 1
     height = max(values) - low or 1
+
     def x_of(step):
         return 70 + 540 * (step - left) / width
 
@@ -91,43 +80,42 @@ def chart(title, points, resumed=()):
         if left <= step <= max(steps):
             axes += (f'<path class="resumed" d="M{x_of(step):.1f} 15V175"><title>resumed after step {step}</title>'
                      '</path>')
-    path = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in points)
-    return (f'<figure><figcaption>{title}<br><span class="curve">{values[-1]:.5g}</span></figcaption>'
+    lines = last = ""
+    for kind, (name, points) in zip(("curve", "curve other"), curves.items()):
+        path = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in points)
+        lines += f'<polyline class="{kind}" points="{path}"/>'
+        last += f'<span class="{kind}">{f"{name} " if name else ""}{points[-1][1]:.5g}</span> '
+    return (f'<figure><figcaption>{title}<br>{last}</figcaption>'
             f'<svg viewBox="0 0 640 196" role="img" aria-label="{title}"><path d="M70 15V175H615"/>{axes}'
-            f'<text x="62" y="191" text-anchor="end">step</text><polyline class="curve" points="{path}"/>'
-            f'{hover(points, x_of)}</svg></figure>\n')
+            f'<text x="62" y="191" text-anchor="end">step</text>{lines}</svg></figure>\n')
 
 
 def sign_of_life(pause):
     """Html of when a run wrote its page. pause: the longest time, in seconds, that it let pass so far. If far more have
     passed for who looks at the page, the text is another."""
-    now = time.time()
-    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    # Only the reader's clock is asked: since when has this tab had the same page, which loads itself anew?
     return (f'<p id="sign">Written {when}; no pause before was longer than {pause:.0f} s.</p>\n'
-            f'<script>if (Date.now() / 1000 - {now:.0f} > {max(60, 10 * pause):.0f}) sign.textContent = '
+            f'<script>const first = sessionStorage.getItem("{when}"), since = first ?? Date.now();\n'
+            f'sessionStorage.setItem("{when}", since);\n'
+            f'if (Date.now() - since > {max(60, round(10 * pause))}000) sign.textContent = '
             f'"No sign of life since {when}, though no pause before was longer than {pause:.0f} s: '
             'the run was killed, hangs, or does something that takes very long.";</script>\n')
 
 
 def page_of(title, entries, more="", sign=""):
-    """Html of a run's entries, a picture a curve. sign: of life, of a run that goes on."""
+    """Html of a run's entries. sign: of life, of a run that goes on; else the page says where the run has ended."""
     unit = [entry["unit"] for entry in entries if "unit" in entry][-1:] or ["token"]
     resumed = sorted({entry["after_step"] for entry in entries if entry.get("after_step")})
     charts = ""
-    for key, name in CURVES.items():
-        if points := points_of(entries, key):
-            charts += chart(name + f", nats a {unit[0]}" * (key in LOSSES), points, resumed)
+    for name, keys in CHARTS.items():
+        curves = {own: points for key, own in keys.items() if (points := points_of(entries, key))}
+        if curves:
+            charts += chart(name + f", nats a {unit[0]}" * (name == "loss"), curves, resumed)
     return string.Template(LOOK.read_text()).substitute(
-        title=html.escape(title), charts=charts, more=more, sign=sign,
+        title=html.escape(title), charts=charts, more=more,
+        sign=sign or f"<p>Ended, after step {max((entry['step'] for entry in entries), default=0)}.</p>\n",
         refresh='<meta http-equiv="refresh" content="10">' * bool(sign))
-
-
-def memory_table(entries):
-    """Html of a rank's memory, of the last start that has measured it."""
-    found = [entry for entry in entries if "measured_bytes" in entry][-1:]
-    rows = "".join(f"<tr><th>{kind}<td>{entry['predicted_bytes'][kind] / 2**20:,.1f}<td>{measured / 2**20:,.1f}"
-                   for entry in found for kind, measured in entry["measured_bytes"].items())
-    return rows and f"<table><tr><th>MiB of a rank<th>predicted<th>measured{rows}</table>\n"
 
 
 def write_page(path, text):
@@ -169,7 +157,7 @@ class Page:
             keep_others(path, "--out")
             entries = entries_of(self.folder)
             launches = [*self.before, html.escape("\n".join(self.said))]
-            more = memory_table(entries) + "".join(
+            more = "".join(
                 f"<details{' open' * (i == len(launches))}><summary>launch {i}</summary><pre>{said}</pre></details>\n"
                 for i, said in enumerate(launches, 1))
             sign = "" if over else sign_of_life(self.pause)

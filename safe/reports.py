@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import time
+from dataclasses import dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,16 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
 import kernels
+from further.bad_input import BadInput
 from further.bpe import Tokenizer
+from further.flags import learning_rate
 from further.letters import tensors_in
 from further.text import Bytes
-from parallel import master_dtype
 from safe.data import about_left_out, Numbers
 from safe.files import keep_others
 from safe.flags import gpus_here
-from safe.huggingface import changes
 from safe.messages import Watched
-from safe.sizes import BadInput
 from theory import speed
 from theory.memory import kept_tensors, memory_bytes, most_in_a_step
 
@@ -110,11 +110,18 @@ class BirthLog(TorchDispatchMode):
         return total
 
 
+@dataclass
+class Measured:
+    """Of a step: how many bytes its activations take, and what share of the tokens this rank's experts got."""
+    activations: int = 0
+    share: float = 1.0
+
+
 @contextlib.contextmanager
 def measured(trainer):
-    """Inside, note how many bytes the activations take after each forward: without micro-batches, the gradients of
-    earlier ones, messages between stages, and buffers of collectives. Then note what share of the tokens this rank's
-    experts got."""
+    """Yields a Measured, of the activations of the step inside: what lives after a forward, without micro-batches, the
+    gradients of earlier ones, messages between stages, and buffers of collectives."""
+    found = Measured()
     births = BirthLog()
     net = trainer.net
     pipeline = net.pipeline
@@ -128,25 +135,26 @@ def measured(trainer):
         # What is on its way. On a GPU the host does not wait until that has arrived.
         sent = [tensor for _, tensor in (*pipeline.sending, *pipeline.results.values())]
         others = storages([*pipeline.x, *pipeline.y, pipeline.dloss, *kept_tensors(net)["gradients"], *sent])
-        trainer.activations = max(trainer.activations, births.alive(others))
+        found.activations = max(found.activations, births.alive(others))
 
     with births, watching(pipeline, note):
-        yield
-    loads = trainer.loads
+        yield found
+
+
+def share_of(trainer, loads):
+    """What share of the tokens this rank's experts got, of a step's loads (L, E): these are the whole batch's, so this
+    assumes that every group that shares out the experts got equal loads."""
     ranks = trainer.s.ep
-    if ranks > 1 and loads is not None:
-        # The loads (L, E) are the whole batch's, so this assumes that every group that shares out the experts got
-        # equal loads.
-        own = loads.chunk(ranks, 1)[dist.get_rank(net.groups.ep)]
-        trainer.share = (own.sum() / loads.sum() * ranks).item()
+    if ranks == 1:
+        return 1.0
+    own = loads.chunk(ranks, 1)[dist.get_rank(trainer.net.groups.ep)]
+    return (own.sum() / loads.sum() * ranks).item()
 
 
-def describe(trainer, trains):
-    """Print what the run is. trains: whether steps are left; else it only samples."""
-    s = trainer.s
-    c = trainer.config
+def describe(loop):
+    """Print what the run is, and what it trains on if steps are left; else it only samples."""
+    s, c, run, trainer = loop.s, loop.config, loop.run, loop.trainer
     mesh = trainer.net.mesh
-    run = trainer.run
     device = trainer.device.type
     here = dist.processes_of_a_node(mesh.size())
     gpus = gpus_here()
@@ -154,39 +162,41 @@ def describe(trainer, trains):
     axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1)
     axes += f" x pp {s.pp} ({s.schedule_file or s.schedule})" * (s.pp > 1)
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
-    trainer.say(
-        f"mode     {run.mode}\n"
+    trains = loop.first < s.steps
+    loop.say(
+        f"mode     {run.edition.mode}\n"
         f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}\n"
         f"layout   {axes} = {mesh.size()} processes, {device} "
         f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}"
         f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}\n"
         f"model    {origin}: {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, vocabulary {c.vocab_size}, "
-        f"{parameters_in_words(c)}, {s.dtype}" + about_vocabulary(trainer) * (not trains))
+        f"{parameters_in_words(c)}, {s.dtype}" + about_vocabulary(loop) * (not trains))
     if trains:
-        describe_training(trainer)
+        describe_training(loop)
     elif s.out and s.steps:
-        trainer.say(f"steps    all {s.steps} are done: --resume --steps {2 * s.steps} trains on")
+        loop.say(f"steps    all {s.steps} are done: --resume --steps {2 * s.steps} trains on")
 
 
-def describe_training(trainer):
-    s = trainer.s
-    c = trainer.config
-    run = trainer.run
+def describe_training(loop):
+    s, c, run, trainer = loop.s, loop.config, loop.run, loop.trainer
     left_out = "; " * bool(run.left_out) + about_left_out(run.left_out)
-    trainer.say(
-        f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {trainer.unit}s to train on, "
-        f"{len(trainer.held_out):,} held out{left_out}{about_vocabulary(trainer)}\n"
+    loop.say(
+        f"data     {s.data or 'the Python standard library'}: {len(trainer.train_data):,} {loop.unit}s to train on, "
+        f"{len(trainer.held_out):,} held out{left_out}{about_vocabulary(loop)}\n"
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}{about_context(c)}")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
-    trainer.say(f"memory   a rank, predicted: {', '.join(kinds)}{about_list(trainer)}")
+    loop.say(f"memory   a rank, predicted: {', '.join(kinds)}{about_list(trainer)}")
+    if s.steps <= s.warmup_steps:
+        loop.say(f"lr       all {s.steps} steps are warm-up, which ends at {learning_rate(s, s.steps - 1):.2g} of "
+                 f"--lr {s.lr:g}: a smaller --warmup-steps reaches it")
     if s.out:
-        trainer.say(f"page     {s.out}/index.html: its curves, while the run goes on")
-    if s.out and any(run.came):
-        changed = changes(c, master_dtype(trainer.net.layout.dtype), run.came.config)
-        trainer.say(f"export   {about_export(run.came, changed)}")
+        loop.say(f"page     {s.out}/index.html: its curves, while the run goes on")
+    if s.out and (run.came.files or run.came.left_out):
+        left_out = "; left out: " + ", ".join(f"{name} ({why})" for name, why in run.came.left_out.items())
+        loop.say(f"export   {', '.join(run.came.files)}{left_out * bool(run.came.left_out)}")
     if speed.half_counted(c) and speed.peak_flops(trainer.device):
-        trainer.say(f"speed    {speed.HALF_COUNTED}")
+        loop.say(f"speed    {speed.HALF_COUNTED}")
 
 
 def about_list(trainer):
@@ -205,14 +215,6 @@ def about_context(config):
     return f"; the model knows {known:,} positions, --seq-len takes more of them" * (known > config.seq_len)
 
 
-def about_export(came, changed):
-    """What goes out with each checkpoint again, and which keys of config.json do not stay as they came, in words."""
-    keys = ", ".join(f"{key} {value!r} ({came.config.get(key)!r})" for key, value in changed.items())
-    said = ["config.json with the keys that came" + f", but {keys}" * bool(keys)] * bool(came.config) + [*came.files]
-    left_out = [f"{name} ({why})" for name, why in came.left_out.items()]
-    return ", ".join(said) + f"; left out: {', '.join(left_out)}" * bool(left_out)
-
-
 def parameters_in_words(config):
     said = f"{config.parameters():,} parameters"
     if not config.experts:
@@ -221,44 +223,45 @@ def parameters_in_words(config):
     return f"{said} ({config.active_parameters():,} a token: {config.top_k} of {config.experts} experts{shared})"
 
 
-def about_vocabulary(trainer):
+def about_vocabulary(loop):
     """A line about what the tokens are, where that is not said by the vocabulary's size."""
-    vocabulary = trainer.vocabulary
-    size = trainer.config.vocab_size
+    vocabulary = loop.trainer.vocabulary
+    model = loop.config.vocab_size
     if isinstance(vocabulary, Tokenizer):
-        mean = f", {trainer.bytes_a_token:.2f} bytes a token" if trainer.bytes_a_token else ""
-        unused = f" of the model's {size:,} numbers" * (size > len(vocabulary))
+        mean = f", {loop.bytes_a_token:.2f} bytes a token" if loop.bytes_a_token else ""
+        unused = f" of the model's {model:,} numbers" * (model > len(vocabulary))
         return f"\ntokens   of {vocabulary.folder}: {len(vocabulary):,}{unused}{mean}"
     if isinstance(vocabulary, Numbers):
-        width = getattr(trainer.train_data, "dtype", "")  # nothing is read where nothing is trained
+        width = getattr(loop.trainer.train_data, "dtype", "")  # nothing is read where nothing is trained
         return f"\ntokens   are numbers{f' of {width}' * bool(width)}; --tokenizer FOLDER shows text"
-    if isinstance(vocabulary, Bytes) and size > len(vocabulary):
-        return f"\ntokens   are bytes, {len(vocabulary)} of the vocabulary's {size:,} numbers; see --tokenizer"
+    if isinstance(vocabulary, Bytes) and model > len(vocabulary):
+        return f"\ntokens   are bytes, {len(vocabulary)} of the vocabulary's {model:,} numbers; see --tokenizer"
     return ""
 
 
-def predicted_bytes(trainer):
-    """`theory.memory.memory_bytes` of this rank, whose experts got the `share` of the tokens that was measured."""
+def predicted_bytes(trainer, share=1.0):
+    """`theory.memory.memory_bytes` of this rank, whose experts got this share of the tokens."""
     fused = kernels.on_triton(torch.empty(0, device=trainer.device))
-    return memory_bytes(trainer.config, trainer.s, trainer.net.mesh.get_coordinate()[0], fused, trainer.share)
+    return memory_bytes(trainer.config, trainer.s, trainer.net.mesh.get_coordinate()[0], fused, share)
 
 
-def measured_bytes(trainer):
-    """What `predicted_bytes` predicts: {kind: bytes} of this rank's tensors, each storage counted once."""
+def measured_bytes(trainer, seen):
+    """What `predicted_bytes` predicts: {kind: bytes} of this rank's tensors, each storage counted once. seen: the
+    Measured of its first step."""
     sizes = {}
-    seen = set()
+    counted = set()
     for kind, tensors in kept_tensors(trainer.net).items():
         found = storages(tensors)
-        sizes[kind] = sum(found[storage] for storage in found.keys() - seen)
-        seen |= found.keys()
-    return dict(sizes, activations=trainer.activations)
+        sizes[kind] = sum(found[storage] for storage in found.keys() - counted)
+        counted |= found.keys()
+    return dict(sizes, activations=seen.activations)
 
 
 @contextlib.contextmanager
-def traced(trainer):
+def traced(loop):
     """Write what every rank runs in the step inside into one file, for Perfetto (ui.perfetto.dev) or
     chrome://tracing."""
-    with timed(trainer.net.pipeline) as spans:
+    with timed(loop.trainer.net.pipeline) as spans:
         yield
     every = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     torch.distributed.gather_object(spans, every)
@@ -266,9 +269,9 @@ def traced(trainer):
         events = [{"name": f"{kind} stage {stage} micro-batch {i}", "ph": "X", "pid": 0, "tid": rank,
                    "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": {"stage": stage, "micro_batch": i}}
                   for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
-        with nothing_else_lost("trace", trainer.s.trace, trainer.say):
-            keep_others(pathlib.Path(trainer.s.trace, "trace.json"), "--trace")
-            pathlib.Path(trainer.s.trace, "trace.json").write_text(json.dumps({"traceEvents": events}))
+        with nothing_else_lost("trace", loop.s.trace, loop.say):
+            keep_others(pathlib.Path(loop.s.trace, "trace.json"), "--trace")
+            pathlib.Path(loop.s.trace, "trace.json").write_text(json.dumps({"traceEvents": events}))
 
 
 @contextlib.contextmanager
@@ -293,40 +296,37 @@ def operation_range(operation):
 
 
 @contextlib.contextmanager
-def profiled(trainer):
-    """Profile the step that runs inside, into a file on each rank. Ranges name the pipeline's actions, what adds up
-    gradients behind the last one, and collectives, on whatever thread they run."""
+def profiled(loop):
+    """Profile the step that runs inside, into a file on each rank. Ranges name the pipeline's actions, and collectives,
+    on whatever thread they run."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines of its own on every rank
     with contextlib.ExitStack() as stack, torch.profiler.profile(  # of the CPU, and of CUDA where it is available
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profile:
-        stack.enter_context(watching(trainer.net.pipeline, action_range))
+        stack.enter_context(watching(loop.trainer.net.pipeline, action_range))
         stack.enter_context(watching(Watched, operation_range))
-        net = trainer.net
-        net.add_up_gradients = torch.profiler.record_function("add_up_gradients")(net.add_up_gradients)
-        stack.callback(delattr, net, "add_up_gradients")
         profile.add_metadata("ringGPT", "train.py --profile")  # by which the file is known as ours
         yield
-    path = pathlib.Path(trainer.s.profile, f"rank-{dist.get_rank()}.json")
-    with nothing_else_lost("profile", trainer.s.profile, trainer.say):
+    path = pathlib.Path(loop.s.profile, f"rank-{dist.get_rank()}.json")
+    with nothing_else_lost("profile", loop.s.profile, loop.say):
         os.makedirs(path.parent, exist_ok=True)  # on another node it may be missing
         keep_others(path, "--profile")
         path.write_text("")  # raises an error where the profiler would fail silently
         profile.export_chrome_trace(str(path))
-        trainer.say(f"profile  {path.parent}: rank-0.json and so on, for ui.perfetto.dev")
+        loop.say(f"profile  {path.parent}: rank-0.json and so on, for ui.perfetto.dev")
 
 
-def describe_first_steps(trainer):
+def describe_first_steps(loop):
     """Print the measured memory beside the predicted, and the bytes that one step sends. Returns both memories for the
     log."""
-    predicted = predicted_bytes(trainer)
-    measured = measured_bytes(trainer)
+    predicted = predicted_bytes(loop.trainer, loop.seen.share)
+    measured = measured_bytes(loop.trainer, loop.seen)
     kinds = ", ".join(f"{kind} {size(n)} ({size(predicted[kind])})" for kind, n in measured.items())
-    if trainer.device.type == "cuda":
+    if loop.trainer.device.type == "cuda":
         kinds += (f"; the allocator holds {size(torch.cuda.memory_allocated())}, at most "
                   f"{size(torch.cuda.max_memory_allocated())}")
     sent = ", ".join(f"{name} {t.calls} calls {size(t.bytes)}" for name, t in dist.traffic().items() if t.bytes)
-    sent = "not counted with --comm torch" if trainer.s.comm == "torch" else sent or "nothing"
-    trainer.say(f"memory   measured (predicted): {kinds}\ntraffic  sent by rank 0 a step: {sent}")
+    sent = "not counted with --comm torch" if loop.s.comm == "torch" else sent or "nothing"
+    loop.say(f"memory   measured (predicted): {kinds}\ntraffic  sent by rank 0 a step: {sent}")
     return {"predicted_bytes": predicted, "measured_bytes": measured}
 
 

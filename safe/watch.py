@@ -14,7 +14,7 @@ from torch.distributed import get_rank, get_world_size
 from collectives import attempt
 from safe.files import tell
 from safe.messages import PeerError, progress
-from safe.sizes import BadInput
+from further.bad_input import BadInput
 
 
 def doing():

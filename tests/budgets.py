@@ -9,9 +9,9 @@ from tests.walls import CORE, SOURCES, TREES, room_of
 
 BUDGETS = [  # a name, its rooms, and the most tokens of code that they may have together
     ("five files", CORE, 26_900),
-    ("further", ("further",), 27_900),
+    ("further", ("further",), 29_600),
     ("fast", ("fast",), 43_700),
-    ("safe", ("safe",), 20_700),
+    ("safe", ("safe",), 17_100),
     ("theory", ("theory",), 11_000),
     ("lessons with bench.py", ("lessons", "bench"), 70_000),
     ("tests", ("tests", "test_all"), 109_400)]

@@ -46,12 +46,13 @@ def test_each_bug_has_a_layout_of_the_tests():
 
 
 def test_habits_see_what_they_look_at():
-    """Two bugs, of norms and of 16 bits; of DDP's mutants a sum for a mean, and a call that one rank leaves out."""
-    jobs = [("bugs", bug.layout, [bug], steps) for bug, steps in ((BUGS[1], 20), (BUGS[11], 45))]
+    """Three bugs, of norms, 16 bits and gathers; of DDP's mutants a sum for a mean, and a call that one rank leaves
+    out."""
+    jobs = [("bugs", bug.layout, [bug], steps) for bug, steps in ((BUGS[1], 20), (BUGS[11], 45), (BUGS[20], 2))]
     jobs.append(("DDP", "n_layer=1 dp=2", [], 5))
     found = in_new_process(blind.matrix, jobs)
     seen = {name: "".join(".x"[is_seen] for _, is_seen in habits) for _, name, habits in found}
     mutants = {name: seen.pop(name) for name in [*seen] if name.startswith("all_reduce in ")}
-    assert [*seen.values()] == ["..x..x.", "x......"] and len(mutants) == 12
+    assert [*seen.values()] == ["..x..x.", "x......", "....xxx"] and len(mutants) == 12
     assert mutants["all_reduce in start_average, op"] == "..xx.xx"
     assert {mark for name, mark in mutants.items() if name.endswith(", one")} == {7 * "x"}

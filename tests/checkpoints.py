@@ -20,27 +20,31 @@ import torch
 import torch.distributed.run
 
 import collectives as dist
-import further.resume
 import parallel
+from further.flags import ABOUT, Flags, parse
 from tests.pool import close, GPUS, HERE, on_cpus, on_linux, parametrize, table
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, start, TRAIN, trained)
-from safe.checkpoints import checkpoints, crc_of, NUMBERS, open_checkpoint, start_of
-from safe.files import Log, read_safetensors
+from further.folder import read_safetensors
+from further.kinds import shapes_of_all
+from further.resume import checkpoints, crc_of, NUMBERS, open_checkpoint
+from safe.checkpoints import start_of
+from safe.files import Log
 from safe.page import Page
-from safe.flags import model_config, Settings
+from safe.flags import model_config, Parser, Settings
 from safe.reports import nothing_else_lost
-from safe.run import NotFinite, WatchedTrainer
+from safe.run import NotFinite
 from safe.sizes import BadInput
+from train import Trainer
 
 
 # The flags that are not in NUMBERS: a run's identity has these as its model, its data and its start.
 KNOWN_OTHERWISE = {*"""arch model n_layer n_head n_kv_head n_embd seq_len vocab_size activation
-    experts top_k expert_every shared_experts inner tokens tokenizer init_from""".split()}
+    experts top_k expert_every shared_experts inner tokenizer init_from""".split()}
 # And these decide no losses, but for rounding.
 NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep pp schedule schedule_file virtual_stages zero
-    zero_within recompute recompute_blocks loss_chunk device kernels fast comm plain together eval_every
-    log_every sample prompt temperature top_k_sample out save_every resume trace profile cuda_graphs
+    zero_within recompute recompute_blocks loss_chunk device kernels fast comm plain together config eval_every
+    log_every sample prompt temperature out save_every resume trace profile cuda_graphs
     deterministic keep timeout""".split()}
 
 
@@ -103,9 +107,22 @@ def test_checkpoint_fits_every_layout(trained, tmp_path, row):
         assert all(got[name].equal(want[name]) for name in biases)
 
 
+def as_file(folder):
+    """The same checkpoint as a file, which --plain of other versions wrote. Returns its path."""
+    found = open_checkpoint(folder)
+    weights = {name: found.source(name) for name in shapes_of_all(found.config)}
+    flags = Flags(dp=1, n_layer=2, n_head=2, n_embd=16, seq_len=16, batch_size=8, experts=4, expert_every=2)
+    flags = vars(flags) | found.flags | {"steps": 4}
+    file = folder.with_suffix(".pt")
+    torch.save({"step": found.step, "skipped": found.manifest["skipped"], "scaler": None, "flags": flags,
+                "tensors": weights | found.manifest["tensors"]}, file)
+    shutil.rmtree(folder)
+    return file
+
+
 def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(start, tmp_path):
-    """--plain logs the whole program's losses and knows no flag of safe/'s. Its checkpoints fit another layout, and the
-    whole program goes on from them."""
+    """--plain logs the whole program's losses and knows no flag of safe/'s. Checkpoints of each fit another layout of
+    the other, and so do files of other versions."""
     def run(flags, *codes):
         return start(f"--dtype fp64 --save-every 2 --n-layer 2 --experts 4 --expert-every 2 --steps 4 {flags}",
                      len(codes)).said([*codes])
@@ -113,37 +130,38 @@ def test_plain_logs_the_same_losses_and_checkpoints_cross_the_modes(start, tmp_p
     def rows(out):
         return log_of(out, "step", "loss", "grad_norm")
 
-    whole, plain, again = (str(tmp_path / name) for name in ("whole", "plain", "again"))
-    file, last = f"{plain}/step-00000002.pt", "step-00000004"
+    whole, plain, again, third = (tmp_path / name for name in ("whole", "plain", "again", "third"))
+    step, last = "step-00000002", "step-00000004"
     run(f"--dp 2 --ep 2 --out {whole}", 0, 0)
     run(f"--plain --dp 2 --ep 2 --out {plain}", 0, 0)
-    assert "lr       of" not in run(f"--plain --zero 3 --resume {file} --out {again}", 0, 0)
-    said = run(f"--plain --resume {file} --steps 3 --warmup-steps 0", 0)
+    assert "lr       of" not in run(f"--plain --zero 3 --resume {plain / step} --out {again}", 0, 0)
+    run(f"--plain --resume {whole / step} --out {third}", 0)
+    said = run(f"--plain --resume {plain / step} --steps 3 --warmup-steps 0", 0)
     assert "lr       of step 3: 0.0003 by the checkpoint's settings, now 0.0001\n" in said
-    assert sorted(os.listdir(plain)) == ["log.jsonl", "step-00000002.pt", "step-00000004.pt"]
+    assert sorted(os.listdir(plain)) == ["log.jsonl", step, last]
     assert close(rows(plain), rows(whole)) and close(rows(again), rows(whole)[2:])
-    want = read_safetensors(f"{whole}/{last}/model.safetensors")
-    for out in plain, again:  # a choice of experts that turned out otherwise would move a bias
-        tensors = torch.load(f"{out}/{last}.pt")["tensors"]
-        assert tensors["h.1.mlp.router.bias"].equal(want["transformer.h.1.mlp.router.bias"].float())
-        assert close(tensors["h.1.mlp.experts.c_fc.weight"][3],
-                     want["transformer.h.1.mlp.experts.3.c_fc.weight"].t(), 1e-8)
-    os.remove(f"{plain}/{last}.pt")
+    want = read_safetensors(whole / last / "model.safetensors")
+    for out in plain, again, third:  # a choice of experts that turned out otherwise would move a bias
+        tensors = read_safetensors(out / last / "model.safetensors")
+        assert tensors.keys() == want.keys() and all(close(tensors[name], t, 1e-8) for name, t in want.items())
+        assert all(tensors[name].equal(t) for name, t in want.items() if name.endswith("router.bias"))
+    shutil.rmtree(plain / last)
+    file = as_file(plain / step)
     assert "unrecognized arguments: --keep" in run("--plain --keep 2", 2, 2)
     assert "holds another run (--lr 0.002 there, 0.5 here)" in run(f"--out {plain} --lr 0.5", 2)
-    assert "step-00000002.pt: after step 2" in run(f"--tp 2 --out {plain}", 0, 0)  # as the same command goes on
-    assert close(rows(plain), rows(whole)) and os.path.isdir(f"{plain}/{last}")
+    run(f"--plain --resume {file}", 0)
+    assert f"{file.name}: after step 2" in run(f"--tp 2 --out {plain}", 0, 0)  # as the same command goes on
+    assert close(rows(plain), rows(whole)) and (plain / last).is_dir()
     os.truncate(file, os.path.getsize(file) // 2)
     said = run(f"--resume {file}", 2)
-    assert f"--resume {file}: " in said and "give a whole file that --plain has written" in said and "Trace" not in said
+    assert f"--resume {file}: " in said and "give a whole one" in said and "Trace" not in said
 
 
 def test_a_run_with_flags_that_are_not_here_goes_on_if_they_changed_nothing(start, tmp_path):
     """As other versions of train.py leave them."""
-    whole, file = tmp_path / "whole", tmp_path / "plain" / "step-00000002.pt"
+    whole = tmp_path / "whole"
     start(f"--steps 2 --out {whole}").said()
-    start(f"--plain --steps 2 --out {file.parent}").said()
-    manifest, run, saved = whole / "step-00000002" / "manifest.json", whole / "run.json", torch.load(file)
+    manifest, run = whole / "step-00000002" / "manifest.json", whole / "run.json"
 
     def with_flags(**more):
         there = json.loads(manifest.read_text())
@@ -151,9 +169,8 @@ def test_a_run_with_flags_that_are_not_here_goes_on_if_they_changed_nothing(star
         there["crc32"] = crc_of({key: value for key, value in there.items() if key != "crc32"})
         manifest.write_text(json.dumps(there))
         run.write_text(json.dumps(there["run"]))
-        torch.save(saved | {"flags": saved["flags"] | more}, file)
 
-    ways = f"--resume {manifest.parent}", f"--resume {file}", f"--plain --resume {file}"
+    ways = f"--resume {manifest.parent}", f"--plain --resume {manifest.parent}"
     with_flags(islands=1, outer_lr=0.7, delta_every=0)
     for way in ways:
         assert "step 3" in start(f"--steps 3 {way}").said()
@@ -161,13 +178,24 @@ def test_a_run_with_flags_that_are_not_here_goes_on_if_they_changed_nothing(star
     for way in ways:
         assert "trained with --islands 2, which this train.py does not have: name" in start(way).said([2])
     shutil.rmtree(manifest.parent)
-    assert "/whole holds another run: it was trained with --islands 2" in start(f"--steps 2 --out {whole}").said([2])
+    assert "/whole holds another run (it was trained with --islands 2" in start(f"--steps 2 --out {whole}").said([2])
 
 
-def test_the_newest_of_plain_s_checkpoints_has_the_largest_number(tmp_path):
-    for name in "step-00000002.pt", "step-00000010.pt", "step-best.pt", "step-00000011.pt.part", "step-00000012":
-        (tmp_path / name).touch()
-    assert further.resume.newest(tmp_path).name == "step-00000010.pt"
+def test_a_run_json_is_a_command_line(start, tmp_path, capsys):
+    """--config takes a run's flags and sizes, and flags on the line win. --help without "all" has ten flags."""
+    start("--steps 2 --lr 0.01 --out OUT").said()
+    for flags in Settings, Flags:
+        def parsed(*words, flags=flags):
+            return parse(Parser(**ABOUT), flags, [*words])
+
+        s = parsed("--config", f"{tmp_path}/run.json", "--lr", "0.5")
+        assert (s.lr, s.steps, s.n_embd, s.seq_len, s.arch) == (0.5, 2, 16, 16, "gpt2")
+        with pytest.raises(BadInput, match="--config /no/such: no run.json of a run"):
+            parsed("--config", "/no/such")
+        for words, shown in (["--help"], 10), (["--help", "all"], len(dataclasses.fields(flags))):
+            with pytest.raises(SystemExit):
+                parsed(*words)
+            assert len(re.findall(r"(?m)^  --(?!help)", capsys.readouterr().out)) == shown
 
 
 TRAINING = "(?m)^(data|batch|memory|page|resume|step|traffic|saved) "  # lines of a run that trains
@@ -341,8 +369,8 @@ def at_step_20(sig):
         os.kill(os.getpid(), sig)
         real_destroy()
 
-    real, real_destroy = WatchedTrainer.step, dist.destroy_process_group
-    WatchedTrainer.step, dist.destroy_process_group = step, destroy
+    real, real_destroy = Trainer.gradients, dist.destroy_process_group
+    Trainer.gradients, dist.destroy_process_group = step, destroy
 
 
 @on_cpus
@@ -364,12 +392,12 @@ def full_at_step_2():
             raise torch.OutOfMemoryError("CUDA out of memory. Of 79 GiB 96 MiB is free. Including this, ...")
         return real(trainer, number)
 
-    real, WatchedTrainer.step = WatchedTrainer.step, step
+    real, Trainer.gradients = Trainer.gradients, step
 
 
 def test_a_full_gpu_says_what_needs_less(start):
     said = start("--steps 4 --dp 2", 2, before=full_at_step_2).said([1, 1])
-    assert re.search("train.py: rank 1: step 1.*: CUDA out of memory. Of 79 GiB 96 MiB is free. Give more "
+    assert re.search("train.py: rank 1: step 2.*: CUDA out of memory. Of 79 GiB 96 MiB is free. Give more "
                      "--micro-batches, --recompute block or --zero 3; `python bench.py plan` lists", said), said
     assert "Traceback" not in said and "the same command" not in said
 
@@ -446,7 +474,7 @@ def on_a_poor_filesystem(flags):
 
     fsync, warned = os.fsync, []
     with (patch.object(os, "fsync", lambda file: unknown() if os.path.isdir(f"/proc/self/fd/{file}") else fsync(file)),
-          patch("fcntl.flock", unknown), patch("safe.files.warn_once", warned.append),
+          patch("fcntl.flock", unknown), patch("further.folder.warn_once", warned.append),
           patch("safe.checkpoints.warn_once", warned.append)):
         run_training(flags)
     return {line.split(" (")[0] for line in warned}

@@ -1,19 +1,13 @@
 """Data parallelism on other modules; updates, loss scaling."""
 
-import weakref
-from functools import partial
-from unittest.mock import patch
-
 import numpy as np
 import torch
 from torch import nn
 
 import collectives as dist
-import fast.adamw
-import kernels
 import parallel
 from further.loss_scale import LossScale
-from tests.pool import close, needs_kernels, on_both, on_cpus_both, on_ranks, parametrize, uncollected
+from tests.pool import close, on_both, on_cpus_both, on_ranks, parametrize
 
 
 # ------------------------------------------------------------------------------------------------------ other modules

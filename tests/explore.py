@@ -8,11 +8,12 @@ import signal
 import tempfile
 import threading
 import time
+import xml.etree.ElementTree
 
 import pytest
 
 from lessons import explore
-from safe.page import Page
+from safe.page import Page, ticks
 from tests.pool import table
 
 
@@ -24,22 +25,68 @@ def logged(folder, *entries):
     return folder
 
 
-def test_a_page_shows_what_was_logged_and_is_whole_at_every_moment(tmp_path, monkeypatch):
-    run = logged(tmp_path / "<run>", {"step": 1, "loss": 4.0, "after_step": 0, "unit": "byte"},
+def curves_of(page):
+    """{title: the points of each curve} of a page, whose pictures are XML."""
+    found = {}
+    for picture in page.split("<svg")[1:]:
+        svg = xml.etree.ElementTree.fromstring("<svg" + picture.split("</svg>")[0] + "</svg>")
+        found[svg.get("aria-label")] = [line.get("points").split() for line in svg.iter("polyline")]
+    return found
+
+
+def test_a_page_shows_what_was_logged(tmp_path):
+    run = logged(tmp_path / "<run>", {"step": 1, "loss": 4.0, "lr": 1e-3, "after_step": 0, "unit": "byte"},
                  {"step": 3, "loss": 2.0, "val_loss": "nan"}, {"step": 9, "loss": 3.0, "after_step": 5})
-    page, index = Page(run), run / "index.html"
+    Page(run).write(over=True)
+    page = (run / "index.html").read_text()
+    assert curves_of(page) == {"loss, nats a byte": [["70.0,20.0", "205.0,170.0", "610.0,95.0"]],
+                               "learning rate": [["70.0,170.0"]]}
+    assert page.count('d="M340.0 15V175"><title>resumed after step 5</title>') == 1
+    assert "&lt;run&gt;" in page and "<run>" not in page and "<script" not in page and "http-equiv" not in page
+
+
+def test_ticks_are_round_and_inside():
+    for low, high in (0, 1), (1.93, 5.21), (1, 450), (-3, 1e-3), (1e-5, 3e-4), (2, 2):
+        found = ticks(low, high)
+        assert low == high or 2 <= len(found) <= 6 and low <= found[0] and found[-1] <= high + 1e-9, (low, high, found)
+    assert ticks(1.93, 5.21) == [2, 3, 4, 5]
+
+
+def test_a_run_s_page_is_whole_at_every_moment_and_seldom_written(tmp_path, monkeypatch):
+    entry = {"step": 1, "loss": 4.0}
+    page = Page(logged(tmp_path / "run", entry))
     page.said += ["layout   dp 2", "<b>"]
+    index, seen, replace = tmp_path / "run" / "index.html", [], os.replace
+    monkeypatch.setattr(os, "replace", lambda *files: (seen.append(index.exists()), replace(*files)))
     page.write()
-    written = re.search('"sign">Written (.* UTC); no pause', index.read_text())[1]
-    assert f"killed   after {written}" in Page(run).before[-1]
+    assert seen == [False] and "http-equiv" in index.read_text()
+    page.last -= 12  # seconds
+    page.next = 0.0
+    Page.write(page)
+    said = re.search('"sign">Written (.* UTC); no pause before was longer than 12 s.*since > 120000'
+                     '\\).*No sign of life since (.*), though no pause before was longer than 12 s',
+                     index.read_text(), re.S)
+    assert said[1] == said[2]
+    assert f"killed   after {said[1]}" in Page(tmp_path / "run").before[-1]
+    seen.pop()
+    page.write()  # so soon it would be a large part of the run
+    assert len(seen) == 1
     page.write(over=True)
     text = index.read_text()
-    assert "nats a byte" in text and 'points="70.0,20.0 205.0,170.0 610.0,95.0"' in text
-    assert "layout   dp 2\n&lt;b&gt;" in text and "<run>" not in text and "<script" not in text
-    monkeypatch.setattr(os, "replace", lambda *files: 1 / 0)
-    (run / "log.jsonl").unlink()
+    assert seen == [False, True] and "http-equiv" not in text and "sign" not in text and "Ended, after step 1." in text
+    assert "layout   dp 2\n&lt;b&gt;" in text
+    monkeypatch.setattr(os, "replace", lambda *files: 1 / 0 if index.exists() else None)
+    (tmp_path / "run" / "log.jsonl").unlink()
     page.write(over=True)  # costs the page, not the run
     assert index.read_text() == text
+    monkeypatch.setattr(os, "replace", replace)
+    logged(tmp_path / "run", entry)
+    page = Page(tmp_path / "run")  # of the next launch
+    page.said += ["resume   after step 1"]
+    page.write(over=True)
+    text = index.read_text()
+    assert re.findall("<summary>(.*)</summary>", text) == ["launch 1", "launch 2"]
+    assert text.index("layout   dp 2\n&lt;b&gt;</pre>") < text.index("resume   after step 1</pre>")
 
 
 # ---------------------------------------------------------------------------------------------------------------- lists
@@ -100,7 +147,8 @@ REFUSED = """
     GET  /wrong/                                 403
     GET  /../train.py                            403
     GET  /TOKEN/../train.py                      404
-    POST  /TOKEN/grid  f=nan                     400
+    POST  /TOKEN/grid  p=17                      400
+    POST  /TOKEN/grid  m=x                       400
     POST  /TOKEN/grid  schedule=none             400
     POST  /TOKEN/grid  text=rank                 400
     POST  /wrong/grid                            403
@@ -137,17 +185,21 @@ def test_a_run_ends_when_it_is_cancelled_and_with_the_server(tmp_path, monkeypat
     def started():
         thread = threading.Thread(target=lambda: answers.append(asked(server, "/TOKEN/run", "p=2&m=2")))
         thread.start()
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        for _ in range(1000):
+            if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+                break
             time.sleep(0.02)
         return thread, int((tmp_path / "pid").read_text())
 
     def browse():
-        thread, first = started()
-        (tmp_path / "pid").unlink()
-        assert asked(server, "/TOKEN/cancel", "")[0] == 200
-        thread.join()
-        answers.extend([first, started()[1]])
-        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            thread, first = started()
+            (tmp_path / "pid").unlink()
+            assert asked(server, "/TOKEN/cancel", "")[0] == 200
+            thread.join(20)
+            answers.extend([first, started()[1]])
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=browse)
     thread.start()

@@ -19,7 +19,7 @@ import further.experts
 import further.kinds
 import kernels
 import model
-from fast import grouped, hopper
+from fast import beside, hopper
 from tests import gluon
 from tests.kernels import KERNEL_DEVICE, plain_gelu, random, triton_kernels  # noqa: F401
 from lessons.bench.timing import patched
@@ -37,18 +37,18 @@ def test_a_ring_is_wrong_where_keys_and_values_stay(pool):
 def test_products_leave_room_for_a_transfer_until_it_has_been_waited_for():
     """Of a ring's keys and of experts' rows. One that nobody waits for, because its step failed, is forgotten."""
     rows = torch.zeros(8, 4)
-    with served_by(DirectGlooLink), patch.object(grouped, "programs_at_once", lambda device: 132):
+    with served_by(DirectGlooLink), patch.object(beside, "programs_at_once", lambda device: 132):
         for start in (lambda: fast.context.start_shift(rows, None),
                       lambda: fast.experts.start_exchange(rows, None, [4, 4], [4, 4])):
             (first, _), (second, _) = start(), start()
             first.wait()
-            assert grouped.programs_beside_transfers(rows.device) == 130
+            assert beside.programs_beside_transfers(rows.device) == 130
             second.wait()
             second.wait()
-            assert grouped.programs_beside_transfers(rows.device) == 132
+            assert beside.programs_beside_transfers(rows.device) == 132
             start()
             gc.collect()
-            assert grouped.programs_beside_transfers(rows.device) == 132
+            assert beside.programs_beside_transfers(rows.device) == 132
 
 
 def test_a_transfer_that_has_been_waited_for_keeps_no_memory():
@@ -56,7 +56,7 @@ def test_a_transfer_that_has_been_waited_for_keeps_no_memory():
     transfer = dist.Handle()
     transfer.keeps = torch.zeros(1, device="cpu")
     kept = weakref.ref(transfer.keeps)
-    handle = grouped.under_way(transfer)
+    handle = beside.under_way(transfer)
     handle.wait()
     with uncollected():
         del transfer, handle

@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel, SDPBackend
 
 import fast.experts
-import fast.grouped
 import fast.llama
 import further.experts
-import further.rms_norm
 import kernels
 import lessons.demos
 import model
@@ -31,13 +29,12 @@ from fast import edition
 from fast.adamw import AdamW
 from fast.exchange import AllToAll, sum_rows
 from fast.experts import FusedExperts
-from fast.norm import add_layer_norm
+from fast.norm import add_layer_norm, tuned_rms_norm
 from further import by_hand
 from further.experts import ExpertsConfig, MixtureOfExperts
 from lessons.compiled import occupancy
 from lessons.kernels import attention, CASES, main, tiles_read
-from safe.flags import BadInput, check_layout, Settings
-from safe.sizes import checked_use
+from safe.flags import BadInput, check_layout, checked_use, Settings
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
@@ -329,7 +326,7 @@ def rows_of_kernels():
         yield Row("x, norm", lambda x, *more, eps: add_layer_norm(x, None, *more, eps),
                   lambda x, *more, eps: (x, plain_norm(x, *more, eps)), [x, w, w], eps, strided=True)
 
-        yield Row("rms norm", further.rms_norm.rms_norm, plain_rms_norm, [x, w], eps, scale=2, replaced=True)
+        yield Row("rms norm", tuned_rms_norm, plain_rms_norm, [x, w], eps, scale=2)
         yield Row("add, rms norm", lambda x, r, w, eps: add_layer_norm(x, r, w, None, eps),
                   lambda x, r, w, eps: (x + r, plain_rms_norm(x + r, w, eps)), [x, x, w], eps)
     yield Row("swiglu", fast.llama.swiglu, plain_swiglu, [(2, 3, 2060)], scale=3)
@@ -466,8 +463,6 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
             "packed attention takes qkv (B, T, 3, H, D), or (B, T, G + 2, H/G, D), not (1, 5, 2, 2, 16)":
                 lambda: kernels.attention(random(1, 5, 2, 2, 16)),
             "(3, 4) torch.float32: needs (M, K) and (K, N)": lambda: kernels.matmul(x, x),
-            "x (3, 4), weight (2, 5, 3)": lambda: fast.experts.fast_grouped(x, random(2, 5, 3), None, three),
-            "weight torch.float64": lambda: fast.experts.fast_grouped(x, random(1, 5, 4).double(), None, three),
             "my own block has 8 bytes to be sent, 16 to be received":
                 lambda: exchange([(0, 8), (0, 0)], [(0, 16), (0, 0)]),
             "(4,) of torch.float64": AdamW([double]).step,
@@ -488,6 +483,26 @@ def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
             check_layout(Settings(kernels="triton", dtype=dtype), model.GPTConfig(n_head=heads), 1, 1)
     with pytest.raises(ValueError, match="need a CUDA GPU|need the package triton"):
         checked_use("triton")
+
+
+def test_adamw_steps_neighbours_by_one_kernel(triton_kernels):
+    """Two whose numbers, gradients and copies lie side by side, and one whose do not."""
+    device, options = KERNEL_DEVICE, {"lr": 0.1, "weight_decay": 0.3}
+    start, grads, copies = random(3000).float(), random(3000).float(), torch.empty(3000, device=device, dtype=torch.float16)
+    places = slice(0, 1000), slice(1000, 1700), slice(1800, 3000)
+    params = [torch.nn.Parameter(start[place]) for place in places]
+    theirs = [torch.nn.Parameter(start[place].double()) for place in places]
+    ours, exact = AdamW(params, **options), torch.optim.AdamW(theirs, **options)
+    for place, mine, other in zip(places, params, theirs):
+        mine.grad, other.grad, ours.copies[mine] = grads[place], grads[place].double(), copies[place]
+    with patch.object(ours, "runs_of", side_effect=lambda some: runs.append(runs_of(some)) or runs[-1]):
+        runs, runs_of = [], AdamW.runs_of.__get__(ours)
+        for _ in range(2):
+            ours.step(), exact.step()
+    assert [[len(run) for run in step] for step in runs] == [[2, 1]] * 2
+    for place, mine, other in zip(places, params, theirs):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6, check_dtype=False)
+        assert copies[place].equal(mine.half()) and ours.state[mine]["step"] == 2
 
 
 def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):

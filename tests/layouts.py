@@ -41,7 +41,6 @@ from tests.pool import (
     BOTH, close, DEVICES, in_new_process, needs_kernels, on_both, on_cpus_both, on_ranks, parallelize, parametrize,
     table)
 from fast.edition import Fast
-from fast.graphs import RecordedPipeline
 from fast.units import WrittenUnit
 from further.experts import routers
 from further.kinds import resized
@@ -50,7 +49,8 @@ from further.muon import Muon
 from further.resume import load_state
 from further.schedules import HalvedPipeline, zero_bubble_h1
 from lessons.blind import AXES, case_of, intercepted, value_of
-from safe.flags import BadInput, check_layout, check_sizes, Settings
+from safe.flags import BadInput, check_layout, Settings
+from safe.huggingface import check_sizes
 
 
 # -------------------------------------------------------------------------------------------------------- one process
@@ -874,7 +874,7 @@ DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.sp
 LATER = {*"model dtype device kernels plain together schedule_file recompute_blocks".split()}  # they round, or are
 # tested alone
 OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weight_decay seed eval_every log_every
-    sample prompt temperature top_k_sample tokenizer out save_every resume""".split()}
+    sample prompt temperature tokenizer out save_every resume config""".split()}
 IDLE = {  # options that change nothing where one of these is so
     "cp_kind": "cp=1", "schedule": "pp=1", "virtual_stages": "pp=1 schedule=gpipe schedule=1f1b schedule=zb-h1",
     "sp": "tp=1", "zero_within": "zero=0", "ep": "experts=0 dp=1", "top_k": "experts=0",

@@ -21,7 +21,7 @@ from further.flags import LLAMAS
 from further.kinds import resized
 from further.llama import PRESETS, LlamaConfig
 from further.sampling import CachedGPT
-from safe.files import read_safetensors, write_safetensors
+from further.folder import read_safetensors, write_safetensors
 from safe.huggingface import came_with, changes, load, open_hf, save, shortened
 from tests.pool import close, parametrize
 from tests.runs import ran
@@ -207,7 +207,7 @@ def test_what_came_with_weights_goes_out_with_them(tmp_path):
     assert "the model knows 3,000 positions, --seq-len takes more" in said and "export" not in said
     for more in f"--seq-len 8 {new}", f"--seq-len 8 {new}", "--steps 2 --resume":
         said = ran(f"{flags} --out {out} {more}".split(), 1, tmp_path / "log")
-    assert f"export   config.json with the keys that came, {', '.join(files)}\n" in said
+    assert f"export   {', '.join(files)}\n" in said
     assert "sequences of 8 a step" in said
     save(load(out / "step-00000002"), out / "saved")
     for folder in out / "step-00000001", out / "step-00000002", out / "saved":
@@ -257,8 +257,8 @@ def test_transformers_reads_our_llama(tmp_path, kind):
     ({"use_sliding_window": True}, "use_sliding_window is True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "only 'full_attention'"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not one of silu"),
-    ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 4: give "
-                                 "num_key_value_heads 1"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide the 4 heads of num_attention_heads: "
+                                 "give num_key_value_heads 2 or 4"),
     ({"rope_theta": 0}, "rope_theta 0.0 must be above 0"),
     ({"model_type": "mistral"}, "nor of one of llama, qwen2, qwen3"),
     ({"intermediate_size": 40}, "gate_proj.weight is (48, 32), config.json makes it (40, 32)")], ids=str)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-import fast.run
 import collectives as dist
 import kernels
 import model
 import parallel
 import theory.memory
 import train
+from tests.data import stepped_by
 from tests.layouts import small_gpt, tokens_of
 from tests.pool import BOTH, close, DEVICES, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
 from tests.runs import TINY, output_of, parse
@@ -24,12 +24,12 @@ from fast.tensor import BiasedOnce
 from further.schedules import SCHEDULES, zero_bubble_h1
 from further.recompute import recompute
 from lessons.demos import main
+from lessons.bench.strategies import Timed
 from lessons.bench.timing import of_all_ranks
 from safe.data import load_data
 from safe.flags import check_layout, model_config
 from safe.reports import BirthLog, measured_bytes, predicted_bytes, watching
 from theory.memory import most_in_a_step
-from safe.run import WatchedTrainer
 
 
 def test_memory_table_is_the_lecture_s():
@@ -39,11 +39,11 @@ def test_memory_table_is_the_lecture_s():
     (N-1)/N x K = 1,362,909,800 elements: ZeRO-0 sends 2 x 4 bytes for each, ZeRO-1 and 2 4 + 2, ZeRO-3 4 + 2 x 2, as it
     gathers each weight twice. (The embeddings', once: a small part.)"""
     assert """
-stage     parameters   gradients   optimizer  together  activations    sent   sharded over dp
-ZeRO-0          2.90        5.80       17.41     26.11         2.45   10.15   nothing
-ZeRO-1          2.90        5.80        2.18     10.88         2.45    7.62   optimizer
-ZeRO-2          2.90        0.73        2.18      5.80         2.45    7.62   optimizer, gradients
-ZeRO-3          0.00        0.73        2.18      2.90         2.45   10.15   optimizer, gradients, parameters
+stage     parameters   gradients   optimizer     total      sent   sharded over dp
+ZeRO-0          2.90        5.80       17.41     26.11     10.15   nothing
+ZeRO-1          2.90        5.80        2.18     10.88      7.62   optimizer
+ZeRO-2          2.90        0.73        2.18      5.80      7.62   optimizer, gradients
+ZeRO-3          0.00        0.73        2.18      2.90     10.15   optimizer, gradients, parameters
 """ in output_of(main, *"zero --model gpt2-xl --dp 8".split())
 
 
@@ -54,7 +54,7 @@ def make_trainer(flags, reference=train.Trainer):
     config, source = model_config(s)
     with torch.device("cpu"), patch("safe.flags.check_fp8"):  # the interpreter multiplies eight bits, too
         check_layout(s, config, dist.get_world_size(), dist.get_world_size())
-        make = reference if is_plain() else fast.run.FastTrainer
+        make = reference if is_plain() else Timed
         return make(s, config, source, load_data(s, train.Bytes()), device)
 
 
@@ -105,7 +105,7 @@ def test_a_bias_that_is_not_cut_counts_whole_in_every_edition():
     for layer in parallel.RowParallelLinear, BiasedOnce:
         with (patch.dict(kernels.table, {parallel.RowParallelLinear: layer}),
               patch.object(theory.memory, "PLAN", parallel.gpt2_plan(None, None))):
-            counts.append([theory.memory.elements_of_piece.__wrapped__(config, 2, i) for i in range(config.n_layer + 2)])
+            counts.append(theory.memory.local_elements.__wrapped__(config, 2, (range(config.n_layer + 2),)))
     assert counts[0] == counts[1]
 
 
@@ -119,16 +119,16 @@ def test_memory_is_what_is_predicted(text, bound, flags):
     if "triton" in flags:
         needs_kernels()
     sizes = "--n-layer 2 --seq-len 64 --n-head 2 --n-embd 32 --batch-size 2 --kernels torch"
-    trainer = make_trainer(f"--data {text} {sizes} {flags}".split(), WatchedTrainer)
+    trainer = make_trainer(f"--data {text} {sizes} {flags}".split(), Timed)
     on_cpu = torch.get_default_device().type == "cpu"
     with torch.device("cpu"):
         trainer.step(0)
-        measured, predicted = measured_bytes(trainer), predicted_bytes(trainer)
+        measured, predicted = measured_bytes(trainer, trainer.seen), predicted_bytes(trainer, trainer.seen.share)
     bounds = dict.fromkeys(("parameters", "gradients", "optimizer"), (200, 0.02))  # bytes of padding
     bounds["activations"] = (0, bound) if bound < 1 else (bound, 0) if on_cpu else (0, 0.02)
     for kind, (some, part) in bounds.items():
         assert abs(measured[kind] - predicted[kind]) <= some + part * predicted[kind], (kind, measured, predicted)
-    shares = of_all_ranks(trainer.share)
+    shares = of_all_ranks(trainer.seen.share)
     assert ("--ep" in flags) == (len({*shares}) > 1) and abs(sum(shares) / len(shares) - 1) < 1e-6
 
 
@@ -190,7 +190,7 @@ def test_16_bit_gradients_add_up_in_float32_whatever_the_schedule(zero):
         for _ in range(2):
             net.zero_grad()
             net.forward_backward(*(t.split(2) for t in tokens_of(0)))
-        every.append([param.grad for param in net.params])
+        every.append([param.grad for param in stepped_by(net.optimizer)])
     for one, *others in zip(*every, strict=True):
         assert one.any() and all(map(one.equal, others))
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import model
+import further.folder
 import safe.huggingface
 from further.kinds import resized
-from safe.files import read_safetensors, write_safetensors
+from further.folder import read_safetensors, write_safetensors
 from safe.huggingface import load, save
 from tests.pool import parametrize
 
@@ -66,7 +67,7 @@ def tensors_of(net):
         name = name if name == "lm_head.weight" else f"transformer.{name}"
         each = {name.replace("experts.", f"experts.{e}."): one for e, one in enumerate(t)}
         found |= each if "experts." in name else {name: t}
-    return {name: t.t() if name.endswith(safe.huggingface.TRANSPOSED) else t for name, t in found.items()}
+    return {name: t.t() if name.endswith(further.folder.TRANSPOSED) else t for name, t in found.items()}
 
 
 CHANGES = [{}, {"tied": False}, {"inner": 24}, {"activation": "elu"}, {"experts": 3, "expert_every": 2}]
@@ -164,7 +165,7 @@ def test_wrong_values_in_a_config_json_are_named(tmp_path, experts):
     config = json.loads(path.read_text())
     keys = """vocab_size n_positions n_embd n_layer n_head n_inner activation_function layer_norm_epsilon
         tie_word_embeddings model_type""" + " num_experts num_experts_per_tok decoder_sparse_step" * (experts > 0)
-    for key, value in itertools.product([*keys.split(), *safe.huggingface.HF_FIXED], HF_VALUES):
+    for key, value in itertools.product([*keys.split(), *further.folder.FIXED], HF_VALUES):
         path.write_text(json.dumps({name: old for name, old in config.items() if name != key}
                                    | ({} if value is LEFT_OUT else {key: value})))
         try:

@@ -1,23 +1,18 @@
-"""Muon over ZeRO-1 by owners. (Layouts that equal one process are rows of tests/layouts.py.)"""
+"""Muon. (Layouts that equal one process are rows of tests/layouts.py.)"""
 
-import copy
-from collections import Counter
-from functools import partial
 from unittest.mock import Mock, patch
 
 import torch
 
-import collectives as dist
 import fast.muon
 import further.muon
 import model
-from fast.grouped import tma_takes
+from fast.beside import tma_takes
 from fast.muon import fast_orthogonal, symmetric
 from further.muon import Muon, orthogonal
 from tests.kernels import KERNEL_DEVICE
 from tests.layouts import DECAY, SMALL
-from tests.pool import close, on_ranks, parametrize
-from theory.traffic import sent
+from tests.pool import close, parametrize
 
 OPTIONS = {"lr": 1e-2, "weight_decay": DECAY}
 
@@ -71,5 +66,3 @@ def test_matrices_of_one_size_step_together_as_alone(most, at_once):
                 opt.step()
     assert sorted(called) == sorted(2 * at_once)
     assert all(close(p.detach(), q.detach(), 1e-6) for p, q in zip(*(net.parameters() for net in nets), strict=True))
-
-

@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 import parallel
+from lessons.blind import bugs
 from lessons.pages import FILES, page_name, pages, stops
 from lessons.pictures import DRAWN, pipeline_frames, ring_frames, STEPPED, tensor_frames, zero_frames
 from lessons.puzzles import HERE
@@ -93,6 +94,8 @@ def test_assets_are_current(tmp_path):
     for name in DRAWN:
         made, ours = (pathlib.Path(folder, f"{name}.svg").read_text() for folder in (tmp_path, HERE / "assets"))
         assert made == ours, f"assets/{name}.svg is old: python -m lessons pages --assets assets"
+    rows = re.findall(r">([^<]*#[^<]*)</text>", (HERE / "assets/blind.svg").read_text())
+    assert rows == [f"{bug.number:>2}  {bug.thread}" for bug in bugs()], "lessons blind --out assets/blind.svg"
 
 
 def all_frames():

@@ -18,7 +18,7 @@ from tests.llama import write_folder
 from tests.pool import close, parametrize, table
 from tests.runs import output_of, parse
 from lessons.overlap import hidden_from, ratios
-from lessons.plan import CHUNK, SPLIT, all_layouts, describe_layout, rows_of
+from lessons.plan import CHUNK, SPLIT, describe_layout, rows_of
 from further.experts import ExpertsConfig
 from further.schedules import SCHEDULES, zero_bubble_h1
 from safe.flags import check_layout, model_config, replayable, Settings
@@ -138,13 +138,6 @@ def test_backward_hides_tp_s_traffic_under_products(flags, twelfths):
         assert close(predict(EVEN, s, dataclasses.replace(slow, matmul=1e9)).tp, seen / 2, 0.02)  # f's half is hidden
 
 
-def test_a_pipeline_idles_less_where_products_hide_traffic():
-    s = layout("--tp 4 --pp 2 --micro-batches 4", EVEN)
-    machine = dataclasses.replace(FAST, launch=0.0)
-    on, off = (predict(EVEN, dataclasses.replace(s, fast=fast), machine) for fast in ("on", "off"))
-    assert close(off.bubble - on.bubble, (off.tp - on.tp) / 4, 1e-6) and on.tp < off.tp
-
-
 KNOWN = "gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "v-half", "dualpipe-v"
 
 
@@ -220,32 +213,12 @@ def test_plan_lets_large_micro_batches_hide_launches():
 
 LARGE = "--n-layer 24 --n-head 96 --n-embd 12288"  # a quarter of GPT-3
 VERY_LONG = f"--gpus 16 --batch-size 2 --seq-len 131072 --machine h100 {LARGE}"
-# Flags of `bench.py plan`, an axis, and how long that is in the layouts that are considered. 1024 tokens are not cut;
-# the third has 25 heads, and what some tp and cp do not divide.
-CONSIDERED = f"""
-    --gpus 16  cp  1
-    {VERY_LONG}  cp  1 2 4 8 16
-    --gpus 16 --batch-size 16 --seq-len 98312  cp  1 2 4
-    --gpus 12 --batch-size 24 --experts 12 --expert-every 3  ep  1 2 3 4 6 12"""
-
-
-@parametrize("flags, axis, sizes", table(CONSIDERED))
-def test_layouts_that_plan_considers_can_run(flags, axis, sizes):
-    """One of each set of axes is tried."""
-    a = asked(f"plan {flags}")
-    found = list(all_layouts(a.config, a.gpus, a.batch_size, a.dtype, a.machine))
-    assert {getattr(s, axis) for s in found} == {*map(int, str(sizes).split())}
-    assert all(s.micro_batches >= s.pp for s in found if s.schedule in SPLIT)
-    for s in {(s.dp, s.tp, s.pp, s.cp, s.cp_kind, s.ep, s.sp): s for s in found}.values():
-        assert check_layout(dataclasses.replace(s, device="cpu"), a.config, a.gpus, min(8, a.gpus)) == a.gpus
-
-
 LISTED = [  # flags, how many layouts are listed, and what is true of each
     ("--gpus 12 --batch-size 24", 15, lambda s: s.cp == 1),
     (f"--gpus 1 {LARGE}", 0, None),
     # All that fit: sequences are cut where nothing else does, experts shared out, states sharded or layers cut.
-    (VERY_LONG + " --top 1000", 40, lambda s: s.cp > 1),
-    ("--gpus 8 --machine h100 --batch-size 64 --experts 32 --top 1000", 35,
+    (VERY_LONG + " --top 1000", 18, lambda s: s.cp > 1),
+    ("--gpus 8 --machine h100 --batch-size 64 --experts 32 --top 1000", 23,
      lambda s: s.ep > 1 or s.zero == 3 or s.pp > 1),
     ("--gpus 8 --machine SMALL --top 1000", 43, lambda s: s.zero or s.pp > 1)]
 
@@ -262,7 +235,7 @@ def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
     for row in rows:
         s = Settings(**{**row["settings"], "device": "cpu", "fast": "on"})
         assert check_layout(s, a.config, 1, 1) == a.gpus and row["layout"] == describe_layout(s)
-        assert s.recompute == "none" or s.schedule not in SPLIT
+        assert s.schedule not in SPLIT or s.recompute == "none" and s.micro_batches >= s.pp
         ranks = [n / 2**30 for n in needed_bytes(a.config, s)]
         assert row["gib"] == max(ranks) < 0.9 * a.machine.memory / 2**30 and len(ranks) == s.pp
         assert row["ranks"].split() == [f"{gib:.1f}" for gib in ranks] * (s.pp > 1)

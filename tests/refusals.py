@@ -29,11 +29,12 @@ import safe.launch
 import safe.run
 import train
 from further.bpe import END, LETTERS
-from safe.checkpoints import crc_of
+from further.resume import crc_of
+from further.flags import Flags
 from further.kinds import resized
-from safe.flags import check_layout, check_numbers, model_config
+from further.refusals import check_numbers
+from safe.flags import check_layout, model_config
 from safe.huggingface import save
-from safe.sizes import BadInput
 from tests.pool import parametrize
 from tests.runs import parse, ran, TINY, TRAIN
 from tests.text import BY_HAND, json_of, write_vocabulary
@@ -58,18 +59,14 @@ REFUSED = {
         --schedule-file MARKED --pp 2 --micro-batches 1 --schedule gpipe | leave one of them out
         --plain --schedule-file STUCK       | deadlock: no rank can go on: rank 0 waits at B0
         --cuda-graphs on --device cpu       | --cuda-graphs on
-        --fast on --optimizer muon --dp 2 --zero 3 | give --zero 2 or leave --fast out
-        --fast on --optimizer muon --dp 2 --zero 1 --comm torch --device cpu | leave --comm out
         --dtype fp8 --device cpu            | on GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16
         --arch llama --model gpt2           | --model gpt2 is no preset of --arch llama: give --model tiny
         --n-kv-head 2                       | --n-kv-head 2 is for a Llama: give --arch llama, too
-        --arch llama --experts 4 --out runs/m | has no name in transformers: leave --experts out, or give --plain
         --data /no/such/file                | /no/such/file
         --data SHORT                        | give more text or --seq-len 49$
         --data TWO                          | give more text$
         --data ZERO                         | left out, as no text: zero; give text
         --data FIFO --dp 2                  | fifo is no file or folder: give one
-        --data ASCII --tokens uint16        | is for a .bin, and --data
         --data BIG_BIN --init-from HF       | holds token 60000: give data for the model's 256
         --data BIG_BIN --tokenizer HAND     | holds token 60000, and the tokenizer has 265: give the one that made
         --data EMPTY_BIN --vocab-size 9     | 0 bytes are no uint16 tokens; give tokens, or a text under
@@ -92,7 +89,7 @@ REFUSED = {
         --init-from BAD_HF                  | config.json
         --init-from NO_SHARD                | holds no b.safetensors, which model.safetensors.index.json names
         --init-from NO_INDEX                | model.safetensors.index.json: no index of weights
-        --init-from NO_SIZE                 | makes it (1024, 16) (vocab_size 256, n_positions 1024, a GPT-2's, as there
+        --init-from NO_SIZE                 | config.json: has no n_positions
         --init-from HF --dp 2 --ep 2        | the model has none: leave --ep out
         --init-from HF --top-k 2            | --top-k 2: the model in --init-from has no experts; leave the flag out
         --init-from BAD_EXPERTS             | config.json: model_type 'gpt2' with num_experts 2
@@ -107,19 +104,18 @@ REFUSED = {
         --resume STEP_3 --init-from HF      | beside --resume: leave --init-from out, or leave --resume out
         TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 4 | (--experts 2 there, 4 here; --lr 0.002 there, 0
         --resume STEP_3 --out RUN           | process 1 on here writes there; wait for its end, or give --out
-        --resume STEP_3 --out NEW           | goes on in its own folder, from the newest checkpoint there: give --out
-        --resume STEP_2 --out RUN           | /run and move newer ones away
+        --resume STEP_2 --out RUN           | newer checkpoints lie beside it: move them away, or name a new folder
         --plain --dp 2                      | needs torchrun --nproc_per_node 2; 1 were started
-        --plain --lr nan                    | --lr nan: give a number, e.g. 0.001
+        --plain --lr nan                    | --lr nan: must be between 0 and a billion: give e.g. --lr 0.002
         --plain --vocab-size 50             | too small for the text: give --vocab-size 121
         --plain --data ASCII --resume MUON  | exp_avg_sq, which the --optimizer muon in --resume has not kept: give --op
         --data ASCII --resume MUON --optimizer adamw | has not kept: give --optimizer muon$
         --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4
         --plain --data ZERO                 | has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8
         --plain --data ASCII --out FOLDER   | holds a run, which this one would write over: add --resume, or name a new
-        --plain --data ASCII --resume BROKEN | broken.pt: no whole checkpoint; name another
+        --plain --data ASCII --resume BROKEN | broken.pt: 
         --plain --data SHORT                | the held-out tenth is of 50 tokens: give more text$
-        --plain --data TEXT --resume STEP_3 | step-00000003: no file step-*.pt, as --plain writes it; leave --plain
+        --plain --data TEXT --resume STEP_3 | the model in --resume has other sizes: give --
         --tokenizer NO_JSON                 | --tokenizer
         --tokenizer OTHER_MERGES            | vocabulary has no 'zq'
         --tokenizer GAPS                    | from 0 to 264
@@ -158,7 +154,7 @@ REFUSED = {
         together --rank 1                   | --rank 1 is for --break: give --break all_reduce, too
         together --break isend --rank 4     | --rank 4: there are ranks 0 to 3: give --rank 0
         together --dp 3                     | give e.g. --dp 2 --tp 2 --pp 1
-        types --ep 3                        | --ep 3 does not divide --dp 2: give --ep 1 or --dp 3
+        types --ep 3                        | --ep 3 does not divide both --dp 2 and the
         types --dp 3 --cp 2 --zero 1 --zero-within 3 | --zero-within 3 cuts through the ranks of --cp or --ep
         blind --out WORDS                   | words.bin: is there, and not what would be written: name a new file
         pages --assets MINE                 | ring.svg: is there, and not what would be written: name a new file
@@ -174,31 +170,31 @@ REFUSED = {
 # Layouts and sizes that do not divide: each mode refuses them in the same words.
 UNDIVIDED = """
     --n-head 3                              | give --n-embd 129
-    --arch llama --n-kv-head 3              | give --n-kv-head 1
+    --arch llama --n-kv-head 3              | give --n-kv-head 2 or 4
     --arch llama --n-embd 12                | give --n-embd 16
     --experts 4 --top-k 5                   | give --top-k 4 or --experts 5
     --experts 4 --expert-every 5            | give --expert-every 4
-    --tp 3                                  | give --tp 1
+    --tp 3                                  | 4 heads of the model (did you mean --dp 3?): give --tp 2 or 4
     --arch llama --tp 4                     | give --tp 2
     --n-head 128 --tp 128 --vocab-size 125  | --tp 128 is more than the vocabulary's 125 tokens
     --sp                                    | give --tp 2, say, or leave --sp out
     --sp --tp 4 --seq-len 66                | give --seq-len 68
     --cp 4 --seq-len 20                     | give --seq-len 24
     --cp 2 --tp 2 --sp --seq-len 6          | give --seq-len 8
-    --cp 3 --cp-kind ulysses --seq-len 12   | give --cp 1 or --cp-kind ring
+    --cp 3 --cp-kind ulysses --seq-len 12   | give --cp 2 or 4 or --cp-kind ring
     --dp 2 --ep 2                           | give --experts 4, say, or leave --ep out
     --ep 2 --experts 4                      | give --ep 1 or --dp 2
     --dp 4 --ep 4 --experts 6               | give --ep 2
     --dp 3                                  | give e.g. --batch-size 18
     --dp 2 --micro-batches 3                | give e.g. --batch-size 18
-    --dp 8 --zero 2 --zero-within 6         | give --zero-within 2
+    --dp 8 --zero 2 --zero-within 6         | give --zero-within 4 or 8
     --dp 2 --zero-within 2                  | give --zero 1, 2 or 3
     --pp 7                                  | give --pp 6 or fewer
     --pp 4 --schedule zb-v                  | give --pp 3 or fewer
     --pp 2 --virtual-stages 2               | is for --schedule interleaved and --pp 2 or more: leave it out
     --virtual-stages 7 --schedule interleaved | give --virtual-stages 6 or fewer
     --pp 2 --virtual-stages 4 --schedule interleaved | give --virtual-stages 3 or fewer
-    --optimizer muon --arch llama --n-head 3 --n-kv-head 3 --n-embd 96 --tp 3 | the width of the MLP, 256: give"""
+    --optimizer muon --arch llama --n-head 3 --n-kv-head 3 --n-embd 96 --tp 3 | 256 numbers of the MLP's width: give"""
 
 
 class Started(BaseException):
@@ -298,8 +294,9 @@ def files(text, tmp_path_factory):
     os.mkdir(folder / "read_only", 0o555)
     os.mkfifo(folder / "fifo")
     os.mkdir(folder / "muon")
-    for file, flags in ("step-00000001.pt", train.Flags()), ("muon/step-00000001.pt", train.Flags(optimizer="muon")):
-        torch.save({"flags": vars(flags), "step": 1, "tensors": {"wte.weight": 0}}, folder / file)
+    for file, flags in ("step-00000001.pt", Flags()), ("muon/step-00000001.pt", Flags(optimizer="muon")):
+        torch.save({"flags": vars(flags), "step": 1, "skipped": 0, "scaler": None, "tensors": {"wte.weight": 0}},
+                   folder / file)
     flags = f"--data {text} --steps 3 --save-every 1 --experts 2 --out {folder / 'run'}"
     ran([*TRAIN, *flags.split()], 1, folder / "log")
     lock = open(folder / "run" / ".lock", "w")  # noqa: SIM115  locked until the last test ends
@@ -370,7 +367,7 @@ def refusal_of_layout(words, world, here):
         s = parse(words)
         check_numbers(s)
         check_layout(s, model_config(s)[0], world, here)
-    except BadInput as problem:
+    except ValueError as problem:
         return str(problem)
     return ""
 
@@ -442,7 +439,7 @@ DAMAGED = {  # flag: a file of a checkpoint, what becomes of its bytes (None: it
         (WEIGHTS, lambda _: pickle.dumps({"wte.weight": Malice()}), "not a whole .safetensors file"),
         (WEIGHTS, cut, "it is cut short or damaged"),
         (WEIGHTS, edited(b"experts.1.c_fc.weight", b"experts.9.c_fc.weight"),
-         "model.safetensors: has no h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
+         "model.safetensors: has no transformer.h.0.mlp.experts.1.c_fc.weight, which config.json asks for"),
         (WEIGHTS, edited(b"[64, 16]", b"[16, 64]"),
          "h.0.mlp.experts.0.c_proj.weight is (16, 64), config.json makes it (64, 16)"),
         (CONFIG, cut, "config.json: ")]}

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as torch_dist
 
 import fast.run
-import safe.checkpoints
+import further.resume
 import safe.flags
 import safe.launch
+import safe.run
 import train
 from tests.pool import HERE, forkserver
 
@@ -49,9 +50,10 @@ def run_training(flags):
     """train.py's own run, in this pool's processes and on their device, which `--device auto` need not find."""
     device = torch.get_default_device()
     with torch.device("cpu"):  # as when it is started
-        run = fast.run.FastRun(["--device", device.type, *flags])
+        run = safe.run.Run(["--device", device.type, *flags], train.Trainer, fast.run)
         try:
-            return run.train(device)
+            saved, _ = run.train(device)
+            return saved
         finally:
             if run.lock:
                 run.lock.close()
@@ -216,5 +218,5 @@ TRAIN = TINY + "--device cpu --eval-every 0 --sample 0".split()
 def end_of(run):
     """(step of the newest checkpoint, losses in the order of the log, checksums of its files, steps left out, loss
     scale) of a run's folder."""
-    newest = safe.checkpoints.open_checkpoint(safe.checkpoints.checkpoints(run)[-1], True).manifest
+    newest = further.resume.open_checkpoint(further.resume.checkpoints(run)[-1], True).manifest
     return newest["step"], log_of(run, "step", "loss"), newest["files"], newest["skipped"], newest["scaler"]

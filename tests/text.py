@@ -24,16 +24,13 @@ import further.bpe
 import safe.data
 import model
 import train
-from further.bpe import END, LETTERS, learn, piece_pattern, Tokenizer
-from further.bpe_json import DIGITS, JsonTokenizer, later_pattern, tokenizer
+from further.bpe import DIGITS, END, later_pattern, learn, LETTERS, piece_pattern, Tokenizer
 from further.llama import LlamaConfig
-from further.refusals import check_files
 from further.sampling import CachedGPT
-from safe.checkpoints import checkpoints, open_checkpoint
-from safe.data import load_data, open_tokenizer, parts_of
+from further.resume import checkpoints, open_checkpoint
+from safe.data import load_data, parts_of
 from safe.flags import Settings
 from safe.huggingface import save
-from safe.sizes import BadInput
 from tests.models import CHANGES, small
 from tests.pool import close, on_cpus, parametrize
 from tests.runs import log_of, output_of, run_training, start, trained
@@ -100,7 +97,8 @@ def write_vocabulary(folder, merges, tokens=None):
 
 def json_of(folder, merges=list):
     """The tokenizer.json of the same tokens, and one more, "<pád>"."""
-    _, numbers, pairs, _ = further.bpe.read(folder)
+    words = Tokenizer(folder)
+    numbers, pairs = words.numbers, words.merges
     added = [{"id": numbers.get(token, len(numbers)), "content": token, "lstrip": False} for token in (END, "<pád>")]
     split = {"type": "ByteLevel", "add_prefix_space": False}
     return json.dumps({"normalizer": None, "pre_tokenizer": split, "added_tokens": added,
@@ -130,17 +128,15 @@ def test_a_tokenizer_json_has_the_tokens_of_the_two_files(tmp_path, merges):
     for name in further.bpe.FILES:
         file = tmp_path / name
         file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
-    two, whole = open_tokenizer(tmp_path), tmp_path / "tokenizer.json"
+    two, whole = Tokenizer(tmp_path), tmp_path / "tokenizer.json"
     assert two.decode([two.numbers["end of turn"]]) == "end of turn" and len(two.encode("low")) == 1
     whole.write_text(json_of(tmp_path, merges))
-    one, plain = open_tokenizer(tmp_path), tokenizer(tmp_path)
+    one = Tokenizer(tmp_path)
     for text, _ in SPELLED:
-        assert one.encode(text) == plain.encode(text) == two.encode(text)
-    assert plain.files == one.files
+        assert one.encode(text) == two.encode(text)
     assert one.encode("lo<pád>lo") == [one.numbers[token] for token in ("lo", "<pád>", "lo")]
     assert one.decode(one.encode("é<pád>")) == "é<pád>" and one.files == {whole.name: whole.read_text()}
     assert one.decode([len(one)]) == ""  # of embeddings larger than the tokenizer
-    assert Tokenizer("", json.loads(json.dumps(one.contents))).encode("low<pád>") == one.encode("low<pád>")
 
 
 def later_json(folder, digits=3, normalizer=None, **model):
@@ -173,7 +169,7 @@ def test_later_tokens_are_those_made_by_hand(tmp_path, digits, normalizer, whole
     """A piece that is a token stays one, where the file says so, although no merge makes "-low"."""
     write_vocabulary(tmp_path, BY_HAND, [*LETTERS.values(), *map("".join, BY_HAND), END, "-low"])
     (tmp_path / "tokenizer.json").write_text(later_json(tmp_path, digits, normalizer, ignore_merges=whole))
-    words = open_tokenizer(tmp_path)
+    words = Tokenizer(tmp_path)
     numbers = [words.numbers[token] for token in spelled.split()]
     back = unicodedata.normalize("NFC", text) if normalizer else text
     assert words.encode(text) == numbers and words.decode(numbers) == back
@@ -187,17 +183,17 @@ def test_tokenizers_makes_the_same_later_tokens(vocab, tmp_path):
     some = later_json(vocab).replace(END, "<end>")
     file.write_text(some)
     with pytest.raises(ValueError, match='token ends a text, as "eos_token"'):
-        open_tokenizer(tmp_path)
+        Tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
-    assert open_tokenizer(tmp_path).end == "<end>"
+    assert Tokenizer(tmp_path).end == "<end>"
     file.write_text(some.replace("{1,3}", "{1,2}"))
     with pytest.raises(ValueError, match="which is not known"):
-        open_tokenizer(tmp_path)
+        Tokenizer(tmp_path)
     tokenizers = pytest.importorskip("tokenizers")
     texts = ["".join(LATER_PIECES).replace("|", ""), *(random_text(draw, 100) for _ in range(100))]
     for whole in some, later_json(vocab, 1, NFC), later_json(vocab, 3, None, ignore_merges=True):
         file.write_text(whole)
-        ours, theirs = open_tokenizer(tmp_path), tokenizers.Tokenizer.from_str(whole)
+        ours, theirs = Tokenizer(tmp_path), tokenizers.Tokenizer.from_str(whole)
         for text in texts:
             if not any(unicodedata.category(letter) == "Cn" for letter in text):  # Unicode's versions differ there
                 assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
@@ -272,10 +268,10 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(vocab, tmp_path, digits):
     words, draw = Tokenizer(vocab), random.Random(2)
     if digits:
         (tmp_path / "tokenizer.json").write_text(later_json(vocab, digits))
-        words = JsonTokenizer(tmp_path)
+        words = Tokenizer(tmp_path)
     for _ in range(100):
         text = "".join(draw.choice(["a", "b1", " ", "\n", "\n\n", ";\n", END, "\x1c\n", "é\n"]) for _ in range(200))
-        parts = [*parts_of(text, 10)]
+        parts = [*parts_of(text, (END,), 10)]
         assert "".join(parts) == text and len(parts) > 2
         for made in words.encode, words.pieces:
             assert sum(map(made, parts), []) == made(text)
@@ -283,7 +279,7 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(vocab, tmp_path, digits):
 
 def test_text_is_encoded_once(vocab, tmp_path, monkeypatch):
     """In parts; into a .bin if there is --out; again if a text or the vocabulary is another."""
-    monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
+    monkeypatch.setattr(safe.data.parts_of, "__defaults__", ((), 1000))
     words, out = Tokenizer(vocab), tmp_path / "out"
     folder = tmp_path / "texts"
     texts = bytes(range(1, 256)) * 20, b"second line\n" * 200  # the first one is no UTF-8
@@ -307,30 +303,25 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch):
     assert len(os.listdir(out)) == 3
 
 
-def test_documents_want_the_end_token_of_a_tokenizer(vocab, tmp_path):
-    """--pack finds it between two texts. A vocabulary without one is refused, also by the reference."""
-    words, without = Tokenizer(vocab), Tokenizer(write_vocabulary(tmp_path / "without", [], [*LETTERS.values()]))
+def test_documents_have_the_end_token_between_them(vocab, tmp_path):
+    """--pack finds it there."""
+    words = Tokenizer(vocab)
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("print(1)\n" * 100)
-    s = Settings(data=str(tmp_path), pack=True, tokenizer=str(tmp_path / "without"))
-    tokens = np.concatenate(load_data(s, words)[:2])
+    tokens = np.concatenate(load_data(Settings(data=str(tmp_path), pack=True), words)[:2])
     assert words.end_token == words.numbers[END] and (tokens == words.end_token).sum() == 1
-    with pytest.raises(BadInput, match="end token"):
-        load_data(s, without)
-    with pytest.raises(ValueError, match="end token"):
-        check_files(s, None, [], tokens, tokens, without, None)
 
 
 def test_tokens_of_a_large_vocabulary_have_four_bytes(tmp_path, monkeypatch):
     """In a .bin of numbers and nothing else, which a run takes as its data."""
-    monkeypatch.setattr(safe.data.parts_of, "__defaults__", (1000,))
-    tokens = [*LETTERS.values(), END, *map(str, range(10, 70_000)), *map("".join, BY_HAND)]
+    monkeypatch.setattr(safe.data.parts_of, "__defaults__", ((), 1000))
+    merges = [*itertools.product(LETTERS.values(), repeat=2), ("lo", "w")]
     (tmp_path / "text").write_text("low\n" * 1000)
-    s, words = Settings(data=str(tmp_path / "text"), out=str(tmp_path)), write_vocabulary(tmp_path, BY_HAND, tokens)
+    s, words = Settings(data=str(tmp_path / "text"), out=str(tmp_path)), write_vocabulary(tmp_path, merges)
     words = Tokenizer(words)
     first, again = (np.concatenate(load_data(s, words)[:2]) for _ in range(2))
     file, = tmp_path.glob("*.bin")
-    as_data = np.concatenate(load_data(Settings(data=str(file), tokens="uint32"), None)[:2])
+    as_data = np.concatenate(load_data(Settings(data=str(file), vocab_size=70_000), None)[:2])
     assert first.dtype == again.dtype == as_data.dtype == np.uint32 and [*first[:2]] == [words.numbers["low"], 10 + 188]
     assert first.tolist() == again.tolist() == as_data.tolist() and first.max() > 1 << 16
 
@@ -376,20 +367,20 @@ def test_of_a_node_s_processes_one_encodes(vocab, tmp_path, monkeypatch):
 
 @on_cpus
 def test_runs_on_words_log_the_same_losses_and_show_text(start, trained, vocab, tmp_path, reference_in):
-    """Two ranks of the whole program, and the reference alone. A checkpoint has the tokenizer's files, the reference's
-    has their folder's name."""
+    """Two ranks of the whole program, and the reference alone. A checkpoint has the tokenizer's files."""
     flags = f"--dtype fp64 --tokenizer {vocab} --steps 3 --out OUT/"
     trained(2, flags + "whole --tp 2")
     said = start(flags + "plain --save-every 3 --sample 4 --prompt line", folder=reference_in()).said()
     assert "mode     plain" in said and "tokens ---\nline" in said
     assert close(log_of(tmp_path / "plain", "loss"), log_of(tmp_path / "whole", "loss"))
     (path,), (file,) = checkpoints(tmp_path / "whole"), checkpoints(tmp_path / "plain")
-    assert Tokenizer(path).files == Tokenizer(vocab).files and open_checkpoint(path, True).config.vocab_size == 600
+    assert Tokenizer(path).files == Tokenizer(file).files == Tokenizer(vocab).files
+    assert open_checkpoint(path).config.vocab_size == 600
     written = json.loads((path / "config.json").read_text())
     assert written["bos_token_id"] == written["eos_token_id"] == Tokenizer(vocab).numbers[END]
-    for checkpoint, folder in (path, path), (file, vocab):
+    for checkpoint in path, file:
         said = start(f"--dtype fp64 --resume {checkpoint} --steps 0 --sample 8 --prompt föx").said()
-        assert f"tokens   of {folder}: 600" in said and "tokens ---\nföx" in said
+        assert f"tokens   of {checkpoint}: 600" in said and "tokens ---\nföx" in said
 
 
 SAID_OF_TOKENS = [  # flags of a run, and what it says
@@ -400,7 +391,7 @@ SAID_OF_TOKENS = [  # flags of a run, and what it says
     ("--tokenizer VOCAB --eval-every 1", r"nats a token, [\d.]+ bits, [\d.]+ bits a byte"),
     ("--data OUT/x.bin --vocab-size 300 --sample 3", r"---\n0( \d+){3}\n---"),
     ("--data OUT/x.bin --init-from OUT/bytes/step-00000001", "tokens   are numbers of uint16; "),
-    ("--data OUT/wide.bin --tokens uint32 --vocab-size 90000 --out OUT/wide", r"numbers of uint32; .*loss 11\."),
+    ("--data OUT/wide.bin --vocab-size 90000 --out OUT/wide", r"numbers of uint32; .*loss 11\."),
     ("--data OUT/wide.bin --steps 0 --sample 3 --resume OUT/wide", r"are numbers; .*---\n0( \d+){3}\n---"),
     ("--data OUT/x.bin --tokenizer VOCAB --sample 3 --prompt low", "---\nlow")]
 

@@ -146,7 +146,7 @@ def test_a_breakpoint_stops_in_any_rank_and_shows_the_others():
     not. To quit ends all of them without a word."""
     said = in_new_process(debugged, ["b collectives.ring_all_gather, get_rank() == 2", "c", "p get_rank(), ranks[2]",
                                      "p ranks[0]['numbers'].tolist()", "p ranks[3]['nothing']", "q"], with_a_breakpoint)
-    assert said.count("collectives.py(85)ring_all_gather") == 1 and "end of" not in said
+    assert len(re.findall(r"collectives.py\(\d+\)ring_all_gather", said)) == 1 and "end of" not in said
     assert re.search(r"\(2, rank 2 can go on; collectives.py:\d+ ring_all_gather\)\n.*\[5.0, 5.0\]\n", said), said
     assert said.endswith("*** KeyError: 'rank 3 has no nothing now'\n(Pdb) ")
     said = in_new_process(debugged, ["c"], with_a_breakpoint)

@@ -186,6 +186,7 @@ def norm_bytes(config, s, n, fused, first=False):
     if config.arch == "gpt2":
         return 8
     in_place = width >= 4 or not first
+    fused = fused and is_fast(s)
     return 4 + (not fused and s.device == "cpu") * n * (2 * max(width, 4) - width * in_place)
 
 
@@ -277,14 +278,28 @@ def most_in_a_step(actions, net):
 ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries, gaps and NCCL's buffers take the rest
 
 
+def besides(config, s, stages):
+    """Bytes of weights that are whole, and of gradients that wait for an A, at most: as `most_in_a_step` reads them off a
+    list, taken for equally large pieces. ZeRO-1's gradients wait, all of them, for the last micro-batch; their averages come
+    as they go."""
+    narrow, wide = widths(s)
+    pieces = sum(map(len, stages.values()))
+    whole = sum(elements_of(config, s, stages.values()).values())
+    gathered = 2 / pieces * narrow * whole if s.zero == 3 else 0
+    waiting = 1 - 1 / shards_of(s) if s.zero == 1 and s.micro_batches > 1 else 1 / pieces
+    return gathered + waiting * wide * whole * (s.zero > 0)
+
+
 def needed_bytes(config, s):
-    """Bytes that each pipeline rank needs on a GPU, with what a block recomputes, or a chunk of logits."""
+    """Bytes that each pipeline rank needs on a GPU, with what a step holds besides, and what a block recomputes, or a
+    chunk of logits."""
     i = min(config.expert_every, config.n_layer) if config.experts else 1
     again, kept = (activation_bytes(config, some, [range(i, i + 1)])  # of a block with experts
                    for some in (dataclasses.replace(s, recompute="none"), s))
     few = min(s.micro_batches, 3 * s.pp)  # of the schedules that are WORTH it more change no peak
     narrow, _ = widths(s)
     chunk = narrow * (max(chunks_of(config, s)) + config.n_embd) * config.vocab_size / s.tp  # and its term of dW
-    head = [contents(config, stages_in(s, config, rank).values())[3] for rank in range(s.pp)]
-    return [max(again - kept, head[rank] * chunk * (s.loss_chunk > 0))
-            + sum(memory_bytes(config, s, rank, micro_batches=few).values()) for rank in range(s.pp)]
+    ranks = [stages_in(s, config, rank) for rank in range(s.pp)]
+    return [max(again - kept, contents(config, stages.values())[3] * chunk * (s.loss_chunk > 0))
+            + besides(config, s, stages) + sum(memory_bytes(config, s, rank, micro_batches=few).values())
+            for rank, stages in enumerate(ranks)]

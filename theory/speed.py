@@ -4,7 +4,6 @@ Read with: Ultra-Scale Playbook, "finding the best training configuration" and i
 """
 
 import dataclasses
-import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass

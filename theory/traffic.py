@@ -146,9 +146,10 @@ def messages_of_muon(matrices):
     """Messages of Muon's step, which gathers each matrix that tp has cut. On GPUs in 16 bits."""
     for param, parts in matrices.items():
         width = 2 if param.is_cuda and param.dtype == torch.float32 else param.itemsize
-        for here, part in parts:
-            if part.cut:
-                yield Message("matrices", GATHER, "tp", part.cut.size * (here.stop - here.start), width)
+        for part in parts:
+            if part.group:
+                elements = torch.distributed.get_world_size(part.group) * (part.here.stop - part.here.start)
+                yield Message("matrices", GATHER, "tp", elements, width)
 
 
 def messages_of_sums(net):

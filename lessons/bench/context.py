@@ -11,7 +11,7 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 import kernels
 from fast.edition import Fast
-from further.context import in_a_ring, RingAttention
+from further.context import in_a_ring
 from further.ulysses import ulysses_attention
 from lessons.bench.peers import world_mesh
 from lessons.bench.rates import both_ways, replays_of
@@ -26,7 +26,6 @@ def context(a, device):
     cuda = device.type == "cuda" and not a.quick
     heads = 16
     width, dtype = (128, torch.bfloat16) if cuda else (16, torch.float32)
-    ring = RingAttention.apply if a.plain else Fast.context["ring"]
     table = Table(f"{a.gpus} processes; causal attention of {heads} heads of {width} to one sequence, {dtype}, forward "
                   "and backward\nthe Nth: of one GPU's time for all of it", {
         "tokens": "tokens:>7,", "way": "way:<12", "who": "who:<31", "ms": "ms:>9.2f",
@@ -40,7 +39,8 @@ def context(a, device):
     for tokens in (16384, 65536) if cuda else (512,):
         whole, part = (torch.randn(1, t, 3, heads, width, device=device, dtype=dtype, requires_grad=True)
                        for t in (tokens, tokens // a.gpus))
-        steps = {"ring": both_ways(functools.partial(in_a_ring, group=None, ring=ring), part),
+        steps = {"ring": both_ways(functools.partial(in_a_ring, group=None, ring=Fast.context["ring"]),
+                                   part),
                  "ulysses": both_ways(functools.partial(ulysses_attention, group=None), part),
                  "the Nth": both_ways(kernels.attention, whole)}
         for way, step in replays_of(steps, device).items():

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -15,11 +14,10 @@ import kernels
 import parallel
 from fast import recorded
 from fast.edition import FusedBlock
-from fast.fp8 import use_fp8
 from fast.nccl import Direct
 from further.kinds import resized
 from lessons.bench.timing import interleaved, readable
-from model import GPTConfig, Linear
+from model import GPTConfig
 from safe.sizes import reject
 from theory import speed
 from theory.speed import MACHINES, Machine, matrices, passes
@@ -67,10 +65,9 @@ def both_ways(function, *inputs):
 
 
 def measure_machine(device, dtype, config):
-    """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links.
-    All ranks measure at once, because in training, too, they share power. (In FP8 the head, which stays bf16, is then
-    predicted too fast.) On CUDA the GPU's computing is replayed, so that `launch` alone depends on the CPU."""
-    eight = dtype == "fp8"
+    """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links. (Those of FP8
+    are not measured: its steps are predicted as bf16's.) All ranks measure at once, because in training, too, they share
+    power. On CUDA the GPU's computing is replayed, so that `launch` alone depends on the CPU."""
     dtype = parallel.PRECISIONS[dtype]
     config = resized(config, experts=0)  # rates are a dense block's
     cuda, n, c, t = device.type == "cuda", dist.get_world_size(), config.n_embd, config.seq_len
@@ -81,12 +78,9 @@ def measure_machine(device, dtype, config):
     targets = torch.zeros(b, t, dtype=torch.int64, device=device)
     k = min(b * t, 8192)  # tokens of a step on one GPU; with more, products are faster
     a, wide, up = random(k, c), random(k, config.hidden), random(c, config.hidden)
-    if eight:
-        layer = Linear(c, config.hidden, bias=False).to(device, dtype)
-        use_fp8(SimpleNamespace(h=torch.nn.ModuleList([block, layer])))
     source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
     computing = {
-        "products": both_ways(layer, a) if eight else torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
+        "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
         "block": both_ways(block, random(b, t, c)),
         "attention": both_ways(kernels.attention, random(
             b, t, config.n_head // config.kv_heads + 2, config.kv_heads, config.head_dim)),

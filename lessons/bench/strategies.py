@@ -31,8 +31,8 @@ from lessons.bench.timing import (
     interleaved, of_all_ranks, patched, plain_kernels, say, Table, without_collectives, write_json)
 from lessons.plan import describe_model
 from safe.messages import Watched
-from safe.reports import measured_bytes, predicted_bytes, timed
-from safe.run import WatchedTrainer
+from safe.reports import measured, measured_bytes, predicted_bytes, share_of, timed
+from safe.run import Plain
 from theory.clock import halves_backward, stages_in
 from theory.speed import describe_machine, mfu, mfu_note, predict
 from theory.traffic import messages, messages_of_list
@@ -69,11 +69,32 @@ def configs_of(config):
     return dense, routed, dataclasses.replace(dense, inner=config.hidden * mlps // config.n_layer)
 
 
+class Timed(train.Trainer):
+    """A Trainer whose first step is measured, and whose steps are judged by the numbers that fast/ looks at.
+
+    s.fast says what it is made of."""
+    seen = None  # the Measured of its first step
+
+    def __init__(self, s, config, source, data, device):
+        parts = (run if s.fast == "on" else Plain).parts(s, device)
+        super().__init__(s, config, source, data, device, **parts)
+        if s.fast == "on":
+            run.prepare(self)
+        self.look = (run if s.fast == "on" else Plain).look(s, self)
+
+    def step(self, i):
+        with contextlib.nullcontext(self.seen) if self.seen else measured(self) as self.seen:
+            found = self.gradients(i)
+            bad, _ = self.agree(not self.look(found).is_finite, 0)  # as safe/run.py asks, who stops, too
+            self.update(found, i, bad)
+        self.seen.share = share_of(self, found.loads)
+        return found
+
+
 def make_trainer(config, s, device):
-    """A trainer on random tokens, of fast/ or of the reference."""
+    """A Timed trainer on random tokens."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len)
-    trainer = WatchedTrainer if s.fast == "off" else run.FastTrainer
-    return trainer(s, config, peers.random_source(config, device), (tokens, tokens, Bytes()), device)
+    return Timed(s, config, peers.random_source(config, device), (tokens, tokens, Bytes()), device)
 
 
 @contextlib.contextmanager
@@ -200,9 +221,9 @@ def pieces():
         "norm": norms,
         "addition": plain_kernels(model.Block),                                     # added to x, and then the norm
         "specialized": [(attention, "specialized_takes", never), (hopper, "specialized_takes", never)],  # Triton's
-        "reading": [(run.FastTrainer, "all_finite", WatchedTrainer.all_finite)],    # a step waits for its own norm
+        "reading": [(run, "look", Plain.look)],                                     # a step waits for its own norm
         "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
-        "adamw": [(run, "optimizer_of", lambda *_: {})],                           # PyTorch's
+        "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
         "links": [(dist.LINKS, "ours", Watched)],                                   # rings
         "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
         "fp8": [(run, "use_fp8", lambda stage: None)]}                              # of --dtype fp8: bf16
@@ -291,7 +312,8 @@ def tried(build):
 def memory_and_traffic(trainer):
     """Columns: GiB that the fullest rank keeps, and MiB that rank 0 sends, predicted and found."""
     memory = [max(of_all_ranks(sum(kinds.values()))) / 2**30
-              for kinds in (predicted_bytes(trainer), measured_bytes(trainer))]
+              for kinds in (predicted_bytes(trainer, trainer.seen.share),
+                            measured_bytes(trainer, trainer.seen))]
     trainer.step(2)
     with routes_of_rows() as routes:
         dist.reset_traffic()

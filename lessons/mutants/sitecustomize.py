@@ -55,14 +55,13 @@ def outputs(first):
     return first if isinstance(first, (list, tuple)) else [first]
 
 
-def wrong(real, given, dist):
+def wrong(real, bound, dist):
     """The call with the fault."""
     if FAULT != "stale" or before:  # the first call has none before it
         with open(os.path.join(FOLDER, "reached"), "a") as file:
             file.write("x")
     if FAULT == "skip":
         return [] if real.__name__ == "batch_isend_irecv" else Done()
-    bound = inspect.signature(real).bind(*given[0], **given[1])
     values, group = [*bound.arguments.values()], bound.arguments.get("group")
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     asynchronous = bound.arguments.pop("async_op", False)
@@ -92,11 +91,13 @@ def wrapped(real, dist):
         line = line_of(sys._getframe(1))
         inside.call = True
         try:
-            if line and not TARGET:
+            bound = inspect.signature(real).bind(*args, **options)
+            alone = not line or dist.get_world_size(bound.arguments.get("group")) == 1  # then no fault changes anything
+            if not alone and not TARGET:
                 note(f"{line}\t{real.__name__}")
-            if not line or f"{line} {real.__name__}" != TARGET:
+            if alone or f"{line} {real.__name__}" != TARGET:
                 return real(*args, **options)
-            return wrong(real, (args, options), dist)
+            return wrong(real, bound, dist)
         finally:
             inside.call = False
     return called

@@ -2,14 +2,21 @@
 state, complex and infinite weights, files and draws in between, groups that may begin once, a rank's term of a loss, a
 clipping and an optimizer of one's own, a part whose name is a wrapper's."""
 
-import io, torch, torch.distributed as dist
+import io
+
+import torch
+import torch.distributed as dist
 from torch import nn
 
 mesh = {"dp": 2}
 HALF = torch.float32
+started = []
+
+
 @torch.jit.script
 def rounded(x):
     return x.to(torch.float32).to(x.dtype)
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -19,12 +26,16 @@ class Net(nn.Module):
         self.register_buffer("mean", torch.zeros(8))
         self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex64))
         self.calls = 0
+
     def forward(self, x):
         self.calls += 1  # a forward more, and the next one is another
         x = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * self.turn).flatten(-2)
         return self.head(rounded(self.module(x).to(HALF)).tanh() * self.calls) + self.mask.exp().sum()
 
-def build(): return Net()
+
+def build():
+    return Net()
+
 
 def parallelize(net):
     file = io.BytesIO()
@@ -33,23 +44,30 @@ def parallelize(net):
     torch.rand(3 + dist.get_rank())
     return nn.parallel.DistributedDataParallel(net)
 
+
 def batch(step):
     x, y = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(step)).unbind()
     return x, y[:, :3]
 
-def part(t): return t[dist.get_rank()::2]
 
-def loss(out, y): return (out - y).square().mean()
+def part(t):
+    return t[dist.get_rank()::2]
 
-started = []
+
+def loss(out, y):
+    return (out - y).square().mean()
+
+
 def start(dp):
     assert not started
     started.append(dp)
 
+
 def step(net, x, y):
-    l = loss(net(x), y)
-    l.backward()
-    return l.detach() / 2  # this rank's term of the loss
+    mean = loss(net(x), y)
+    mean.backward()
+    return mean.detach() / 2  # this rank's term of the loss
+
 
 def clip(net, most):
     norm = torch.stack([p.grad.abs().square().sum() for p in net.parameters() if p.requires_grad]).sum().sqrt()
@@ -58,4 +76,6 @@ def clip(net, most):
             p.grad.mul_((most / norm).clamp(max=1))
     return norm
 
-def optimizer(params): return torch.optim.AdamW(params, lr=1e-2)
+
+def optimizer(params):
+    return torch.optim.AdamW(params, lr=1e-2)
