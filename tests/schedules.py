@@ -246,7 +246,8 @@ def test_schedules_are_read_as_they_are_printed():
 @parametrize("text, says", [
     ("", "begins with rank 0"), ("rank 1  F0 B0", "begins with rank 0"), ("rank 0  F0 X0", "'X0' is no action"),
     ("rank 0  F0 B0 B0", "B0 is there twice"), ("rank 0  F0 F2 B0 B2", "micro-batch 1: F and B"),
-    ("rank 0  F0 B0\nrank 1  B0 .. F0", "deadlock"), ("rank 0  F0 B0\nrank 1  F0/2 B0/2", "stage 1, micro-batch 0: F and B")])
+    ("rank 0  F0 B0\nrank 1  B0 .. F0", "deadlock"),
+    ("rank 0  F0 B0\nrank 1  F0/2 B0/2", "stage 1, micro-batch 0: F and B")])
 def test_texts_of_schedules_that_cannot_run_are_refused(text, says):
     with pytest.raises(ValueError, match=says):
         parse(text)

@@ -1,5 +1,6 @@
-"""ZeRO: what it keeps; the norm of parts."""
+"""ZeRO: what it sends and keeps, what is whole when, and steps that are dropped."""
 
+import dataclasses
 import gc
 import types
 from functools import partial
@@ -15,11 +16,14 @@ import parallel
 import train
 
 from further.sampling import whole_model
+from tests.data import stepped_by
 from tests.layouts import SMALL, small_gpt, tokens_of
 from tests.pool import close, is_plain, on_cpus_both, on_ranks, parallelize, parametrize
 from safe.flags import Settings
 from theory.memory import memory_bytes
 
+
+# ------------------------------------------------------------------------------------------------- bytes sent and kept
 
 def bytes_alive():
     """Of all tensors of this process, each storage once. The collectives' receive buffers do not count."""
@@ -52,6 +56,30 @@ def test_zero_keeps_what_the_table_says(zero, within):
     stays, gradients = table["parameters"] + table["optimizer"], table["gradients"]
     assert abs(kept / (stays + gradients) - 1) < 0.05 and bytes_alive() - before < 1.05 * stays, (kept, table)
 
+
+@parametrize("zero, schedule", [(1, "interleaved"), (2, "interleaved"), *(
+    (0, schedule) for schedule in ("1f1b", "zb-h1", "dualpipe-v"))])
+@on_ranks(4)
+def test_replicas_of_a_stage_reduce_each_gradient_once_with_its_own_last_backward(zero, schedule):
+    """At stage 2 once a micro-batch."""
+    net = small_gpt(dataclasses.replace(SMALL, n_layer=4), dp=2, pp=2, zero=zero, schedule=schedule,
+                    virtual_stages=1 + (schedule == "interleaved"))
+    x, y = (t.to(net.device).split(2) for t in tokens_of(0))
+    net.forward_backward(x, y)  # between GPUs its collectives make windows, 64 MiB a group
+    net.zero_grad()
+    name, before = "reduce_scatter_tensor" if zero else "all_reduce", bytes_alive()
+    dist.reset_traffic()
+    net.run(net.lists(len(x)), x, y, 1.0, None)
+    in_backward = dist.traffic()[name].calls
+    k = 4 * sum(param.numel() for param in stepped_by(net.optimizer))  # of ZeRO half of the gradients, padded
+    assert not zero or bytes_alive() - before < 2.5 * k  # full ones would add 2 k
+    net.optimizer.step()
+    sent, times = dist.traffic()[name], len(x) if zero == 2 else 1
+    assert sent.calls == in_backward > times
+    assert 0 <= sent.bytes - times * k <= 28  # of the loss and three counts
+
+
+# ------------------------------------------------------------------------------------------- what is whole, and when
 
 @parametrize("layout, device", [(dict(dp=2), "meta"), (dict(dp=2, zero=3), "cpu"), (dict(pp=2), "cpu")])
 @on_ranks(2)
