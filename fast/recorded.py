@@ -108,7 +108,7 @@ class Replays:
     (REPLAY_BYTES has the figures). Each graph keeps its receive buffers.
 
     The third call on the same memory records a graph and replays it. The first two calls connect the ranks, and show
-    that the same addresses recur, as those of buckets do.
+    that the same addresses recur, as those of units do.
     """
 
     def __init__(self):

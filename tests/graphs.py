@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import weakref
 from unittest.mock import Mock, patch
 
@@ -17,9 +18,12 @@ import fast.recorded
 import fast.tensor
 import parallel
 from further.letters import tensors_in
+from further.schedules import SCHEDULES
+from parallel import carried, goes_to, lower, needs, ranks_of_stages
 from tests.layouts import case_of, differences_in, expanded, in_layout, sized, small_gpt, tokens_of
 from tests.links import served_by
 from tests.pool import close, on_cpus, on_gpus, on_ranks, parametrize, uncollected
+from fast.graphs import received_late
 from fast.linear import WeightGradients
 from fast.nccl import LeavesRoom
 from fast.recorded import count_traffic, traffic_since
@@ -177,6 +181,26 @@ def test_replayed_graphs_equal_one_process(pool, row):
     """The first step warms up, the second records and replays, the third replays: weights after three must be those of
     one process."""
     assert not any(differences_in(pool, case_of("steps=3 " + row), run=in_layout_on_tape))
+
+
+@parametrize("schedule", SCHEDULES)
+def test_receives_that_are_posted_late_come_in_the_order_of_their_sends(schedule):
+    """Between each two ranks; and each stands before what needs it, behind all that the rank can compute without."""
+    for p, m in itertools.product((2, 3, 4), (1, 2, 5, 8)):
+        made = SCHEDULES[schedule](p, m, 2 if schedule == "interleaved" else 1)
+        where = ranks_of_stages(made)
+        lists = [received_late(actions, where) for actions in lower(made)]
+        for rank, actions in enumerate(lists):
+            assert sorted(actions) == sorted(lower(made)[rank])
+            there = set()
+            for n, action in enumerate(actions):
+                missing = [result for result in needs(action, where) if where[result.stage] != rank]
+                assert action.kind[0] in "SR" or there.issuperset(missing)
+                there |= {carried(action)} if action.kind[0] == "R" else set()
+                assert action.kind[0] != "R" or actions[n + 1].kind[0] != "S"
+            for source in {*range(p)} - {rank}:
+                sent = [carried(a) for a in lists[source] if a.kind[0] == "S" and where.get(goes_to(a)) == rank]
+                assert sent == [carried(a) for a in actions if a.kind[0] == "R" and where[a.stage] == source]
 
 
 @on_gpus

@@ -520,7 +520,7 @@ zero
     dp=2 zero=2 without=scattering,clip_grad_norm_
     dp=2 zero=3 without=scattering,gathering,clip_grad_norm_
     dp=4 zero=1,2,3 zero_within=2 without=average_between
-# Nothing divides by 3: buckets are padded, and the padding stays out of norm and weights.
+# Nothing divides by 3: units are padded, and the padding stays out of norm and weights.
 zero  dp=3 micro_batches=3 batch=9 n_head=3 n_embd=27 inner=40
     zero=1,3
 # In two levels, of nodes of half the ranks; or ZeRO within two neighbours, replicas between.
