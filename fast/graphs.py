@@ -16,6 +16,7 @@ from fast import recorded
 from fast.linear import WeightGradients
 from further.schedules import HalvedPipeline
 from parallel import carried, goes_to, MicroBatch, needs
+from safe.messages import lost_peer_named, progress
 
 
 class CollectingMicroBatch(MicroBatch):
@@ -101,18 +102,26 @@ class RecordedPipeline(HalvedPipeline):
         for unit in self.units[piece]:
             unit.collect()
 
+    def wait_for(self, result):
+        progress(f"waiting for what {result} of the pipeline makes")
+        with lost_peer_named(f"waited for what {result} of the pipeline makes"):
+            return super().wait_for(result)
+
     def receive(self, action):
         between = min(action.stage, goes_to(action))
         buffer = torch.empty(self.shape(between, self.x[action.micro_batch]), dtype=self.dtype, device=self.device)
         source = self.piece_to_rank[action.stage]
-        handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
+        with lost_peer_named(f"receive {action} of the pipeline"):
+            handle = dist.irecv(buffer, self.ranks[source], self.channels[source, self.rank])
         self.results[carried(action)] = handle, buffer
 
     def send(self, action):
         _, tensor = self.results.pop(carried(action))
         tensor = tensor.detach()
         target = self.piece_to_rank[goes_to(action)]
-        self.sending.append((dist.isend(tensor, self.ranks[target], self.channels[self.rank, target]), tensor))
+        with lost_peer_named(f"send {action} of the pipeline"):
+            handle = dist.isend(tensor, self.ranks[target], self.channels[self.rank, target])
+        self.sending.append((handle, tensor))
         if self.device.type != "cuda":  # there a send that is waited for would hold up the stream
             self.wait_for_sent(2)
 

@@ -165,7 +165,9 @@ class TunedLayerNorm:
 
 def tuned_rms_norm(x, weight, eps):
     """rms_norm, likewise."""
-    return AddLayerNorm.apply(x, None, weight, None, eps)[1] if kernels.on_triton(x) else F.rms_norm(x, x.shape[-1:], weight, eps)
+    if kernels.on_triton(x):
+        return AddLayerNorm.apply(x, None, weight, None, eps)[1]
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def add_layer_norm(x, residual, weight, bias, eps=1e-5):

@@ -80,7 +80,7 @@ class WrittenUnit(Unit):
             if param not in self.written:
                 self.place(param).zero_()
         message = self.message
-        if self.zero == 0:  # gradients lie in it until the next step: a collective that is called again is replayed
+        if self.zero == 0 and message.is_cuda:  # there a collective that is called again on the same memory is replayed
             self.room = message
         self.forget()
         return message

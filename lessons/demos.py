@@ -110,8 +110,8 @@ def demo_collectives():
     whole = torch.ones(n << 18)
     dist.reset_traffic()
     by_hand(whole)
-    sent = dist.traffic()["send"].bytes if n > 1 else 0
-    say(f"\nan all-reduce by hand, all to rank 0 and back: rank 0 sends {sent:,} "
+    there = dist.traffic()["send"].bytes if n > 1 else 0
+    say(f"\nan all-reduce by hand, all to rank 0 and back: rank 0 sends {there:,} "
         f"bytes, (N-1) K; of the ring's ranks each 2(N-1)/N K")
     say(f"\nbytes sent by rank 0, K = {n} MiB, N = {n}:  counted | formula")
     part = torch.ones(1 << 18)

@@ -100,9 +100,8 @@ def zero3(rank):
 
 
 def gather(rank):
-    """G: give `weights` its memory back if `free` has taken it, and let the parameters be views of it again, which
-    `show` does. If the unit has a master, copy it into this rank's row. Then start the all-gather of the rows: its
-    handle is `gathering`."""
+    """G: give `weights` its memory back by `make_room`, and write this rank's row in the layers' dtype by `cast`. Then
+    start the all-gather of the rows: its handle is `gathering`."""
     from parallel import Unit
     matrix, vector = nn.Parameter(torch.arange(1.0, 5).view(2, 2)), nn.Parameter(torch.tensor([5.0]))
     unit = Unit([matrix, vector], None, 3, torch.float32)
@@ -181,7 +180,7 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(zero1, 3, "parallel.py", "Unit.start_average", "empty_like"),
     Puzzle(zero2, 1, "parallel.py", "with_weights", "averaged"),
     Puzzle(zero3, 1, "parallel.py", "with_weights", "lookups", 2),
-    Puzzle(gather, 2, "parallel.py", "Unit.gather", "size"),
+    Puzzle(gather, 2, "parallel.py", "Unit.gather", "make_room"),
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),
     Puzzle(order, 3, "parallel.py", "one_f_one_b", "return"),

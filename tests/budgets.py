@@ -70,4 +70,5 @@ if __name__ == "__main__":
     else:
         for name, rooms, _ in BUDGETS:
             show(name, [source for file, source in SOURCES.items() if room_of(file) in rooms])
-        show("all but tests", [source for file, source in SOURCES.items() if room_of(file) not in ("tests", "test_all")])
+        rest = [source for file, source in SOURCES.items() if room_of(file) not in ("tests", "test_all")]
+        show("all but tests", rest)

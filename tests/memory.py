@@ -39,11 +39,11 @@ def test_memory_table_is_the_lecture_s():
     (N-1)/N x K = 1,362,909,800 elements: ZeRO-0 sends 2 x 4 bytes for each, ZeRO-1 and 2 4 + 2, ZeRO-3 4 + 2 x 2, as it
     gathers each weight twice. (The embeddings', once: a small part.)"""
     assert """
-stage     parameters   gradients   optimizer     total      sent   sharded over dp
-ZeRO-0          2.90        5.80       17.41     26.11     10.15   nothing
-ZeRO-1          2.90        5.80        2.18     10.88      7.62   optimizer
-ZeRO-2          2.90        0.73        2.18      5.80      7.62   optimizer, gradients
-ZeRO-3          0.00        0.73        2.18      2.90     10.15   optimizer, gradients, parameters
+stage     parameters   gradients   optimizer  together  activations    sent   sharded over dp
+ZeRO-0          2.90        5.80       17.41     26.11         2.45   10.15   nothing
+ZeRO-1          2.90        5.80        2.18     10.88         2.45    7.62   optimizer
+ZeRO-2          2.90        0.73        2.18      5.80         2.45    7.62   optimizer, gradients
+ZeRO-3          0.00        0.73        2.18      2.90         2.45   10.15   optimizer, gradients, parameters
 """ in output_of(main, *"zero --model gpt2-xl --dp 8".split())
 
 
@@ -105,7 +105,8 @@ def test_a_bias_that_is_not_cut_counts_whole_in_every_edition():
     for layer in parallel.RowParallelLinear, BiasedOnce:
         with (patch.dict(kernels.table, {parallel.RowParallelLinear: layer}),
               patch.object(theory.memory, "PLAN", parallel.gpt2_plan(None, None))):
-            counts.append(theory.memory.local_elements.__wrapped__(config, 2, (range(config.n_layer + 2),)))
+            pieces = range(config.n_layer + 2)
+            counts.append([theory.memory.elements_of_piece.__wrapped__(config, 2, i) for i in pieces])
     assert counts[0] == counts[1]
 
 

@@ -71,7 +71,7 @@ def test_a_peer_lost_as_a_message_starts_is_named(rank):
     net, (x, y), t = small_gpt(pp=2), tokens_of(0), torch.zeros(7)
     some = torch_dist, "batch_isend_irecv", gone
     step = [(f"send {parallel.Action('SF', 0, 0)} of the pipeline", (torch_dist, "isend", gone)),
-            ("posted the activation of micro-batch 0 from rank 0", (dist, "irecv", gone))]
+            (f"receive {parallel.Action('RF', 0, 0)} of the pipeline", (dist, "irecv", gone))]
     for kind, call, what, *broken in [
             (safe.messages.Watched, lambda: dist.all_reduce(t), "all_reduce in a group of 2", some),
             (DoublingLink, lambda: dist.all_reduce(t), "all_reduce in a group of 2", some),
