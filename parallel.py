@@ -807,6 +807,8 @@ def refuse_unlike(layer, kind):
     rows. A subclass of nn.Linear with a forward of its own says by `is_plain` that it does no more."""
     plain = vars(kind(1, 1, device="meta"))
     more = [name for name, value in vars(layer).items() if name not in SIZES and value != plain.get(name)]
+    hooks = "_backward_hooks", "_post_accumulate_grad_hooks"  # which would see a part of the gradient
+    more += [f"weight{name}" for name in hooks if getattr(getattr(layer, "weight", None), name, None)]
     if more or not (type(layer) is kind or isinstance(layer, kind) and getattr(layer, "is_plain", False)):
         raise ValueError(f"a plain {kind.__name__} can be cut over ranks, not {type(layer).__name__}"
                          f"{' with ' * bool(more)}{', '.join(more)}: leave it out of the table")

@@ -68,13 +68,15 @@ def test_cut_layers_refuse_what_they_cannot_do():
     scaled.forward = lambda x: 8 * F.linear(x, scaled.weight)
     adapted, narrowed = nn.Linear(4, 4), prune.identity(nn.Linear(4, 4), "weight")
     adapted.adapter = nn.Linear(4, 4)
+    watched = nn.Linear(4, 4)
+    watched.weight.register_hook(lambda grad: 2 * grad)
     row = {"0": functools.partial(parallel.RowParallelLinear, g=g)}
     for says, plan_of, layer in [
             ("padding_idx", plan, nn.Embedding(10, 4, padding_idx=0)),
             ("max_norm, sparse", plan, nn.Embedding(10, 4, max_norm=1.0, sparse=True)),
             ("scale_grad_by_freq", plan, nn.Embedding(10, 4, scale_grad_by_freq=True)),
             ("not ParametrizedLinear", columns, nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
-            ("with _backward_pre_hooks", columns, hooked), ("_modules", row, adapted),
+            ("with _backward_pre_hooks", columns, hooked), ("weight_backward_hooks", row, watched), ("_modules", row, adapted),
             ("_buffers", columns, narrowed), ("with forward", row, scaled),
             ("a plain Embedding can be cut over ranks, not Scaled: leave it out", plan, Scaled(10, 4)),
             ("a plain Linear can be cut over ranks, not Conv1d with", columns, nn.Conv1d(4, 4, 1))]:
