@@ -76,8 +76,8 @@ def test_cut_layers_refuse_what_they_cannot_do():
             ("max_norm, sparse", plan, nn.Embedding(10, 4, max_norm=1.0, sparse=True)),
             ("scale_grad_by_freq", plan, nn.Embedding(10, 4, scale_grad_by_freq=True)),
             ("not ParametrizedLinear", columns, nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
-            ("with _backward_pre_hooks", columns, hooked), ("weight_backward_hooks", row, watched), ("_modules", row, adapted),
-            ("_buffers", columns, narrowed), ("with forward", row, scaled),
+            ("with _backward_pre_hooks", columns, hooked), ("weight_backward_hooks", row, watched),
+            ("_modules", row, adapted), ("_buffers", columns, narrowed), ("with forward", row, scaled),
             ("a plain Embedding can be cut over ranks, not Scaled: leave it out", plan, Scaled(10, 4)),
             ("a plain Linear can be cut over ranks, not Conv1d with", columns, nn.Conv1d(4, 4, 1))]:
         with pytest.raises(ValueError, match=says):
