@@ -109,7 +109,7 @@ def set_placement(param, **changes):
 
 
 def is_matrix(param):
-    """Whether a parameter has weight decay, and FSDP shards it. Biases and norms have none, and stay whole."""
+    """Whether a parameter has weight decay: matrices have, biases and norms have not. (ZeRO cuts all of them.)"""
     decays = placement_of(param).decays
     return param.dim() >= 2 if decays is None else decays
 
@@ -139,6 +139,8 @@ def average_gradients(module, group=None):
 #     stage 2          4K           4K/N        8K/N     (m+1) (N-1)/N K          reduce-scatter m times, all-gather
 #     stage 3          4K/N         4K/N        8K/N     3m (N-1)/N K             m x (2 all-gathers, reduce-scatter)
 #
+# (Stage 3 sends a little less: the last piece stays whole from F to B, and an embedding's B needs no weights.)
+#
 # The model is a chain of pieces: the embedding, each block, the head. What a rank does in a step is a list of actions:
 #
 #     F    forward of a piece                            B    its backward
@@ -154,8 +156,9 @@ def average_gradients(module, group=None):
 #
 # A G stands one computation ahead of the one that needs the weights, so they travel while the one before computes: this
 # is called prefetching. Nobody waits for an A until the step ends, so gradients travel while the next B computes: this
-# is called overlap. Besides the table's bytes, stage 3 holds the weights of two pieces, and stages 2 and 3 hold the
-# gradients of three: of one that computes, of two that travel.
+# is called overlap. Besides the table's bytes, stage 3 holds the weights of two pieces, and of a tied
+# embedding while the head computes. Stages 2 and 3 hold the gradients of three: of one that computes, of two that
+# travel.
 #
 # Rajbhandari et al., "ZeRO" (2020). PyTorch's pipelines call the letters UNSHARD, RESHARD and REDUCE_GRAD. CS336
 # lecture 7. `python -m lessons step --dp 2 --zero 3` prints the list of a step.
