@@ -502,9 +502,7 @@ class Unit:
 
     @torch.no_grad()
     def start_average(self):
-        """A: start to average the gradients. RuntimeError if a parameter was frozen after it came here."""
-        if any(param.requires_grad != self.trained for param in self.params):
-            raise RuntimeError("freeze parameters, or let them train again, before the optimizer is made")
+        """A: start to average the gradients."""
         self.finish_average()  # of the micro-batch before
         rows = self.take_gradients()                                                          # (N, K/N)
         if self.divide_by > 1:
@@ -1107,7 +1105,7 @@ class Parallel:
     schedule    the pipeline's, with so many `stages` on each rank
     optimizer   a class from torch.optim with its options, as a partial; None: for evaluation
     dtype       the layers'; with 16 bits the optimizer steps float32 masters
-    shape       (i, x) -> of piece i's output for an input x of the first piece; left out, it is found
+    shape       (i, x) -> of piece i's output for an input x of the first piece; left out, it is found, if none is None
     runs        of each stage the range of its pieces; left out, about equally long
     groups      of this rank: pp; dp_cp, the replicas; shard, the ranks that ZeRO cuts over; left out, the mesh's
     """
@@ -1211,6 +1209,8 @@ class Parallel:
             raise RuntimeError("this model was built for evaluation: build it with an optimizer to train it")
         if any(unit.total is not None for unit in self.units):  # what comes now would be added to it
             raise RuntimeError("a second forward_backward before zero_grad(): give all micro-batches of a step at once")
+        if any(param.requires_grad != unit.trained for unit in self.units for param in unit.params):
+            raise RuntimeError("freeze parameters, or let them train again, before the optimizer is made")
         total = self.run(self.lists(len(x)), x, y, scale, beside)
         self.add_up_gradients()
         return total
@@ -1237,12 +1237,12 @@ class Parallel:
         (a + b + c + d) / 4. A mean of the replicas' means would weigh d as much as the other three together.
 
         Backward starts from it, so no pass over the gradients is needed. It is a tensor, so no CPU waits for a GPU. The
-        message also says how many micro-batches each replica has. ValueError if they differ, because under ZeRO 2 and 3
-        one replica would wait for another's A for ever.
+        message also says how many micro-batches each replica has. ValueError on replicas that come with another number
+        than before, if the others' differ: under ZeRO 2 and 3 one replica would wait for another's A for ever.
         """
         m = len(y)
-        numbers = torch.stack([sum(self.count(target) for target in y).to(torch.int64),
-                               torch.tensor(m, device=self.device), torch.tensor(m * m, device=self.device)])
+        counted = sum(self.count(target) for target in y).to(torch.int64)
+        numbers = torch.stack([counted, torch.full_like(counted, m), torch.full_like(counted, m * m)])
         dist.all_reduce(numbers, group=self.groups.dp_cp)
         replicas = dist.get_world_size(self.groups.dp_cp)
         if m not in self.seen:  # once, because reading them makes the CPU wait

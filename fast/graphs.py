@@ -72,7 +72,7 @@ class RecordedPipeline(HalvedPipeline):
             weight_gradients.waiting.clear()  # of a step whose backward raised
         if self.device.type == "cuda":
             actions = received_late(actions, self.piece_to_rank)
-        if not self.records or dloss is None:
+        if not self.records or not torch.is_grad_enabled():
             return super().run(actions, x, y, dloss, beside)
         beside = beside or [{}] * len(x)
         key = tuple(actions), *(tensor.shape for tensor in given_to(x, y, dloss, beside))

@@ -42,7 +42,8 @@ class WrittenUnit(Unit):
     def place(self, param):
         """Where in the message a parameter's gradient goes."""
         if self.message is None:
-            self.message = self.mine.new_empty(self.weights.shape) if self.room is None else self.room
+            is_free = self.room is not None and self.total is None and not self.sending
+            self.message = self.room if is_free else self.mine.new_empty(self.weights.shape)
             self.places = dict(zip(self.params, self.views_of(self.message)))
         return self.places[param]
 

@@ -181,8 +181,7 @@ def backward(piece, dx, w, saved, tokens, tp):      # dx: of the piece's output 
 # An action is a letter, for a piece of the model and a micro-batch:
 #     F  forward     G  gather the piece's weights      R  receive x (in backward dx) from another stage
 #     B  backward    D  drop them                       S  send it to another stage
-#                    A  average its gradients over replicas (a sum, as the loss is divided by all tokens):
-#                       at stage 0 an all-reduce, else a reduce-scatter, its first half
+#                    A  add up its gradients over replicas: at stage 0 an all-reduce, else a reduce-scatter
 # The stages of ZeRO are four lines of letters. In a step, a piece has
 ZERO = {  # first F   other F   other B   last B        and of N replicas each keeps 1/N of
     0:    ("F",       "F",      "B",      "BA"),      # nothing: this is data parallelism

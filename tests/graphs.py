@@ -28,6 +28,7 @@ from fast.linear import WeightGradients
 from fast.nccl import LeavesRoom
 from fast.recorded import count_traffic, traffic_since
 from fast.rings import DoublingLink
+from fast.units import WrittenUnit
 from safe.messages import Watched
 
 
@@ -397,5 +398,21 @@ def test_replayed_graphs_send_what_eager_steps_do(zero, micro_batches):
             assert close(*losses)
             found.append(sent)
             assert not any(unit.sending or unit.gathering for unit in net.units)
+        recording = net.pipeline.recording
+        net.forward(*batch)
+        assert net.pipeline.recording is recording is not None  # an evaluation records nothing
     eager, recorded, replayed = found
     assert eager == recorded == replayed != {}
+
+
+@on_ranks(2)
+def test_a_message_that_has_become_the_average_is_not_written_over():
+    """Of two A's in a step under ZeRO-0, on GPUs, which keep its memory."""
+    weight = nn.Parameter(torch.zeros(3))
+    unit = WrittenUnit([weight], None, 0, torch.float32)
+    for value in 1.0, 2.0:
+        unit.add(weight, torch.full((3,), value))
+        unit.room = unit.message
+        unit.start_average()
+        unit.finish_average()
+    assert unit.stepped[weight].grad.eq(3).all()
