@@ -14,7 +14,7 @@ from tests.pool import parametrize
 from tests.walls import CORE, SOURCES, TREES, room_of
 
 BUDGETS = [  # a name, its rooms, and the most tokens of code that they may have together
-    ("five files", CORE, 26_400),
+    ("five files", CORE, 26_500),
     ("further", ("further",), 29_500),
     ("fast", ("fast",), 32_900),
     ("safe", ("safe",), 17_100),
