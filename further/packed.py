@@ -20,8 +20,6 @@ Krell et al., "Efficient Sequence Packing without Cross-contamination" (2021); L
 
 import torch
 
-from further.context import own_tokens
-
 
 def starts_of(tokens, end):
     """Where each token's document begins, int64 like tokens (B, T): behind the last end token before it, or at 0."""
@@ -34,14 +32,3 @@ def starts_of(tokens, end):
 def packed(x, y, end):
     """(inputs, targets, starts) of inputs and targets (B, T) that were cut out of joined texts."""
     return x, y.masked_fill(x == end, -1), starts_of(x, end)
-
-
-def pairs_of_ranks(starts, n):
-    """How many pairs of query and key each rank of a ring of n attends to in each step, int64 (n, n). Sums over a row:
-    a rank's work. In a step all wait for the slowest."""
-    tokens = starts.shape[1]
-    own = [own_tokens(tokens, rank, n, "ring") for rank in range(n)]
-    keys = torch.arange(tokens)
-    seen = (starts[:, :, None] <= keys) & (keys <= keys[:, None])                             # (B, T, T)
-    return torch.tensor([[int(seen[:, own[rank]][:, :, own[(rank - step) % n]].sum()) for step in range(n)]
-                         for rank in range(n)])

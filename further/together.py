@@ -80,7 +80,6 @@ class Task(threading.Thread):
         """What body() returns, when it has."""
         while not self.done.done():
             self.world.sleep(self, waits_for)
-        self.world.follow(self)
         return self.done.result()
 
     def frame(self):
@@ -100,7 +99,6 @@ class Worker:
         me, before = current_thread(), self.last
 
         def operation():
-            me.world.follow(me)
             if before:
                 before.result()
             return function()
@@ -168,10 +166,6 @@ class World:
         """Until the message is where it belongs."""
         if ticket in self.messages or ticket in self.posted:
             self.sleep(ticket, waits_for)
-        self.follow(ticket)
-
-    def follow(self, event):
-        """What runs needs what a task has done, or a message. For a subclass with a clock."""
 
     def pass_on(self):
         """Draw who runs next. What PyTorch and collectives.py keep once a process becomes his."""

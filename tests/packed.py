@@ -4,7 +4,7 @@ that equal each document trained alone are rows of tests/layouts.py.)"""
 import torch
 
 import kernels
-from further.packed import packed, pairs_of_ranks, starts_of
+from further.packed import packed, starts_of
 from tests.kernels import random
 from tests.pool import on_both, on_ranks, parametrize
 from tests.memory import make_trainer
@@ -42,14 +42,6 @@ def test_kernels_mask_other_documents(triton_kernels, shape, dtype, bound):
     assert causal or lse.isinf().any()
     for ours, exact in zip((o.detach(), q.grad, k.grad, v.grad), (want, *grads)):
         assert (ours - exact).abs().max() <= bound * exact.abs().max()
-
-
-def test_zigzag_is_even_with_one_document_alone():
-    """Of several, ranks wait for the busiest one in a step."""
-    one = pairs_of_ranks(torch.zeros(1, 64, dtype=torch.int64), 4)
-    four = pairs_of_ranks((torch.arange(64) // 16 * 16).unsqueeze(0), 4)
-    assert one.sum() == 64 * 65 // 2 and one.max(0).values.sum() == one.sum() / 4
-    assert four.sum() == 4 * 16 * 17 // 2 and four.max(0).values.sum() > 1.4 * four.sum() / 4
 
 
 @on_both
