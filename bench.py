@@ -53,7 +53,7 @@ from safe.flags import (
 from further.refusals import check_numbers
 from safe.huggingface import read_config
 from safe.launch import is_forked
-from safe.sizes import BadInput, reject
+from further.bad_input import BadInput, reject
 from theory.speed import MACHINES, describe_machine
 
 

@@ -45,8 +45,7 @@ class AdamW(torch.optim.AdamW):
 
     scale: None, or a tensor of one element; the next step() multiplies gradients by it as it reads them. copies:
     {parameter: tensor of as many elements}; step() also writes the new values there, in the tensor's own dtype. step()
-    raises ValueError for parameters that are
-    not float32, contiguous and on a device that Triton serves.
+    raises ValueError for parameters that are not float32, contiguous and on a device that Triton serves.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):  # and no other options

@@ -65,25 +65,27 @@ class RecordedPipeline(HalvedPipeline):
         self.rank = dist.get_rank(self.group)
         self.ranks = torch.distributed.get_process_group_ranks(self.group)
         self.steps = Counter()  # how often each list ran with these shapes
-        self.recording = None   # (what it is of, the Recording)
+        self.recording = None   # the latest Recording
 
     def run(self, actions, x, y, dloss=None, beside=None):
         for weight_gradients in self.weight_gradients.values():
             weight_gradients.waiting.clear()  # of a step whose backward raised
-        if self.device.type == "cuda":
-            actions = received_late(actions, self.piece_to_rank)
         if not self.records or not torch.is_grad_enabled():
-            return super().run(actions, x, y, dloss, beside)
+            return super().run(self.late(actions), x, y, dloss, beside)
         beside = beside or [{}] * len(x)
         key = tuple(actions), *(tensor.shape for tensor in given_to(x, y, dloss, beside))
         self.steps[key] += 1
         if self.steps[key] == 1:
             self.recording = None  # its memory goes before other shapes need theirs
-            return super().run(actions, x, y, dloss, beside)
+            return super().run(self.late(actions), x, y, dloss, beside)
         if not self.recording or self.recording.key != key:
             self.recording = None
-            self.recording = Recording(self, key, super().run, actions, x, y, dloss, beside)
+            self.recording = Recording(self, key, super().run, self.late(actions), x, y, dloss, beside)
         return self.recording.replay(x, y, dloss, beside)
+
+    def late(self, actions):
+        """The list that runs. A replay needs none."""
+        return received_late(actions, self.piece_to_rank) if self.device.type == "cuda" else actions
 
     def forward(self, action):
         self.micro_batch = partial(CollectingMicroBatch, weight_gradients=self.weight_gradients[action.stage])

@@ -16,7 +16,7 @@ from collections import Counter
 
 import kernels
 from kernels import HAVE_TRITON, tl, triton
-from safe.sizes import reject
+from further.bad_input import reject
 
 REGISTERS, WARPS, SHARED = 65_536, 64, 228 << 10  # of a multiprocessor of an H100; SHARED in bytes
 RESERVED = 1024                                   # bytes of SHARED that the driver takes a program

@@ -46,7 +46,7 @@ from parallel import lower, make_mesh, tensor_parallel
 import safe
 from safe import launch
 from safe.flags import check_layout, dashed, gpus_here, Parser, refuse, Settings
-from safe.sizes import BadInput
+from further.bad_input import BadInput
 from theory.clock import bubble, draw, simulate
 from theory.speed import MACHINES
 from theory.traffic import sent

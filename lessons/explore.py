@@ -28,7 +28,7 @@ from lessons.drawer import svg_of
 from lessons.pictures import as_it_ran, on_clock, spans_of, stuck, text_of
 from lessons.puzzles import HERE
 from parallel import ScheduleError, with_weights
-from safe.sizes import BadInput, reject
+from further.bad_input import BadInput, reject
 
 LIMIT = 1 << 18  # bytes of a request's body; 16 ranks with 64 micro-batches and 4 stages each are 110,000
 SECONDS = 300    # that a run may take

@@ -14,7 +14,7 @@ from further.experts import balance, loads
 from further.letters import Letters, Wrong
 from further.muon import is_muons, Muon, UnitOfMatrices
 from parallel import params_together, placement_of, Unit
-from safe.sizes import reject
+from further.bad_input import reject
 
 
 def grid_of(layout):

@@ -20,7 +20,7 @@ from lessons.bench.rates import measure_machine
 from lessons.bench.timing import interleaved, is_first, ROWS, say, write_json
 from model import PRESETS
 from safe.files import check_file
-from safe.sizes import reject
+from further.bad_input import reject
 
 SHORT, LONG = 1 << 10, 1 << 24  # bytes
 

@@ -25,7 +25,7 @@ from lessons.drawer import stepped, svg_of, terminal
 from lessons.pictures import check_picture, DRAWN, STEPPED
 from lessons.puzzles import HERE
 from safe.files import check_file, check_folder
-from safe.sizes import reject
+from further.bad_input import reject
 
 MICRO = "lessons/micro.py"
 FILES = [MICRO, "lessons/lecture8.py", *(name for name in puzzles.FILES if "__" not in name)]

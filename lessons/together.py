@@ -22,7 +22,7 @@ import train
 from further import together
 from lessons.puzzles import HERE
 from model import GPTConfig
-from safe.sizes import reject
+from further.bad_input import reject
 
 
 class Log(together.World):

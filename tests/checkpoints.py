@@ -34,7 +34,7 @@ from safe.page import Page
 from safe.flags import model_config, Parser, Settings
 from safe.reports import nothing_else_lost
 from safe.run import NotFinite
-from safe.sizes import BadInput
+from further.bad_input import BadInput
 from train import Trainer
 
 

@@ -27,7 +27,7 @@ from tests.runs import TINY, Ranks, command, import_from, log_of, processes, ran
 import safe.launch
 from further.resume import checkpoints
 from safe.checkpoints import lock
-from safe.sizes import BadInput
+from further.bad_input import BadInput
 import train
 
 

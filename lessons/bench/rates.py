@@ -18,7 +18,7 @@ from fast.nccl import Direct
 from further.kinds import resized
 from lessons.bench.timing import interleaved, readable
 from model import GPTConfig
-from safe.sizes import reject
+from further.bad_input import reject
 from theory import speed
 from theory.speed import MACHINES, Machine, matrices, passes
 from theory.traffic import HALVES, in_two_levels, sent

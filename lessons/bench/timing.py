@@ -22,7 +22,7 @@ from further.letters import tensors_in
 from kernels import triton
 from safe.files import tell
 from safe.launch import cores
-from safe.sizes import BadInput
+from further.bad_input import BadInput
 
 
 # PyTorch 2.13 renames some collectives. The old names, which 2.11 and 2.12 know, still work and are used here.
