@@ -135,6 +135,8 @@ class Direct(LeavesRoom):
         return window and window.sums
 
     def all_reduce(self, flat, op):
+        if self.size == 1:
+            return
         chunks = flat.tensor_split(self.size)
         if kernel := self.kernel_for(flat, op):
             kernel.all_reduce(flat, op)

@@ -493,7 +493,7 @@ def test_adamw_steps_neighbours_by_one_kernel(triton_kernels):
     places = slice(0, 1000), slice(1000, 1700), slice(1800, 3000)
     params = [torch.nn.Parameter(start[place]) for place in places]
     theirs = [torch.nn.Parameter(start[place].double()) for place in places]
-    ours, exact = AdamW(params, **options), torch.optim.AdamW(theirs, **options)
+    ours, exact = AdamW(params[::-1], **options), torch.optim.AdamW(theirs, **options)  # units list them in any order
     for place, mine, other in zip(places, params, theirs):
         mine.grad, other.grad, ours.copies[mine] = grads[place], grads[place].double(), copies[place]
     with patch.object(ours, "runs_of", side_effect=lambda some: runs.append(runs_of(some)) or runs[-1]):

@@ -84,7 +84,7 @@ REFUSED = {
         --pack --data BIG_BIN               | no end token stands between documents: give text
         --experts 1                         | give --top-k 1 or --experts 4
         --top-k 1                           | --top-k is for a model with experts
-        --cuda-graphs on --experts 4        | and no --experts: leave it out
+        --cuda-graphs on --experts 4        | only with --dtype bf16 and --ep 1
         --init-from HF --n-layer 3          | --n-layer 3
         --init-from BAD_HF                  | config.json
         --init-from NO_SHARD                | holds no b.safetensors, which model.safetensors.index.json names
