@@ -14,7 +14,6 @@ import torch.distributed as torch_dist
 
 import bench
 import collectives as dist
-import fast.rings
 import kernels
 import lessons.bench.rates
 import lessons.links
@@ -72,12 +71,6 @@ def test_links_are_measured_pair_by_pair(pool, tmp_path):
     assert [sent for _, sent in told] == size * [(size - 1) * 24 * (256 + (1 << 16))]
 
 
-def doubling_up_to(size):
-    """Inside, all-reduces of up to so many bytes take log2 rounds, others rings."""
-    both = dict.fromkeys(fast.rings.DOUBLING_BYTES, size)
-    return patch.object(fast.rings, "DOUBLING_BYTES", both)
-
-
 TRAFFIC = """
     --dtype bf16 --micro-batches 2
     --dp 2
@@ -124,17 +117,16 @@ TRAFFIC = """
 @parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_every_strategy_sends_what_the_table_says(size):
-    """Small tensors in log2 rounds, others in rings. Step 0 would measure memory."""
+    """Step 0 would measure memory."""
     for case in TRAFFIC.strip().splitlines():
         if math.prod(map(int, re.findall(r"--[dtpc]p (\d)", case))) != size:
             continue
-        with doubling_up_to(2000):
-            trainer = trainer_of(case)
-            with routes_of_rows() as routes:
-                dist.reset_traffic()
-                trainer.step(2)
-            counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
-            assert predicted_traffic(trainer, routes) == counted and (counted or size == 1), case
+        trainer = trainer_of(case)
+        with routes_of_rows() as routes:
+            dist.reset_traffic()
+            trainer.step(2)
+        counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
+        assert predicted_traffic(trainer, routes) == counted and (counted or size == 1), case
         del trainer
         free_memory()
 
@@ -172,15 +164,14 @@ def bench_rows(tmp_path, *words):
 @parametrize("size,nodes", [(2, 0), (5, 0), (8, 0), (4, 2), (8, 2)])
 @on_ranks()
 def test_bytes_of_every_collective_are_the_formulas(nodes):
-    """An all-reduce's in rings and in log2 rounds. nodes: in two levels, nodes of so many ranks; 0: in one."""
+    """nodes: in two levels, nodes of so many ranks; 0: in one."""
     ops, sizes = ["all_reduce", *HALVES] if nodes else BUS, (5000, 1_600_000)
     with nodes_of(nodes) if nodes else contextlib.nullcontext():
-        for op, small, size in itertools.product(ops, (0, 1 << 30), sizes):
-            with doubling_up_to(small):
-                calls, elements = calls_of(op, size, torch.get_default_device())
-                dist.reset_traffic()
-                calls["us"]()
-                assert sent_in(dist.link_of(None), op, elements, 4) == dist.traffic()[op].bytes, (op, elements)
+        for op, size in itertools.product(ops, sizes):
+            calls, elements = calls_of(op, size, torch.get_default_device())
+            dist.reset_traffic()
+            calls["us"]()
+            assert sent_in(dist.link_of(None), op, elements, 4) == dist.traffic()[op].bytes, (op, elements)
 
 
 def test_bench_collectives(tmp_path):

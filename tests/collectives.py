@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_map
 
 import collectives as dist
 from further.letters import tensors_in
-from tests.links import carried, NO_DOUBLING, replaced, served_by, SMALL
+from tests.links import carried, served_by
 from tests.pool import is_plain, needs_kernels, on_both, on_plain, on_ranks, parametrize
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives
 
-BIG = 300_000  # float64: 2.4 MB, beyond recursive doubling
+BIG = 300_000  # float64: 2.4 MB
 LARGE = BIG // 8  # the same where `carried` has set all bounds an eighth as high
 TREES = "broadcast reduce gather scatter".split()
 NTHS = "all_gather_into_tensor reduce_scatter_tensor all_to_all_single".split()  # between a tensor and its Nths
@@ -366,13 +366,13 @@ def sent_by(name, elements):
 @parametrize("size", [2, 3, 4, 5, 8])
 @on_ranks()
 def test_bytes_sent_are_the_formulas(rank, size):
-    """And the messages. (bench.py's formula of broadcasts, reduces, and recursive doubling is proven with it.)"""
+    """And the messages. (bench.py's formula of broadcasts and reduces is proven with it.)"""
     ways = [way for way in ways_of(True) if way != "torch"]
     for way in dict.fromkeys([*ways, *["kernel"] * (size < 4 and not is_plain())]):
         if way == "kernel":
             needs_kernels()
         elements = 40 if way == "kernel" else 400
-        with carried(way, DOUBLING_BYTES=NO_DOUBLING):  # whose sizes are a matter of speed
+        with carried(way):
             for name in DIRECT:
                 log, steps = sent_by(name, elements * size), (size - 1) * (2 if name == "all_reduce" else 1)
                 assert (log.messages, log.bytes) == (steps, steps * 4 * elements), name
@@ -391,7 +391,7 @@ def test_between_nodes_every_rank_sends_its_share(node, rank, size):
     ring over all nodes leaves the sending between them to one rank of each, the last."""
     k = 4 * (elements := 400 * size * size)
     inside, between = (node - 1) * k // node, (size // node - 1) * k // size
-    with carried(node, DOUBLING_BYTES=NO_DOUBLING):
+    with carried(node):
         for name in DIRECT:
             log, times = sent_by(name, elements), 2 if name == "all_reduce" else 1
             assert "to_all" in name or (log.bytes - log.outside, log.outside) == (times * inside, times * between)
@@ -402,7 +402,6 @@ def test_between_nodes_every_rank_sends_its_share(node, rank, size):
 
 @parametrize("size, elements", [(2, 12), (4, LARGE)])
 @on_ranks()
-@replaced({"DOUBLING_BYTES": SMALL["DOUBLING_BYTES"]})
 def test_calls_that_come_again_see_new_values(elements, rank, size):
     """On the same memory, of trees with other roots in between. Each sends the same bytes. (GPUs replay the third.)"""
     for name in *TREES, *NTHS, "all_reduce":

@@ -28,7 +28,6 @@ from fast.graphs import received_late
 from fast.linear import WeightGradients
 from fast.nccl import LeavesRoom
 from fast.recorded import count_traffic, traffic_since
-from fast.rings import DoublingLink
 from fast.units import WrittenUnit
 from safe.messages import Watched
 
@@ -224,7 +223,7 @@ def test_a_recorded_step_takes_as_much_memory_as_a_launched_one():
     assert peaks[1] < peaks[0] + 8 * unit, [peak / unit for peak in peaks]
 
 
-class Keeping(DoublingLink):
+class Keeping(Watched):
     """Its handles keep what an operation uses, as those of NcclLink do while a graph is recorded."""
 
     def run(self, name, async_op, algorithm, *arguments):
