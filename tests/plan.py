@@ -238,7 +238,6 @@ def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
         assert s.schedule not in SPLIT or s.recompute == "none" and s.micro_batches >= s.pp
         ranks = [n / 2**30 for n in needed_bytes(a.config, s)]
         assert row["gib"] == max(ranks) < 0.9 * a.machine.memory / 2**30 and len(ranks) == s.pp
-        assert row["ranks"].split() == [f"{gib:.1f}" for gib in ranks] * (s.pp > 1)
         assert holds(s) and 0 < row["mfu"] < 70 and (row["cp"] > 0) == (s.cp > 1) and (row["ep"] > 0) == (s.ep > 1)
 
 
