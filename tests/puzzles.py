@@ -1,8 +1,6 @@
 """`python -m lessons puzzles`: an empty hole and a wrong body are red, the body put back is green."""
 
 import functools
-import importlib.machinery
-from unittest.mock import patch
 
 import pytest
 
@@ -10,7 +8,7 @@ import kernels
 import lessons.demos
 import lessons.puzzles
 from lessons.puzzles import empty, filled, hole, problems, PUZZLES, solution, write
-from tests.pool import parametrize, pools
+from tests.pool import in_new_process, parametrize
 from tests.runs import output_of, ran
 from tests.walls import REFERENCE, SOURCES, room_of
 
@@ -31,28 +29,8 @@ MISTAKES = """
     softmax | acc * alpha[:, None] | acc | 9, 18 and 27: got ["""
 
 
-KEPT = {}  # {a file's text: its code}
-
-
-def code_is_kept(function, *args, **options):
-    """function(*args), in a process of a pool that imports copies of the reference again and again: what has not
-    changed is compiled once."""
-    def code_of(loader, text, path):
-        return KEPT.get(text) or KEPT.setdefault(text, compile(text, path, "exec", dont_inherit=True))
-
-    with patch.object(importlib.machinery.SourceFileLoader, "source_to_code", code_of):
-        return function(*args, **options)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """Processes of their own, because wrong code may leave messages behind that nobody has received."""
-    with pools("cpu", plain=True) as get:
-        yield get
-
-
 @parametrize("row", MISTAKES.strip().splitlines(), ids=lambda row: row.split()[0])
-def test_a_puzzle_is_red_until_it_is_solved(ranks, triton_kernels, tmp_path, row):
+def test_a_puzzle_is_red_until_it_is_solved(triton_kernels, tmp_path, row):
     """Solved, its folder is the reference; empty, the first line of the solution is not in its file."""
     name, right, wrong, said = map(str.strip, row.split("|"))
     puzzle = PUZZLES[name]
@@ -63,11 +41,10 @@ def test_a_puzzle_is_red_until_it_is_solved(ranks, triton_kernels, tmp_path, row
     found = {}
     for kind, body in bodies.items():
         write(tmp_path / kind, puzzle.file, filled(puzzle, body))
-        found[kind] = ranks(puzzle.ranks).run(code_is_kept, problems, puzzle, str(tmp_path / kind))
-    assert found["solved"] == [[]] * puzzle.ranks
-    for lines in found["empty"]:
-        assert len(lines) == 1 and lines[0].startswith("NotImplementedError: puzzle: nothing is written here yet (")
-    assert any(said in line for lines in found["wrong"] for line in lines), found["wrong"]
+        found[kind] = in_new_process(problems, puzzle, str(tmp_path / kind))
+    assert found["solved"] == [] and len(found["empty"]) == 1
+    assert found["empty"][0].startswith("NotImplementedError: puzzle: nothing is written here yet (")
+    assert any(said in line for line in found["wrong"]), found["wrong"]
     for file, text in SOURCES.items():
         assert room_of(file) not in REFERENCE or (tmp_path / "solved" / file).read_text() == text
     first = solution(puzzle).splitlines()[0]
@@ -80,20 +57,16 @@ def test_a_name_that_moved_is_found_out(moved):
         hole(PUZZLES["gather"]._replace(**moved))
 
 
-def hurry():
-    lessons.puzzles.SECONDS = 2
-
-
 def test_a_check_is_green_or_red_and_never_waits_for_ever(tmp_path):
-    def said_of(name, code, **more):
+    def said_of(name, code):
         words = ["puzzles", name, "--check", str(tmp_path / name)]
-        return ran(words, 1, tmp_path / "log", [code], program="lessons", launcher="fork", **more)
+        return ran(words, 1, tmp_path / "log", [code], program="lessons", launcher="fork")
 
     write(tmp_path / "g", "parallel.py", SOURCES["parallel.py"])
     assert said_of("g", 0) == "green\n"
     silent = solution(PUZZLES["ring"]).replace("[(partial, right)]", "[(partial, right)] if link.rank else []")
     write(tmp_path / "ring", "collectives.py", filled(PUZZLES["ring"], silent))
-    assert "rank 1: no result within 2 s; does it wait" in said_of("ring", 1, before=hurry)
+    assert "rank 1 waits for rank 0 in reduce_scatter" in said_of("ring", 1)
 
 
 def test_puzzles_are_listed_and_written(tmp_path):
