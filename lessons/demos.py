@@ -360,7 +360,7 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
     "measuring": (demo_measuring, {"ranks": 2}),
-    "links": (links.demo_links, {"ranks": 2, "json": ""}),
+    "links": (links.demo_links, {"ranks": 2}),
     "lecture8": (demo_lecture8, {"ranks": 2}),
     "ladder": (demo_ladder, {}),
     "sampling": (demo_sampling, {"model": "tiny", "steps": 60}),
@@ -382,7 +382,6 @@ HELP = {  # of the flags
     "sp": "sequence parallelism", "cp": "ranks each sequence is cut over", "cp_kind": "of context parallelism",
     "ep": "ranks of dp that share out experts, which the blocks have then", "schedule": "of the pipeline",
     "zero_within": "ranks that ZeRO shards over; left out, all of dp x cp",
-    "json": "write the machine's rates there, for bench.py plan --machine",
     "show": "a picture of the pages, step by step in the terminal, e.g. ring",
     "assets": "write README's and docs' pictures into this folder, as SVG",
     "steps": "of training before", "port": "of the page; 0: a free one"}

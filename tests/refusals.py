@@ -149,7 +149,6 @@ REFUSED = {
     lessons.demos.main: """
         tensor --ranks 0                    | --ranks
         links --ranks 1                     | --ranks 1: one process has nobody to send to; give --ranks 2
-        links --json WORDS                  | words.bin: is there, and not what would be written: name a new file
         together --dp 3                     | give e.g. --dp 2 --tp 2 --pp 1
         types --ep 3                        | --ep 3 does not divide both --dp 2 and the
         types --dp 3 --cp 2 --zero 1 --zero-within 3 | --zero-within 3 cuts through the ranks of --cp or --ep
