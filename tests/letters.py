@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import torch
 
-import collectives as dist
 import further.schedules
 import train
 from further.letters import Letters, made, Wrong
@@ -44,16 +43,9 @@ def test_letters_of_right_layouts_are_clean():
 
 def wrong_in_mutants(row):
     """{mutant: what letters say} of each call of a strategy's step."""
-    case, mutants = case_of(f"n_layer=1 {row}"), set()
-
-    def note(name, code, given):
-        if dist.get_world_size(given.get("group")) > 1:
-            mutants.update((name, code.co_name, kind) for kind in [*blind.KINDS][:4 if "op" in given else 2])
-        return given
-
-    with blind.intercepted(note):
-        assert not wrong_by_letters(case)
-    found = {}
+    case, found = case_of(f"n_layer=1 {row}"), {}
+    wrong, mutants = blind.mutants_in(wrong_by_letters, case)
+    assert not wrong
     for mutant in mutants:
         with mutated(*mutant):
             found[mutant] = wrong_by_letters(case)
