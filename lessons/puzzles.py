@@ -11,7 +11,6 @@ task. Holes are found by name; no solution is kept here.
 """
 
 import ast
-import faulthandler
 import itertools
 import os
 import pathlib
@@ -94,20 +93,6 @@ def zero3(rank):
         yield f"the list of stage {zero}", " ".join(f"{a.kind}{a.stage}" for a in letters)
 
 
-def gather(rank):
-    """G: give `weights` its memory back by `make_room`, and write this rank's row in the layers' dtype by `cast`. Then
-    start the all-gather of the rows: its handle is `gathering`."""
-    from parallel import Unit
-    matrix, vector = nn.Parameter(torch.arange(1.0, 5).view(2, 2)), nn.Parameter(torch.tensor([5.0]))
-    unit = Unit([matrix, vector], None, 3, torch.float32)
-    yield "a matrix that nobody has gathered", matrix
-    unit.mine += 10 * (rank + 1)
-    unit.gather()
-    unit.wait()
-    yield "the matrix, gathered", matrix
-    yield "the vector, gathered", vector
-
-
 def g(rank):
     """g's backward: Y was the sum of all ranks' terms, and every rank has the same dY. Return the gradient of this
     rank's term, and None for the group."""
@@ -175,7 +160,6 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(zero1, 3, "parallel.py", "Unit.start_average", "empty_like"),
     Puzzle(zero2, 1, "parallel.py", "with_weights", "averaged"),
     Puzzle(zero3, 1, "parallel.py", "with_weights", "lookups", 2),
-    Puzzle(gather, 2, "parallel.py", "Unit.gather", "make_room"),
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),
     Puzzle(order, 3, "parallel.py", "one_f_one_b", "return"),
@@ -272,7 +256,6 @@ def problems(puzzle, folder):
 
 def check(puzzle, folder):
     """Print "green", or what is wrong on which rank, with exit code 1."""
-    faulthandler.enable()  # who reads memory that was freed sees the line
     wrong = problems(puzzle, folder)
     print("\n".join(wrong) or "green")
     sys.exit(bool(wrong))

@@ -16,7 +16,7 @@ and, where it must,
 
     def start(**mesh): ...                your own groups, once a process; in the one process all sizes are 1
     def step(net, *batch): ...            a rank's forward and backward on its part; returns the loss, or None
-    def grad(p): ...                      where a gradient is, if not in p.grad
+    def grad(p): ...                      where a gradient is, if not in p.grad; None if nowhere: its update decides
     def rename(name): ...                 a parallel module's name in the whole model
     def whole(net, what): ...             {name: tensor} of all "weights" or "gradients", where shards hide them
     def clip(net, max_norm): ...          clip; returns the global norm before it, or None
@@ -88,7 +88,6 @@ def adapters(given):
         must(name in given, f"the adapter has no {name}; the head of {os.path.basename(__file__)} says what it is")
     user = SimpleNamespace(**OPTIONS | {"step": step} | given)
     user.described = bool(user.whole)
-    user.trusted = not user.update or "whole" in given or "grad" in given  # what decides is where the gradients are
     both = {name: getattr(user, name) for name in ("start", "build", "batch", "loss", "optimizer")}
     one = SimpleNamespace(**OPTIONS | both | {"step": step, "clip": user.clip and clip}, gap=0,
                           mesh=dict.fromkeys(user.mesh, 1), parallelize=lambda net: net)
@@ -267,7 +266,7 @@ def work(rank, size, folder, job):
             one.gap = 1e-6 * (move == moves)
             found.append([*observed(mine, job.device, DTYPES[job.dtype], move % moves, job.numbered, job.pieces)])
         dist.barrier()  # nobody leaves whom others need
-    names = "mesh", "micro_batches", "trusted", "described"
+    names = "mesh", "micro_batches", "described"
     torch.save([{name: getattr(user, name) for name in names}, found], f"{folder}/{rank}")
 
 
@@ -487,7 +486,7 @@ class Step:
                     pairs[place] = mine[has], whole[index[has]]
             if kind == "weights" and not count.all():
                 self.notes.append(f"{name}: {int((count == 0).sum())} of {len(whole)} numbers are on no rank")
-            if pairs or count.any() and kind == "gradients" and whole.any() and self.user.trusted:
+            if pairs:
                 yield Compared(self, kind, name, whole, pairs)
 
     def forward(self):
@@ -546,8 +545,7 @@ class Step:
 
     def decides(self):
         """Kinds that are wrong, and say so."""
-        return [kind for kind, wrong in self.wrong.items() if wrong and kind not in ("forward", "backward")
-                and (kind != "gradients" or self.user.trusted)]
+        return [kind for kind, wrong in self.wrong.items() if wrong and kind not in ("forward", "backward")]
 
     def cause(self):
         """The kind of the first that is wrong, of a step in which something is: right numbers come from right ones."""
@@ -585,13 +583,12 @@ def judged(user, ones, ranks, read=(), eps=0):
     bad = next((i for i, step in enumerate(steps) if step.decides()), None)
     if bad is None:
         return steps, True, None, ""
-    before = bad and not user.trusted and steps[bad - 1].wrong["gradients"]  # a wrong update follows from them
-    i, kind = first = (bad - 1, "gradients") if before else (bad, steps[bad].cause())
-    wrong = steps[i].wrong[kind]
+    kind = steps[bad].cause()
+    wrong, first = steps[bad].wrong[kind], (bad, kind)
     alike = all(len({tuple(t.tolist()) for t, _ in c.pairs.values()}) == 1 for c in wrong)
     if kind == "weights" and alike and {c.name for c in wrong} <= set().union(*new):
         return steps, None, first, "parallelize(net) has not taken net's weights"
-    if kind != "weights" and any(run["draws"] for step in steps[:i + 1] for run in (step.one, *step.ranks.values())):
+    if kind != "weights" and any(run["draws"] for step in steps[:bad + 1] for run in (step.one, *step.ranks.values())):
         return steps, None, first, "the model draws random numbers, as dropout does: switch that off"
     return steps, False, first, ""
 

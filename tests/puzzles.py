@@ -13,15 +13,13 @@ from tests.runs import output_of, ran
 from tests.walls import REFERENCE, SOURCES, room_of
 
 # A mistake in each solution: what stands there, what somebody writes, and what a rank is told. The ring is a step
-# behind, gradients are added up, ZeRO-1 averages each micro-batch, a G comes too late, parameters stay NaN, all
-# receives come first.
+# behind, gradients are added up, ZeRO-1 averages each micro-batch, a G comes too late, all receives come first.
 MISTAKES = """
     ring | link.rank - 2 - s | link.rank - 1 - s | reduce-scatter: got [
     zero0 | ReduceOp.AVG | ReduceOp.SUM | got [[3.0, 3.0], [2.0, 2.0]], should have got [[1.5, 1.5], [1.0, 1.0]]
     zero1 | dist.ReduceOp.AVG | dist.ReduceOp.SUM | row: got [6.0, 12.0], should have got [2.0, 4.0]
     zero2 | action.micro_batch if zero >= 2 else None | action.micro_batch | As of stage 1: got B0/1 A0/1 B0/0 A0/0
     zero3 | n - ahead | n | stage 3: got G0 F0 D0 G1 F1 D1 G2 F2 B2 D2 A2 G1 B1 D1 A1 B0 A0, should have got G0 G1 F0
-    gather | self.cast() | self.row.zero_() | the matrix, gathered: got [[0.0, 0.0], [0.0, 0.0]], should have got [[11.0
     g | grad, None | grad / 2, None | got [1.5, 2.0], should have got [3.0, 4.0]
     vocabulary | total * (own_top - top).exp() | total | loss: got 1.153, should have got 0.981
     order | p - 1 - r | p - r | got F0 F1 B0 F2 B1 F3 B2 B3, should have got F0 B0 F1 B1
@@ -51,10 +49,10 @@ def test_a_puzzle_is_red_until_it_is_solved(triton_kernels, tmp_path, row):
     assert (tmp_path / "empty" / puzzle.file).read_text().count(first) < SOURCES[puzzle.file].count(first)
 
 
-@parametrize("moved", [{"function": "Unit.gathers"}, {"function": "Units.gather"}, {"word": "sizes"}], ids=str)
+@parametrize("moved", [{"function": "Unit.start"}, {"function": "Units.start_average"}, {"word": "sizes"}], ids=str)
 def test_a_name_that_moved_is_found_out(moved):
     with pytest.raises(LookupError):
-        hole(PUZZLES["gather"]._replace(**moved))
+        hole(PUZZLES["zero1"]._replace(**moved))
 
 
 def test_a_check_is_green_or_red_and_never_waits_for_ever(tmp_path):
