@@ -235,7 +235,7 @@ def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pi
             "backward": {name: torch.cat([call[1] for call in calls[name] if call[1:]]) for name in back},
             "loss": {} if loss is None else {"loss": local(torch.as_tensor(loss))},
             "targets": sum(int((t >= 0).sum()) for t in batch[1:2] if not t.is_floating_point())}
-        for p in params.values():
+        for p in params.values() if not user.update else ():
             p.grad = None if (t := grad_of(p)) is None else t.to(p.dtype)
         norm = user.clip and user.clip(net, MAX_NORM)
         if norm is not None:

@@ -166,6 +166,12 @@ def test_right_models_of_others_are_the_same(tmp_path, name, flags):
     assert not re.search("on no rank|0 of 0", text), text
 
 
+def test_where_nobody_has_a_gradient_its_update_decides(tmp_path):
+    """And finds it in p.grad, where it was."""
+    text = said(tmp_path, "zero", 0, change=("own = []", "own = []\ngrad = lambda p: None"))
+    assert text.endswith("\nSAME\n") and "gradients" not in text and "14 of 14 updates" in text, text
+
+
 @parametrize("name, old, new, words", FAULTS, ids=range(len(FAULTS)))
 def test_faults_are_seen_and_named(tmp_path, name, old, new, words):
     name, *flags = name.split()
