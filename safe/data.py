@@ -133,8 +133,8 @@ RUNS = {"run.json", "log.jsonl", "manifest.json"}  # where a run has written one
 
 
 def files_in(folder, seen):
-    """What lies in a folder, also behind links, but neither hidden files nor hidden folders, nor what train.py or
-    further.bpe have written. Each folder is read once, whatever links lead there, and those in `seen` are not."""
+    """What lies in a folder, also behind links, but neither hidden files nor hidden folders, nor what train.py has
+    written, nor a vocabulary. Each folder is read once, whatever links lead there, and those in `seen` are not."""
     def stop(error):
         raise error
 

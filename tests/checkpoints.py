@@ -21,6 +21,7 @@ import torch.distributed.run
 
 import collectives as dist
 import parallel
+import train
 from further.flags import ABOUT, Flags, parse
 from tests.pool import close, GPUS, HERE, on_cpus, on_linux, parametrize, table
 from tests.runs import (
@@ -33,7 +34,7 @@ from safe.files import Log
 from safe.page import Page
 from safe.flags import model_config, Parser, Settings
 from safe.reports import nothing_else_lost
-from safe.run import NotFinite
+from safe.run import NotFinite, Plain
 from further.bad_input import BadInput
 from train import Trainer
 
@@ -438,6 +439,20 @@ def test_nan_stops_or_skips_all_ranks_alike(pool, trained, tmp_path, zero):
     assert [(m["step"], m["skipped"]) for m in manifests] == [(4, 1), (5, 1)]
     shutil.rmtree(tmp_path / "skip" / "step-00000005")
     assert run("skip") == [True, True] and end_of(tmp_path / "skip") == want
+
+
+def seen_late(flags):
+    """not_finite, where each step looks at the numbers of the step before, as on GPUs."""
+    kept = [train.Found(torch.zeros(()), torch.zeros(()))]
+    with patch.object(Plain, "look", lambda s, trainer: lambda found: kept.append(found) or kept.pop(0)):
+        return not_finite(flags)
+
+
+@parametrize("steps", [3, 5])  # at the end all are settled
+@on_cpus
+def test_a_nan_that_is_seen_late_has_its_own_step_s_number(trained, tmp_path, steps):
+    assert all("is not finite" in error for error in trained(2, f"--steps {steps} --out OUT", seen_late))
+    assert log_of(tmp_path)[-1] == {"step": 3, "not_finite": "the loss on rank 1", "on_nan": "stop"}
 
 
 def overflow(flags):

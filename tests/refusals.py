@@ -18,7 +18,6 @@ import torch
 
 import bench
 import collectives as dist
-import further.bpe
 import further.together
 import kernels
 import lessons.demos
@@ -125,11 +124,6 @@ REFUSED = {
         --tokenizer STRIPS                  | tokenizer.json: '<|endoftext|>' has ['lstrip'], which is not known here
         --tokenizer HAND --vocab-size 264   | has 265 tokens, the model 264: give --vocab-size 265 or more
         --init-from LARGE                   | its 400 tokens are not bytes: give --tokenizer FOLDER""",
-    further.bpe.main: """
-        ZERO --vocab-size 300 --out NEW | or zero bytes in it
-        ASCII --vocab-size 256 --out NEW    | --vocab-size 256
-        ASCII --vocab-size 300 --out HAND   | a vocab.json is there already: name a new folder, e.g. --out
-        TEXT --vocab-size 300 --out EMPTY   | File exists""",
     bench.main: """
         bogus                               | WHAT
         kernels --only foo --device cpu     | --only foo
