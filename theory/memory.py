@@ -33,13 +33,7 @@ def memory_bytes(config, s, rank=0, load=1.0, micro_batches=None):
     """
     stages = stages_in(s, config, rank)
     narrow, wide = widths(s)
-    whole = mine = muons = 0  # elements on this rank; of these its optimizer steps; of these Muon
-    for (experts, matrices), n in elements_of(config, s, stages.values()).items():
-        copies = s.dp * s.cp // s.ep if experts else shards_of(s)
-        part = n / copies if s.zero else n
-        whole += n
-        mine += part
-        muons += part * (matrices and s.optimizer == "muon")
+    whole, mine, muons = elements_kept(config, s, stages.values())
     masters = wide * mine if wide > narrow else 0
     actions = lists_of(s.schedule, s.pp, micro_batches or s.micro_batches, s.virtual_stages)[rank]
     sizes = {stage: activation_bytes(config, s, [run], load) for stage, run in stages.items()}
@@ -78,6 +72,18 @@ def elements_of(config, s, runs):
     if config.tied and 0 in pieces and config.n_layer + 1 in pieces:
         total[False, False] -= table_elements(config, s)
     return total
+
+
+def elements_kept(config, s, runs):
+    """(elements of all parameters of a rank's runs of pieces; of these its optimizer steps; of these Muon)"""
+    whole = mine = muons = 0
+    for (experts, matrices), n in elements_of(config, s, runs).items():
+        copies = s.replicas // s.ep if experts else shards_of(s)
+        part = n / copies if s.zero else n
+        whole += n
+        mine += part
+        muons += part * (matrices and s.optimizer == "muon")
+    return whole, mine, muons
 
 
 def activation_bytes(config, s, pieces, load=1.0):

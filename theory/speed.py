@@ -14,7 +14,7 @@ import torch
 import parallel
 from further.pieces import matrices
 from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
-from theory.memory import elements_of, table_elements
+from theory.memory import elements_kept, elements_of, table_elements
 from theory.traffic import (
     contents, GATHER, HALVES, in_two_levels, Message, messages, recomputed, SCATTER, sent, shards_of, tokens_of,
     widths)
@@ -265,23 +265,20 @@ MOVED = 4
 
 
 def groups_of(s):
-    """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost."""
+    """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost. Other axes carry a few numbers.
+    """
     replicas = s.replicas
     shards = shards_of(s)
-    each = replicas * s.tp
-    every = replicas * s.tp * s.pp
+    between = replicas * s.tp  # stages
     return {
         "tp": (s.tp, 1),
         "cp": (s.cp, s.tp),
         "ep": (s.ep, s.tp * s.cp),
-        "dp_cp": (replicas, s.tp),
         "shard": (shards, s.tp),
         "replicate": (replicas // shards, s.tp * shards),
         "same_experts": (replicas // s.ep, s.tp * s.ep),
-        "pp": (min(s.pp, 2), each),
-        "embedding": (min(s.pp, 2), every // 2),
-        "world": (every, 1),
-        "all": (every, 1)}
+        "pp": (min(s.pp, 2), between),
+        "embedding": (min(s.pp, 2), s.pp * between // 2)}
 
 
 def seconds_by_axis(config, s, machine, items):
@@ -290,7 +287,7 @@ def seconds_by_axis(config, s, machine, items):
     touched = Counter()
     groups = groups_of(s)
     for item in items:
-        n, distance = groups[item.axis]
+        n, distance = groups.get(item.axis, (1, 1))
         if n == 1:
             continue
         local = max(1, machine.node // distance)
@@ -376,15 +373,11 @@ def predict(config, s, machine):
     pp = spent["pp"]["activations"] / m * (s.pp - 1) + spent["embedding"].total()
     pieces = sum(map(len, stages.values()))
     dp = data_seconds(s, spent, touched, pieces, f + waits, i + w + waits - saved)
-    return Costs(m * (f + i + w), tp - m * saved, cp, ep, idle, pp, dp, optimizer_seconds(config, s, machine, stages))
-
-
-def optimizer_seconds(config, s, machine, stages):
-    """Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype."""
+    # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
     narrow, wide = widths(s)
-    copies = {False: shards_of(s), True: s.replicas // s.ep} if s.zero else {False: 1, True: 1}
-    stepped = sum(n / copies[experts] for (experts, _), n in elements_of(config, s, stages.values()).items())
-    return stepped * (8 * wide + narrow * (narrow < wide)) / machine.hbm
+    _, stepped, _ = elements_kept(config, s, stages.values())
+    optimizer = stepped * (8 * wide + narrow * (narrow < wide)) / machine.hbm
+    return Costs(m * (f + i + w), tp - m * saved, cp, ep, idle, pp, dp, optimizer)
 
 
 def describe_machine(machine):
