@@ -315,10 +315,10 @@ def test_what_a_file_manager_leaves_keeps_no_checkpoint(start, trained, tmp_path
 
 
 def test_what_a_killed_launch_has_half_written_goes(trained, tmp_path):
-    (tmp_path / ".text-abcdefgh").mkdir()
-    (tmp_path / ".text-abcdefgh/text.bin.part").write_bytes(bytes(9))
+    (tmp_path / ".tokens-abcdefgh").mkdir()
+    (tmp_path / ".tokens-abcdefgh/tokens.bin.part").write_bytes(bytes(9))
     trained(1, "--steps 1 --out OUT")
-    assert not (tmp_path / ".text-abcdefgh").exists()
+    assert not (tmp_path / ".tokens-abcdefgh").exists()
 
 
 def test_a_log_that_is_moved_gets_a_new_one_or_a_word(tmp_path):
