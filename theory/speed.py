@@ -166,9 +166,11 @@ def block_seconds(config, s, machine, routed):
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
     f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp, s.ep, routed))
     into_messages = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
+    dropped = tokens * narrow * (4 * config.n_embd + (config.up_width + config.hidden) / s.tp) / machine.elementwise
     f += scores
+    i += 2.5 * scores + dropped * (s.recompute == "mlp")  # norms run again in every block
     again = {"none": 0.0, "mlp": 2 * met * mlp * tokens / machine.matmul, "block": f}[s.recompute]
-    return f, i + 2.5 * scores, w + into_messages, again
+    return f, i, w + into_messages, again
 
 
 def stage_seconds(config, s, machine, stages):
@@ -190,8 +192,10 @@ def stage_seconds(config, s, machine, stages):
         product = 2 * config.n_embd * logits / machine.matmul
         loss = logits / machine.loss
         parts = product + loss / 3, product + loss * 2 / 3, product
-        if s.loss_chunk:  # all in F
-            parts = sum(parts), 0.0, 0.0
+        if s.loss_chunk:  # all in F; each chunk's term of dW is written, read, and added to the sum
+            narrow, wide = widths(s)
+            terms = tokens / s.loss_chunk * table_elements(config, s) * (2 * narrow + 2 * wide) / machine.hbm
+            parts = sum(parts) + terms, 0.0, 0.0
         seconds = [total + part for total, part in zip(seconds, parts)]
     return seconds
 
