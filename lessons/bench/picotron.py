@@ -3,8 +3,8 @@
     git clone https://github.com/huggingface/picotron runs/picotron
     python bench.py picotron --folder runs/picotron --gpus 1 --arch llama --model 1b --batch-size 4
 
-Nothing else needs to be installed. Its train.py imports packages that a step does not call: where one is missing, a
-stand-in takes its place while picotron is imported. With FLASH_ATTEN=1, which needs flash-attn, picotron takes that,
+Nothing else needs to be installed. Its train.py imports packages that a step does not call: stand-ins take their places
+while picotron is imported. With FLASH_ATTEN=1, which needs flash-attn, picotron takes that,
 else PyTorch's attention and a norm of its own. Its step does less than ours: it has 16-bit weights without float32
 masters, and does not clip.
 """
@@ -36,14 +36,17 @@ def import_train(folder, device):
     os.environ["DEVICE"] = device.type
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("FLASH_ATTEN", "0")
-    missing = {name: MagicMock() for name in IMPORTED if not importlib.util.find_spec(name.partition(".")[0])}
-    sys.modules.update(missing)
+    has_flash = importlib.util.find_spec("flash_attn")
+    stand_ins = {name: MagicMock() for name in IMPORTED if not (has_flash and name.startswith("flash_attn"))}
+    real = {name: sys.modules[name] for name in stand_ins if name in sys.modules}
+    sys.modules.update(stand_ins)
     sys.path.append(folder)  # last, because its train.py has the name of ours
     spec = importlib.util.spec_from_file_location("train_of_picotron", os.path.join(folder, "train.py"))
     train = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train)
-    for name in missing:
+    for name in stand_ins:
         del sys.modules[name]
+    sys.modules.update(real)
     return train
 
 
