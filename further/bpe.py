@@ -121,11 +121,11 @@ def text_in(folder, name):
 def read_two(folder):
     """The files of a GPT-2: vocab.json, and merges.txt with a pair a line below a line with its version. Tokens that
     were added later stand in a third file."""
-    merges = [line.split(" ") for line in text_in(folder, "merges.txt").split("\n")
-              if line and not line.startswith("#version")]
+    vocab, lines = texts = [text_in(folder, name) for name in FILES]
+    merges = [line.split(" ") for line in lines.split("\n") if line and not line.startswith("#version")]
     added = json.loads(text_in(folder, "added_tokens.json")) if Path(folder, "added_tokens.json").exists() else {}
-    return dict(files={name: text_in(folder, name) for name in FILES}, merges=merges, end=END, special=[*added, END],
-                numbers=json.loads(text_in(folder, "vocab.json")) | added)
+    return dict(files=dict(zip(FILES, texts)), merges=merges, end=END, special=[*added, END],
+                numbers=json.loads(vocab) | added)
 
 
 def read_whole(folder):

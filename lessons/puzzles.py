@@ -25,8 +25,7 @@ import torch
 from torch import nn
 
 import kernels
-from safe.files import writable
-from further.bad_input import reject
+from further.bad_input import reject, writable
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
 FILES = ["model.py", "kernels.py", "collectives.py", "parallel.py", "train.py",

@@ -12,12 +12,12 @@ import tempfile
 
 import numpy as np
 
-from further.bad_input import BadInput, reject
+from further.bad_input import BadInput, reject, writable
 from further.bpe import FILES, Tokenizer, WHOLE
 from further.fits import parts_of_sequence
 from further.folder import write_blocks
 from further.text import batch, Bytes, split, standard_library
-from safe.files import is_ours, writable
+from safe.files import is_ours
 
 
 class Numbers:

@@ -16,7 +16,7 @@ import torch
 
 import collectives as dist
 import safe
-from further.bad_input import BadInput
+from further.bad_input import BadInput, writable
 from further.experts import how_even
 from further.flags import ABOUT, dashed, due, learning_rate, parse
 from further.muon import Muon
@@ -29,7 +29,7 @@ from safe.checkpoints import (
     check_same_data, differences, fingerprint, identity_of, lock, start_of, write_checkpoint)
 from safe.data import (
     bytes_a_token, check_data, check_prompt, check_vocabulary, checked_batch, load_data, open_vocabulary)
-from safe.files import check_folder, Log, tell, writable
+from safe.files import check_folder, Log, tell
 from safe.flags import check_layout, model_config, Parser, refuse, Settings
 from safe.huggingface import came_with
 from safe.messages import progress

@@ -224,21 +224,25 @@ def test_resume_takes_settings_along_and_says_what_changes(start, tmp_path):
 
 
 def test_nothing_that_no_run_has_written_is_lost(trained, tmp_path):
-    """Folders that a killed run has left go, older checkpoints, and nothing else. (What would be written over is
-    refused: tests/refusals.py.)"""
-    flags = "--save-every 1 --keep 1 --out OUT --steps "
-    trained(1, flags + "1")
+    """Folders that a killed run has left go, older checkpoints, though a file manager has been there, and nothing
+    else. (What would be written over is refused: tests/refusals.py.)"""
+    flags = "--save-every 1 --out OUT --steps "
+    trained(1, flags + "2 --keep 0")
+    (tmp_path / "step-00000002/.DS_Store").write_bytes(b"\0\0\0\1Bud1")
     files = {tmp_path / name: b"mine" for name in (
         ".step-notes.txt.swp", ".step-00000004.pt.Xa1b2c", ".step-00000001.part", ".step-by-step.d/notes",
         ".hidden/notes", "step-00000001/notes", "step-by-step/notes", "step-notes", "notes.part", "notes.old")}
     for path, data in files.items():
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-    (tmp_path / ".step-00000007.old").mkdir()
+    left = tmp_path / ".step-00000007.old", tmp_path / ".tokens-abcdefgh"
+    for folder in left:
+        folder.mkdir()
+        (folder / "tokens.bin.part").write_bytes(bytes(9))
     (tmp_path / ".step-00000008.part").symlink_to(tmp_path / "step-by-step")
-    trained(1, flags + "3 --resume")
+    trained(1, flags + "3 --keep 1 --resume")
     assert {path: path.read_bytes() for path in files} == files and (tmp_path / ".step-00000008.part").exists()
-    assert not (tmp_path / ".step-00000007.old").exists()
+    assert not any(folder.exists() for folder in left)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001", "step-00000003"]
     page = tmp_path / "index.html"
     page.write_text("mine")
@@ -527,8 +531,10 @@ def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):
     assert log.write({"step": 4, "loss": math.nan}) is None
     assert path.read_bytes() == b'{"step": 1}\n' + notes + b'{"step": 3}\n{"step": 4, "loss": "nan"}\n'
     path.write_text("a last word")
-    Log(str(path), 1)
+    log = Log(str(path), 1)
     assert path.read_text() == "a last word\n"
+    path.rename(tmp_path / "log.old")
+    assert log.write({"step": 1}) is None and path.read_text() == '{"step": 1}\n'
 
 
 def store_of_its_own():

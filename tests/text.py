@@ -270,7 +270,7 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch):
         (folder / f"{name}.txt").write_bytes(text)
     s = Settings(data=str(folder), out=str(out))
     tokens = np.concatenate(load_data(s, words)[:2])
-    assert tokens.dtype == np.uint16 and (tokens == words.numbers[END]).sum() == 1
+    assert tokens.dtype == np.uint16 and (tokens == words.end_token).sum() == 1  # where --pack finds it
     assert bytes_of(words, tokens) == END.encode().join(texts)
     file, = out.iterdir()
     monkeypatch.setattr(safe.data, "_encoded", {})
@@ -283,15 +283,6 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch):
     load_data(s, words)
     load_data(s, Tokenizer(write_vocabulary(tmp_path / "other", BY_HAND)))
     assert len(os.listdir(out)) == 3
-
-
-def test_documents_have_the_end_token_between_them(vocab, tmp_path):
-    """--pack finds it there."""
-    words = Tokenizer(vocab)
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text("print(1)\n" * 100)
-    tokens = np.concatenate(load_data(Settings(data=str(tmp_path), pack=True), words)[:2])
-    assert words.end_token == words.numbers[END] and (tokens == words.end_token).sum() == 1
 
 
 def test_tokens_of_a_large_vocabulary_have_four_bytes(tmp_path, monkeypatch):
