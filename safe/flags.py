@@ -43,9 +43,9 @@ class Settings(Flags):
                             "Perfetto; kernels that CUDA graphs replay show as graph launches")
     fast: str = flag("auto", "the same numbers sooner, by what fast/ has in place of the reference; auto: on GPUs",
                      choices=["auto", "on", "off"])
-    cuda_graphs: str = flag("auto", "launch a micro-batch's kernels as one CUDA graph, so that the CPU does not launch "
-                                    "each of them; auto: on GPUs, without experts, with --zero 0 or 1 (2 and 3 with "
-                                    "--pp 1 --schedule 1f1b)", choices=["auto", "off", "on"])
+    cuda_graphs: str = flag("auto", "replay a step from one CUDA graph, so that the CPU does not launch each kernel; auto: "
+                                    "on GPUs, with --experts only in bf16 and with --ep 1",
+                            choices=["auto", "off", "on"])
     deterministic: bool = flag(False, "attention's backward adds up in a fixed order where it would not, so that runs "
                                       "are equal to the bit; for Hopper GPUs, head dim 128 and 2,048 tokens or more")
     keep: int = flag(2, "how many of the newest checkpoints to keep; 0: all")
