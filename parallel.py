@@ -11,13 +11,9 @@
 
 train.py makes a GPT's pieces, and puts all this together in an order that works: `parallelize`.
 
-further/ has a file each for sequence parallelism, context parallelism, experts, more schedules, and groups on several
-nodes. A model of your own is a `Parallel`, too, if it is a chain of pieces.
-
-`python -m lessons step`, `tensor`, `pipeline`, and for further/ `context`, `experts`: on a laptop.
-
-`group=None` is all ranks, as in torch.distributed. Sections tell each other how a parameter is spread by its
-`Placement`.
+A model of your own is a `Parallel`, too, if it is a chain of pieces. `group=None` is all ranks, as in
+torch.distributed. Sections tell each other how a parameter is spread by its `Placement`.
+`python -m lessons step`, `tensor`, `pipeline` show sections on a laptop.
 
 Letters: N ranks in the group, r this rank, K parameters, m micro-batches, p pipeline ranks, v stages a rank; B, T, C, V
 as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the chapters of the same names.
@@ -156,9 +152,8 @@ def average_gradients(module, group=None):
 #
 # A G stands one computation ahead of the one that needs the weights, so they travel while the one before computes: this
 # is called prefetching. Nobody waits for an A until the step ends, so gradients travel while the next B computes: this
-# is called overlap. Besides the table's bytes, stage 3 holds the weights of two pieces, and of a tied
-# embedding while the head computes. Stages 2 and 3 hold the gradients of three: of one that computes, of two that
-# travel.
+# is called overlap. Besides the table's bytes, stage 3 holds the weights of two pieces, and of a tied embedding while
+# the head computes. Stages 2 and 3 hold the gradients of three pieces: one computes, two travel.
 #
 # Rajbhandari et al., "ZeRO" (2020). PyTorch's pipelines call the letters UNSHARD, RESHARD and REDUCE_GRAD. CS336
 # lecture 7. `python -m lessons step --dp 2 --zero 3` prints the list of a step.
@@ -177,11 +172,11 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}"
 
 
-def with_weights(actions, zero, lookups=(), shared={}, ahead=1):
+def with_weights(actions, zero, lookups=(), shared={}):
     """A rank's computations with G, D and A, as stage `zero` of ZeRO has them.
 
     lookups: pieces whose backward needs no weights. shared: {piece: pieces whose A averages some of its gradients}, as
-    an embedding's A those of a tied head. ahead: how many computations ahead of its own a G stands, 0 or 1.
+    an embedding's A those of a tied head.
     """
     before = defaultdict(list)
     after = defaultdict(list)
@@ -190,7 +185,7 @@ def with_weights(actions, zero, lookups=(), shared={}, ahead=1):
     for n, action in enumerate(actions):
         piece = action.stage
         if zero >= 1 and piece not in whole and (action.kind == "F" or piece not in lookups):
-            before[max(0, n - ahead)].append(action._replace(kind="G"))
+            before[max(0, n - 1)].append(action._replace(kind="G"))
             whole.add(piece)
         if zero == 3 and piece in whole and [piece] != [following.stage for following in actions[n + 1:n + 2]]:
             after[n].append(action._replace(kind="D"))
@@ -216,7 +211,7 @@ def into_pieces(actions, pieces_of):
 # ranks can compute at the same time. Each rank idles, in all, as long as a micro-batch and its gradient need for the
 # other p-1 stages: (p-1) (F + B), of the times that a stage takes for a micro-batch's forward and backward. This is the
 # bubble. Micro-batches go between neighbours alone: B T C elements forward, and as many backward. CS336 lecture 7.
-# Lecture 8's loop, which receives, computes and sends, is `gpipe_step` of lessons/lecture8.py.
+# Lecture 8's loop, which receives, computes and sends: `gpipe_step` of lessons/lecture8.py.
 #
 # GPipe holds activations of all m micro-batches. 1F1B runs the same forwards and backwards in another order, and rank r
 # holds those of p - r. So that one loop can run any order, a schedule is data, a list of actions for each rank:
@@ -246,9 +241,8 @@ def whole_batch(kind, stage, m):
 def one_f_one_b(p, m, v=1):
     """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
 
-    From the start of its F to the end of its B a micro-batch takes p-r ranks forward and back, this one among them:
-    (p-r) (F + B). In that time the rank can run p-r F and p-r B, so p-r micro-batches keep it busy. Narayanan et al.,
-    "PipeDream-2BW" (2020), call it PipeDream-Flush.
+    A micro-batch is away for (p-r) (F + B): through p-r ranks forward and back. In that time the rank can run p-r F and
+    p-r B, so p-r micro-batches keep it busy. Narayanan et al., "PipeDream-2BW" (2020), call it PipeDream-Flush.
     """
     return [alternate(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
 
@@ -289,8 +283,8 @@ def needs(action, stages):
 
 
 def result_of(action):
-    """The action under whose name others know what this one makes: an I makes what a B makes for the stage before. None
-    for a W, for which nobody waits, and for transfers."""
+    """The action under whose name others know what this one makes: an I makes what a B makes for the stage before.
+    Nobody waits for a W or a transfer: None."""
     if action.kind == "I":
         return action._replace(kind="B")
     return action if action.kind in ("F", "B") else None
@@ -399,6 +393,9 @@ def carried(transfer):
 
 def even_runs(pieces, stages):
     """Cut a chain of pieces into as many runs of about equal length: [range of the first stage's pieces, ...]."""
+    if stages > pieces:
+        raise ValueError(f"{stages} stages are more than {pieces} pieces: give at most {pieces} stages, p ranks of the "
+                         f"pipeline times `stages`")
     starts = [pieces * stage // stages for stage in range(stages + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
@@ -634,9 +631,9 @@ def params_together(pieces, group, apart=lambda param: None):
     """Which parameters of this rank's pieces, {number: module}, travel together: {(piece, the ranks that average them,
     ...): [parameter]}.
 
-    A parameter of two pieces, as a tied embedding, belongs to the lower one, because its backward ends last. Apart are
-    also those that other ranks average, as experts; that must still be added up over other ranks; frozen ones; and
-    those of which `apart` says different things.
+    A parameter of two pieces, as a tied embedding, belongs to the lower one, because its backward ends last. Experts,
+    which other ranks average, are apart, and so are frozen parameters, those that must still be added up over other
+    ranks, and those of which `apart` says different things.
     """
     together = defaultdict(list)
     seen = set()
@@ -666,18 +663,11 @@ def make_units(pieces, group, zero, dtype):
 #     X ─ f                                g ─ Y    f: forward identity, backward all-reduce (all used X: dX adds up)
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward identity (dY reaches each term as is)
 #
-# Three things that ranks of a group may hold in place of a tensor explain f, g, and what must still be added up. Each
-# has a letter:
-#
-#            a tensor in forward                         its gradient in backward
-#     X      R  replicated: the same on every rank       P  partial: each rank's columns of A have made a term of it
-#     X A    V  varying: each rank has its columns       V  varying: each rank has that of its columns
-#     Y_r    P  partial: each rank has a term of Y       R  replicated: dY is the gradient of each term
-#     Y      R                                           R
-#
-# f adds up X's gradient, g the Y_r: both make R of P. A replicated parameter may have a partial gradient: the weight of
-# a norm that saw some of the tokens. Its `placement.partial_over` says over which ranks that must be added up before
-# the step. `python -m lessons types` follows the letters through a step, in one process (further/letters.py).
+# Ranks hold one of three things in place of a tensor: all the same (X, Y), each its columns (X A), or each a term of
+# the sum (Y_r, and of X's gradient each rank's columns of A have made a term). f and g make the first of the third.
+# A parameter that is the same on all ranks may have terms of a gradient, too: the weight of a norm that saw some of the
+# tokens. Its `placement.partial_over` says over which ranks these must be added up before the step.
+# `python -m lessons types` follows this through a step, in one process.
 #
 # X is (BT, in), A (in, out). (B beside A is the second matrix, in BT and BTC the sequences.) A layer's `weight` is A
 # transposed, as in model.py. Attention is the same with heads for columns. A block, attention and MLP, sends
@@ -686,7 +676,7 @@ def make_units(pieces, group, zero, dtype):
 
 class CopyToGroup(torch.autograd.Function):
     """f: forward identity, backward all-reduce: X went into every rank's columns of A, so dX adds up. Nothing is
-    computed while it travels. (In CUDA graphs fast/ computes weight gradients meanwhile.)"""
+    computed while it travels."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -867,8 +857,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 def cross_entropy(logits, targets, vocab_size, group=None):
     """Loss in nats of logits (B, T, V), or (B, T, V/N) of each rank of `group`, against targets (B, T), summed over the
-    targets that count. kernels.checked_targets says which these are, and what a target outside of the vocabulary does.
-    """
+    targets that count: kernels.checked_targets says which."""
     return row_losses(logits.flatten(0, 1), targets.flatten(), vocab_size, group).sum()
 
 
@@ -901,8 +890,7 @@ def planned(name, plan):
 
 def tensor_parallel(module, group, plan=None):
     """Put this rank's slices in place of the layers that the plan names; left out, it is a GPT's `gpt2_plan`. N must
-    divide the heads. Parameters stay the objects that they are, so ties stay ties. ValueError for a layer that does
-    more than nn.Linear or nn.Embedding, because the slice in its place would not."""
+    divide the heads. Parameters stay the objects that they are, so ties stay ties."""
     plan = plan or gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply)
     for name, layer in [*module.named_modules()]:
         if how := planned(name, plan):
@@ -1119,7 +1107,8 @@ class Parallel:
         self.stages = stages
         self.dtype = dtype
         self.count = count or (lambda target: torch.tensor(target.numel(), device=target.device))
-        self.groups = groups or groups_of_mesh(mesh)
+        group = mesh.get_group("dp")
+        self.groups = groups or SimpleNamespace(pp=mesh.get_group("pp"), dp_cp=group, shard=group)
         p = mesh["pp"].size()
         stage_to_rank = ranks_of_stages(schedule(p, 2 * p, stages))
         self.runs = runs or even_runs(len(pieces), len(stage_to_rank))
@@ -1180,6 +1169,8 @@ class Parallel:
 
     def lists(self, m, training=True):
         """All ranks' lists of a step with m micro-batches; without `training`, of forwards alone."""
+        if m < 1:
+            raise ValueError("a step of 0 micro-batches: give lists x and y of at least 1")
         if (m, training) not in self.made:
             p = self.mesh["pp"].size()
             lists = [into_pieces(actions, self.runs) for actions in self.schedule(p, m, self.stages)]
@@ -1236,9 +1227,8 @@ class Parallel:
         Losses a, b, c on one replica, d on another: R / n = 2/4, and the mean of 2/4 (a + b + c) and 2/4 d is
         (a + b + c + d) / 4. A mean of the replicas' means would weigh d as much as the other three together.
 
-        Backward starts from it, so no pass over the gradients is needed. It is a tensor, so no CPU waits for a GPU. The
-        message also says how many micro-batches each replica has. ValueError on replicas that come with another number
-        than before, if the others' differ: under ZeRO 2 and 3 one replica would wait for another's A for ever.
+        A tensor, so no CPU waits for a GPU. Backward starts from it. ValueError on replicas with another number of
+        micro-batches than the others: under ZeRO 2 and 3 one replica would wait for another's A for ever.
         """
         m = len(y)
         counted = sum(self.count(target) for target in y).to(torch.int64)
@@ -1274,12 +1264,10 @@ class Parallel:
             unit.refresh()
 
 
-def groups_of_mesh(mesh):
-    return SimpleNamespace(pp=mesh.get_group("pp"), dp_cp=mesh.get_group("dp"), shard=mesh.get_group("dp"))
-
-
 def shapes_of(pieces):
     """(i, x) -> the shape of piece i's output for an input x of the first piece, by one forward without memory."""
+    if None in pieces:
+        raise ValueError(f"piece {pieces.index(None)} is None: give shape=(i, x) -> of piece i's output, or all pieces")
     on_meta = [copy.deepcopy(piece).to("meta") for piece in pieces]
 
     @functools.cache
@@ -1299,15 +1287,14 @@ def copies(placement):
         ranks / parts    ranks that hold this part of the parameter, because it is cut into so many parts
         x equal          parts whose gradients are the same, because they were added up over these ranks
 
-    Tied embedding, tp 2, pp 2. The table E is cut in two by tp, and the last stage has it, too:
+    Tied embedding, tp 2, pp 2: tp cuts the table E in two, and the last stage has it, too. Both ends have the sum:
 
         rank                     0            1            2            3
-        stage                    first        first        last         last
         holds                    E_0          E_1          E_0 again    E_1 again      4 ranks / 4 parts
-        gradient                 G_0          G_1          G_0          G_1            x 2 equal: the ends' sums
+        gradient                 G_0          G_1          G_0          G_1            x 2 equal
 
-    A layer norm's weight there is cut by pp alone: 4 ranks / 2 parts. Sequence parallelism adds up its gradient over
-    tp, which does not cut it: only a `partial_over` inside of `sharded_over` makes different parts equal.
+    Only a `partial_over` inside of `sharded_over` makes different parts equal: sequence parallelism adds up a norm's
+    gradient over tp, which does not cut it.
     """
     size = dist.get_world_size
     parts = math.prod(map(size, placement.sharded_over))
@@ -1328,19 +1315,12 @@ def params_of(optimizer):
 
 def clip_grad_norm_(parameters, max_norm, scale=1.0):
     """Scale all gradients so that their norm over the whole model is at most max_norm (0: leave them); returns the
-    norm, float64. Call it when gradients are averaged, on all ranks, also on one that has no parameters.
-    (torch.nn.utils.clip_grad_norm_ takes a rank's parts for a whole model: tensor peers would divide by different
-    norms, and replicated weights drift apart.)
+    norm, float64. Call it when gradients are averaged, on all ranks, also on one that has no parameters. scale: fp16's,
+    divided out first. (torch.nn.utils.clip_grad_norm_ takes a rank's parts for a whole model: tensor peers would divide
+    by different norms, and replicated weights drift apart.)
 
     Every rank adds up the squares of its gradients, each divided by how often the same one counts (`copies`). This
-    number is all-reduced over all ranks, so each element of the model counts once. dp 2, tp 2, pp 2, ZeRO-1:
-
-        on a rank                          cut over      copies    added by all 8 ranks
-        shard of a matrix of stage 0       dp, tp, pp    1         8 different parts, of stage 0 and of stage 1
-        shard of a norm's weight           dp, pp        2 (tp)    each part twice, halved
-        shard of the tied embedding        dp, tp, pp    2 (sums)  stages 0 and 1 hold the same, halved
-
-    scale: fp16's, divided out first.
+    number is all-reduced over all ranks, so each element of the model counts once.
     """
     parameters = list(parameters)
     square = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)

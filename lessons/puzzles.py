@@ -82,7 +82,7 @@ def zero2(rank):
 
 def zero3(rank):
     """Where G and D stand: if action n needs weights that are neither there nor on their way, put a G of its piece
-    before the action that comes `ahead` actions earlier. Under ZeRO-3 put a D behind action n, unless the next action
+    before the action that comes one earlier. Under ZeRO-3 put a D behind action n, unless the next action
     is of the same piece. `before` and `after` have a list for each action, `whole` the pieces that were gathered. A
     lookup's backward needs no weights."""
     from parallel import into_pieces, one_f_one_b, with_weights

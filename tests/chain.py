@@ -134,6 +134,20 @@ def test_a_state_is_taken_by_any_layout():
         assert all(close(state[key][name], whole, 1e-9) for key in states[0] for name, whole in states[0][key].items())
 
 
+@parametrize("told, sizes, left_out, m", [
+    ("piece 3 is None: give shape=", {"pp": 2}, {3}, 2),
+    ("5 stages are more than 4 pieces: give at most 4 stages", {"pp": 5}, set(), 5),
+    ("a step of 0 micro-batches: give lists x and y of at least 1", {"dp": 2}, set(), 0)], ids=str)
+def test_what_a_chain_cannot_be_is_refused_in_one_line(told, sizes, left_out, m):
+    def refused():
+        pieces = [None if i in left_out else piece for i, piece in enumerate(pieces_of(0))]
+        with pytest.raises(ValueError, match=told):
+            net = Parallel(pieces, LOSS, make_mesh("cpu", **sizes), optimizer=SGD, dtype=torch.float64)
+            net.zero_grad()
+            net.forward_backward([*range(m)], [*range(m)])
+    together.run(math.prod(sizes.values()), refused)
+
+
 @parametrize("told, body", [
     ("micro-batches, all 2 together 3", lambda net, x, y: net.forward_backward(
         x.chunk(1 + dist.get_rank()), y.chunk(1 + dist.get_rank()))),

@@ -190,7 +190,7 @@ def test_what_came_with_weights_goes_out_with_them(tmp_path):
     theirs, out = tmp_path / "theirs", tmp_path / "out"
     write_folder(theirs, "qwen3", max_position_embeddings=3000)
     path = theirs / "config.json"
-    came = json.loads(path.read_text()) | {"bos_token_id": None, "eos_token_id": [2, 3], "of_somebody": {"a": [1]}}
+    came = json.loads(path.read_text()) | {"bos_token_id": None, "torch_dtype": "bfloat16", "of_somebody": {"a": [1]}}
     path.write_text(json.dumps(came))
     files = {"LICENSE": b"free", "tokenizer.json": b"[]"}
     (np.arange(4000) % 37).astype(np.uint16).tofile(tmp_path / "x.bin")
