@@ -218,7 +218,7 @@ class ParallelGPT(parallel.Parallel):
         of -1 or -100 do not count. The mean of what it returns over dp is the loss, the same on all ranks of tp, cp and
         pp."""
         for router in self.routers.values():
-            router.load = 0
+            router.load *= 0  # in place, as backward adds to it
         x, y, beside = self.prepare(x, y, starts)
         return self.of_all_tokens(super().forward_backward(x, y, scale, beside))
 

@@ -64,7 +64,8 @@ class AdamW(torch.optim.AdamW):
     def step(self):
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            for run in self.runs_of([p for p in group["params"] if p.grad is not None]):
+            stepped = sorted((p for p in group["params"] if p.grad is not None), key=torch.Tensor.data_ptr)
+            for run in self.runs_of(stepped):
                 first = run[0]
                 state = self.state[first]
                 for p in run:
@@ -79,7 +80,8 @@ class AdamW(torch.optim.AdamW):
         self.scale = None  # it holds for one step
 
     def runs_of(self, params):
-        """Parameters in lists for one kernel each: their numbers, gradients, states and copies lie side by side."""
+        """Parameters, in the order of their addresses, in lists for one kernel each: their numbers, gradients, states
+        and copies lie side by side."""
         runs = []
         end = None
         for p in params:

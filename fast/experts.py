@@ -30,6 +30,17 @@ class FusedExperts(Experts):
         return Combine.apply(y, places, gates.contiguous().view(places.shape)).view_as(x)
 
 
+@triton.jit
+def _add_biases(y, bias, counts, width, E, E_PAD: tl.constexpr, BLOCK: tl.constexpr):
+    """y_r += b_e, r a row of expert e. PyTorch's operations would write b_e to memory for each row, and read it."""
+    row = this_program()
+    ends = tl.cumsum(tl.load(counts + tl.arange(0, E_PAD), tl.arange(0, E_PAD) < E, 0), 0)
+    e = tl.sum((ends <= row).to(tl.int64), 0)
+    c = tl.arange(0, BLOCK)
+    at = y + row * width + c
+    tl.store(at, load_float32(at, c < width) + load_float32(bias + e * width + c, c < width), c < width)
+
+
 class GroupedProduct(torch.autograd.Function):
     """y_r = W_e x_r + b_e of each row r of expert e, by PyTorch's grouped products, which read where groups end on the
     GPU. Keeps x, W and counts."""
@@ -39,7 +50,8 @@ class GroupedProduct(torch.autograd.Function):
         ctx.save_for_backward(x, weight, counts)
         y = F.grouped_mm(x, weight.mT, offs=ends_of(counts))
         if bias is not None:
-            y += bias.repeat_interleave(counts, 0, output_size=len(x))
+            block = triton.next_power_of_2(y.shape[1])
+            _add_biases[len(y),](y, bias, counts, y.shape[1], len(counts), triton.next_power_of_2(len(counts)), block)
         return y
 
     @staticmethod

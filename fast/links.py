@@ -8,12 +8,7 @@ import torch.distributed as torch_dist
 
 from collectives import node_of
 from fast.nccl import NcclLink, NodeLink
-from fast.rings import DoublingLink
-from safe.messages import WatchedLevels
-
-
-class TwoLevelDoublingLink(WatchedLevels, DoublingLink):
-    """Processes on the CPUs of several nodes."""
+from safe.messages import Watched, WatchedLevels
 
 
 class TwoLevelNcclLink(WatchedLevels, NcclLink):
@@ -26,13 +21,13 @@ class TwoLevelNcclLink(WatchedLevels, NcclLink):
 
 def fast_levels(group, levels):
     """As further/nodes.py's TwoLevels."""
-    return (TwoLevelNcclLink if torch_dist.get_backend(group) == "nccl" else TwoLevelDoublingLink)(group, levels)
+    return (TwoLevelNcclLink if torch_dist.get_backend(group) == "nccl" else WatchedLevels)(group, levels)
 
 
 def fast_link(group):
     """The fastest link for this group."""
     if torch_dist.get_backend(group) != "nccl":
-        return DoublingLink(group)
+        return Watched(group)
     nodes = set(map(node_of, torch_dist.get_process_group_ranks(group)))
     return NodeLink(group) if len(nodes) == 1 else NcclLink(group)
 

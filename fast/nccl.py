@@ -14,9 +14,8 @@ from collectives import blocks, link_of, tensors_among
 from fast import beside, recorded, windows
 from fast.exchange import OPS, SUMMED, window_bytes
 from fast.recorded import Replays
-from fast.rings import DoublingLink
 from fast.windows import in_step, combine_rows, make_window
-from safe.messages import progress
+from safe.messages import progress, Watched
 
 
 # If the caller waits, nothing computes beside the operation. Then a kernel does it, from SUM_FROM bytes on. (2 H200s,
@@ -41,12 +40,17 @@ class LeavesRoom:
         return beside.under_way(handle) if async_op else handle
 
 
-class NcclLink(LeavesRoom, DoublingLink):
+class NcclLink(LeavesRoom, Watched):
     """GPUs of several nodes. With async_op operations run on a side stream; REPLAYED ones are recorded."""
 
     def __init__(self, group):
         super().__init__(group)
         self.replays = Replays()
+
+    @functools.cached_property
+    def timeout(self):
+        """Seconds until a silent peer is an error: the group's, which windows keep to as well."""
+        return self.group._get_backend(torch.device(self.device)).options._timeout.total_seconds()
 
     def run(self, name, async_op, algorithm, *arguments):
         """As Link.run. An operation that the caller waits for, and that has a graph, is replayed without the rest of
@@ -135,6 +139,8 @@ class Direct(LeavesRoom):
         return window and window.sums
 
     def all_reduce(self, flat, op):
+        if self.size == 1:
+            return
         chunks = flat.tensor_split(self.size)
         if kernel := self.kernel_for(flat, op):
             kernel.all_reduce(flat, op)

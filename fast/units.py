@@ -15,7 +15,7 @@ class WrittenUnit(Unit):
     """A Unit that has its message from the first gradient on.
 
     message    (N, K/N), or None: nothing has been written
-    room       memory for it that is kept from step to step, or None
+    room       (memory for it that is kept from step to step, each parameter's place there), or None
     written    the parameters whose gradient the message has; the others' numbers in it mean nothing
     cast_by    what writes this rank's row in the layers' dtype while it steps, an AdamW, or None
     """
@@ -43,8 +43,11 @@ class WrittenUnit(Unit):
         """Where in the message a parameter's gradient goes."""
         if self.message is None:
             is_free = self.room is not None and self.total is None and not self.sending
-            self.message = self.room if is_free else self.mine.new_empty(self.weights.shape)
-            self.places = dict(zip(self.params, self.views_of(self.message)))
+            if is_free:
+                self.message, self.places = self.room
+            else:
+                self.message = self.mine.new_empty(self.weights.shape)
+                self.places = dict(zip(self.params, self.views_of(self.message)))
         return self.places[param]
 
     def add(self, param, a, b=None):
@@ -82,7 +85,7 @@ class WrittenUnit(Unit):
                 self.place(param).zero_()
         message = self.message
         if self.zero == 0 and message.is_cuda:  # there a collective that is called again on the same memory is replayed
-            self.room = message
+            self.room = message, self.places
         self.forget()
         return message
 

@@ -17,18 +17,14 @@ So no long number is a token because the texts happened to repeat that number. Q
 letter and its accent become one code point. Llama 3 takes a piece that is a token for that token, although its merges
 may not make it. Both have special tokens of their own. A Llama wants one before each text.
 
-    python -m further.bpe my.txt --vocab-size 4096 --out vocab    learns a vocabulary
-    python train.py --plain --data my.txt --tokenizer vocab       trains a model on its tokens
+    python train.py --plain --data my.txt --tokenizer gpt2    gpt2: a folder with vocab.json and merges.txt
 """
 
-import argparse
 import functools
 import heapq
-import itertools
 import json
 import re
 import unicodedata
-from collections import Counter, defaultdict
 from math import inf
 from pathlib import Path
 
@@ -125,11 +121,11 @@ def text_in(folder, name):
 def read_two(folder):
     """The files of a GPT-2: vocab.json, and merges.txt with a pair a line below a line with its version. Tokens that
     were added later stand in a third file."""
-    merges = [line.split(" ") for line in text_in(folder, "merges.txt").split("\n")
-              if line and not line.startswith("#version")]
+    vocab, lines = texts = [text_in(folder, name) for name in FILES]
+    merges = [line.split(" ") for line in lines.split("\n") if line and not line.startswith("#version")]
     added = json.loads(text_in(folder, "added_tokens.json")) if Path(folder, "added_tokens.json").exists() else {}
-    return dict(files={name: text_in(folder, name) for name in FILES}, merges=merges, end=END, special=[*added, END],
-                numbers=json.loads(text_in(folder, "vocab.json")) | added)
+    return dict(files=dict(zip(FILES, texts)), merges=merges, end=END, special=[*added, END],
+                numbers=json.loads(vocab) | added)
 
 
 def read_whole(folder):
@@ -275,83 +271,3 @@ class Tokenizer:
 
     def decode(self, numbers):
         return b"".join(self.bytes.get(number, b"") for number in numbers).decode(errors="replace")
-
-
-# ---------------------------------------------------------------------------------------------------------- learned
-
-def joined(parts, pair):
-    """The parts, with neighbours that are this pair as one, from left to right."""
-    result = []
-    for part in parts:
-        if result and (result[-1], part) == pair:
-            result[-1] += part
-        else:
-            result.append(part)
-    return result
-
-
-def learn(texts, size):
-    """The merges, in order, of a vocabulary of `size` tokens: 256 bytes, END, and for the rest the pair that is then
-    the most frequent. Fewer where no pair comes twice."""
-    times = Counter(piece for text in texts for part in text_of(text).split(END)
-                                for piece in piece_pattern().findall(part))
-    parts = {piece: spelled(piece) for piece in times}
-    counts = Counter()
-    where = defaultdict(dict)  # pair -> pieces that have had it, in an order that is always the same
-
-    def count(piece, sign):
-        for pair in itertools.pairwise(parts[piece]):
-            counts[pair] += sign * times[piece]
-            where[pair][piece] = True
-
-    for piece in times:
-        count(piece, 1)
-    merges = []
-    tokens = {END, *LETTERS.values()}
-    while len(tokens) < size:
-        pair = max(counts, key=counts.get, default=None)
-        if counts[pair] < 2:
-            break
-        merges.append(pair)
-        tokens.add("".join(pair))  # two pairs may make the same token
-        for piece in where.pop(pair):  # only these pieces' pairs change
-            count(piece, -1)
-            parts[piece] = joined(parts[piece], pair)
-            count(piece, 1)
-        del counts[pair]
-    return merges
-
-
-def write_learned(files, size, folder):
-    """Learn a vocabulary from text files and write it, as a Hugging Face GPT-2 folder has it. Returns what to say."""
-    texts = [file.read_bytes() for file in files]
-    whole = b"".join(texts)
-    reject(not whole or b"\0" in whole, f"{', '.join(map(str, files))}: no text to learn from, or zero bytes in it")
-    reject(not 257 <= size <= 65536, f"--vocab-size {size}: must be 257 to 65,536: give e.g. --vocab-size 4096")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        reject((folder / name).exists(),
-               f"--out {folder}: a {name} is there already: name a new folder, e.g. --out {folder}-2")
-    merges = learn(texts, size)
-    tokens = dict.fromkeys([*LETTERS.values(), *map("".join, merges), END])
-    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), "utf-8")
-    (folder / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in [("#version:", "0.2"), *merges]), "utf-8")
-    count = len(Tokenizer(folder).tokens_of(texts))
-    return (f"{folder}: {len(tokens):,} tokens; the {len(whole):,} bytes are {count:,}, {len(whole) / count:.2f} bytes "
-            "a token")
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("files", nargs="+", type=Path, help="text to learn from")
-    parser.add_argument("--vocab-size", type=int, required=True, help="tokens: 256 bytes, one between texts, pairs")
-    parser.add_argument("--out", type=Path, required=True, help="folder for vocab.json and merges.txt")
-    s = parser.parse_args()
-    try:
-        print(write_learned(s.files, s.vocab_size, s.out))
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"{error}\n")
-
-
-if __name__ == "__main__":
-    main()

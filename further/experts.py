@@ -33,7 +33,7 @@ from parallel import set_placement
 class Router(nn.Module):
     """Chooses k of E experts for each token, and weighs them. In float32, or float64, whatever layers compute in.
 
-    load: int64 (E), how often each expert was chosen since somebody set it to 0. Backward counts, so evaluation does
+    load: int64 (E), how often each expert was chosen since `load *= 0`; 0 at first. Backward counts, so evaluation does
     not count, and a forward that backward runs again does not count twice.
     """
 
@@ -65,7 +65,7 @@ class Router(nn.Module):
         """Once, though a backward in halves comes here twice."""
         def count(grad):
             hook.remove()
-            self.load = self.load + counts
+            self.load += counts  # in place, because a recorded step adds to the same memory
 
         hook = gates.register_hook(count)
 

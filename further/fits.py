@@ -123,17 +123,21 @@ def what_ep_divides(s, c, world):
 
 def what_stages_divide(s, c):
     """Of a layout whose s.schedule is read."""
+    yield too_many_stages(s, c, s.virtual_stages)  # asked first, because a list of so many takes long to make
+    lists = schedule_of(s.schedule)(s.pp, 2 * s.pp, s.virtual_stages)
+    *_, a_rank = size_of_schedule(lists)
+    yield s.pp == 1 and s.virtual_stages > 1 or s.virtual_stages not in (1, a_rank), (
+        f"--virtual-stages {s.virtual_stages} is for --schedule interleaved and --pp 2 or more: leave it out")
+    yield too_many_stages(s, c, a_rank)
+
+
+def too_many_stages(s, c, a_rank):
+    """The row that says that there are layers for so many stages on each rank."""
     most = c.n_layer + 2
-    for a_rank in s.virtual_stages, None:  # before there are lists of so many, and as the lists have it
-        if not a_rank:
-            lists = schedule_of(s.schedule)(s.pp, 2 * s.pp, s.virtual_stages)
-            *_, a_rank = size_of_schedule(lists)
-            yield s.pp == 1 and s.virtual_stages > 1 or s.virtual_stages not in (1, a_rank), (
-                f"--virtual-stages {s.virtual_stages} is for --schedule interleaved and --pp 2 or more: leave it out")
-        fewer = f"--pp {most // a_rank}" if s.virtual_stages == 1 else f"--virtual-stages {max(1, most // s.pp)}"
-        yield s.pp * a_rank > most, (
-            f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {c.n_layer} layers with embedding and "
-            f"head: give {fewer} or fewer")
+    fewer = f"--pp {most // a_rank}" if s.virtual_stages == 1 else f"--virtual-stages {max(1, most // s.pp)}"
+    return s.pp * a_rank > most, (
+        f"--pp {s.pp} x {a_rank} stages a rank is more than the model's {c.n_layer} layers with embedding and head: "
+        f"give {fewer} or fewer")
 
 
 def misfit(*tables):

@@ -14,7 +14,7 @@ import tempfile
 import time
 import zlib
 
-from further.bad_input import BadInput, reject
+from further.bad_input import reject, writable
 from further.fits import refuse_misfit
 from further.flags import dashed
 from further.resume import check_optimizer, checkpoints
@@ -170,12 +170,8 @@ def check_files(s, config, texts, train_data, held_out, vocabulary, saved):
 def check_out(out, done):
     """BadInput unless checkpoints can be written into the folder --out, and none there is of a step after `done`, of
     the checkpoint to go on from; None: unless no run is there."""
-    try:
-        os.makedirs(out, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out) as file:
-            file.write(b"x")  # which a full disk does not take
-    except OSError as error:
-        raise BadInput(f"--out {out}: {error.strerror}; name a folder that can be written") from None
+    with writable(out, "--out"), tempfile.TemporaryFile(dir=out) as file:
+        file.write(b"x")  # which a full disk does not take
     later = [path for path in checkpoints(out) if int(path.stem[5:]) > (done or 0)]
     reject(later or done is None and os.path.exists(os.path.join(out, "log.jsonl")), f"--out {out} holds a run, which "
            f"this one would write over: add --resume, or name a new folder, e.g. --out {out}-2")

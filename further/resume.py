@@ -252,16 +252,12 @@ def load(trainer, saved, say):
     trainer.skipped = saved["skipped"]
     if trainer.scaler and saved["scaler"]:
         vars(trainer.scaler).update(saved["scaler"])
-    if done > trainer.skipped:  # before the first update, an optimizer has no state
-        load_moments(trainer, saved["tensors"], done - trainer.skipped)
+    updates = done - trainer.skipped
+    if updates:  # before the first one, an optimizer has no state
+        for key in MOMENTS:
+            load_state(trainer.net, key, lambda name, key=key: saved["tensors"][f"{key}.{name}"])
+        set_updates(trainer.net, updates)
     return done
-
-
-def load_moments(trainer, tensors, updates):
-    """Each rank takes its part of a checkpoint's moments, after so many updates."""
-    for key in MOMENTS:
-        load_state(trainer.net, key, lambda name: tensors[f"{key}.{name}"])
-    set_updates(trainer.net, updates)
 
 
 def load_state(net, key, source):

@@ -14,16 +14,15 @@ import zlib
 import numpy as np
 
 import collectives as dist
-
+from further.bad_input import reject, writable
 from further.bpe import Tokenizer, WHOLE
 from further.flags import dashed
 from further.folder import UNKNOWN, warn_once, write_file
 from further.resume import checkpoints, open_checkpoint, run_of, save, unknown
 from further.text import Bytes
 from parallel import master_dtype
-from safe.files import keep_others, writable
+from safe.files import keep_others
 from safe.huggingface import config_json, weight_files
-from further.bad_input import reject
 
 
 # ----------------------------------------------------------------------------------------------------- a run's identity
@@ -207,7 +206,7 @@ def lock(folder, identity):
         file.flush()
         write_file(out / "run.json", json.dumps(identity))
         for path in out.iterdir():  # a killed run leaves folders half written or half removed
-            unfinished = re.fullmatch(r"\.step-\d{8,}\.(part|old)|\.(text|tokens)-\w{8}", path.name)
+            unfinished = re.fullmatch(r"\.step-\d{8,}\.(part|old)|\.tokens-\w{8}", path.name)
             if unfinished and path.is_dir() and not path.is_symlink():
                 with nothing_lost(path):
                     shutil.rmtree(path)

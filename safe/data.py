@@ -12,12 +12,12 @@ import tempfile
 
 import numpy as np
 
-from further.bad_input import BadInput, reject
+from further.bad_input import BadInput, reject, writable
 from further.bpe import FILES, Tokenizer, WHOLE
 from further.fits import parts_of_sequence
 from further.folder import write_blocks
 from further.text import batch, Bytes, split, standard_library
-from safe.files import is_ours, writable
+from safe.files import is_ours
 
 
 class Numbers:
@@ -133,8 +133,8 @@ RUNS = {"run.json", "log.jsonl", "manifest.json"}  # where a run has written one
 
 
 def files_in(folder, seen):
-    """What lies in a folder, also behind links, but neither hidden files nor hidden folders, nor what train.py or
-    further.bpe have written. Each folder is read once, whatever links lead there, and those in `seen` are not."""
+    """What lies in a folder, also behind links, but neither hidden files nor hidden folders, nor what train.py has
+    written, nor a vocabulary. Each folder is read once, whatever links lead there, and those in `seen` are not."""
     def stop(error):
         raise error
 

@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 
-from further.bad_input import BadInput, reject
+from further.bad_input import BadInput, reject, writable
 from further.folder import sync, write_blocks
 
 
@@ -17,16 +17,6 @@ def tell(text, file=None):
     """Print at once. What cannot be printed (a full disk, a closed pipe or terminal) must not end a run."""
     with contextlib.suppress(OSError):
         print(text + "\n", end="", file=file or sys.stdout, flush=True)  # in one write: lines of ranks do not mix
-
-
-@contextlib.contextmanager
-def writable(folder, name):
-    """Make the folder that flag `name` asks for. BadInput if that fails, or what is written inside."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-        yield
-    except OSError as error:
-        raise BadInput(f"{name} {folder}: {error.strerror}; name a folder that can be written") from None
 
 
 def check_folder(folder, name, files=""):

@@ -43,9 +43,9 @@ class Settings(Flags):
                             "Perfetto; kernels that CUDA graphs replay show as graph launches")
     fast: str = flag("auto", "the same numbers sooner, by what fast/ has in place of the reference; auto: on GPUs",
                      choices=["auto", "on", "off"])
-    cuda_graphs: str = flag("auto", "launch a micro-batch's kernels as one CUDA graph, so that the CPU does not launch "
-                                    "each of them; auto: on GPUs, without experts, with --zero 0 or 1 (2 and 3 with "
-                                    "--pp 1 --schedule 1f1b)", choices=["auto", "off", "on"])
+    cuda_graphs: str = flag("auto", "replay a step from one CUDA graph, so that the CPU does not launch each kernel; auto: "
+                                    "on GPUs, with --experts only in bf16 and with --ep 1",
+                            choices=["auto", "off", "on"])
     deterministic: bool = flag(False, "attention's backward adds up in a fixed order where it would not, so that runs "
                                       "are equal to the bit; for Hopper GPUs, head dim 128 and 2,048 tokens or more")
     keep: int = flag(2, "how many of the newest checkpoints to keep; 0: all")
@@ -153,8 +153,9 @@ def check_device(s, config, world, local):
            + f", or a layout of {gpus}" * (gpus > 0))
     choose_edition(s)
     able = s.device == "cuda" and s.fast == "on" and replayable(s, config)
-    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --fast on and no --experts: "
-           "leave it out")
+    able = able and (not config.experts or torch.cuda.get_device_capability() >= (9, 0))  # what F.grouped_mm needs
+    reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --fast on, and for --experts "
+           "only with --dtype bf16 and --ep 1, from Hopper on: leave it out")
     s.cuda_graphs = "on" if able and s.cuda_graphs != "off" else "off"
     reject(s.kernels == "triton" and s.dtype == "fp64", "--kernels triton computes in fp32, bf16 or fp16: give "
            "--kernels auto")
@@ -182,8 +183,11 @@ def choose_edition(s):
 
 
 def replayable(s, config):
-    """Whether a CUDA graph can replay a step. Not with experts: the CPU must read their counts in each block."""
-    return not config.experts
+    """Whether a CUDA graph can replay a step. Not where the CPU must read in each block how many tokens experts get:
+    because tokens travel to them, or because each has a product of its own."""
+    widths = config.n_embd, config.up_width // s.tp, config.hidden // s.tp
+    at_once = s.dtype == "bf16" and s.kernels != "torch" and not any(n % 8 for n in widths)
+    return not config.experts or s.ep == 1 and at_once
 
 
 def check_fp8(s, c):

@@ -16,7 +16,7 @@ import torch
 
 import collectives as dist
 import safe
-from further.bad_input import BadInput
+from further.bad_input import BadInput, writable
 from further.experts import how_even
 from further.flags import ABOUT, dashed, due, learning_rate, parse
 from further.muon import Muon
@@ -29,7 +29,7 @@ from safe.checkpoints import (
     check_same_data, differences, fingerprint, identity_of, lock, start_of, write_checkpoint)
 from safe.data import (
     bytes_a_token, check_data, check_prompt, check_vocabulary, checked_batch, load_data, open_vocabulary)
-from safe.files import check_folder, Log, tell, writable
+from safe.files import check_folder, Log, tell
 from safe.flags import check_layout, model_config, Parser, refuse, Settings
 from safe.huggingface import came_with
 from safe.messages import progress
@@ -78,7 +78,7 @@ class Loop:
                 dist.reset_traffic()  # the log then holds what one step sends
                 with self.observed(i):
                     found = trainer.gradients(i)
-                    trainer.update(found, i, self.judge(found))
+                    trainer.update(found, i, self.judge(i + 1, found))
                 if i == self.first:
                     self.seen.share = share_of(trainer, found.loads)
                 self.after(i + 1, found)
@@ -119,8 +119,8 @@ class Loop:
                 around.enter_context(profiled(self))
             yield
 
-    def judge(self, found):
-        """Whether all ranks leave this step out, because the numbers of one are not finite. All ranks ask each other
+    def judge(self, done, found):
+        """Whether all ranks leave step `done` out, because the numbers of one are not finite. All ranks ask each other
         once a step, also whether one of them has had a signal to end. NotFinite, before anything is saved; with
         --on-nan skip, a line that says so."""
         trainer = self.trainer
@@ -128,12 +128,12 @@ class Loop:
         judged = self.look(found)
         bad, self.stopping = trainer.agree(not judged.is_finite, self.terminated)
         if bad and hopeless:
-            self.blame(judged.loss)
+            self.blame(judged.loss, done - (judged is not found))
         return bad
 
-    def blame(self, loss):
+    def blame(self, loss, done):
+        """Say what is not finite in step `done`. NotFinite, unless with --on-nan skip."""
         world = dist.get_world_size()
-        done = progress()[0]
         # The first rank has the largest number.
         rank, = self.trainer.agree(0 if loss.isfinite() else world - dist.get_rank())
         what = f"the loss on rank {world - rank}" if rank else "the gradient"
@@ -150,7 +150,7 @@ class Loop:
         is_due = due(s, "log", done) or due(s, "eval", done) or s.log_every > 0 and (done == 1 or self.stopping)
         saves = s.out and (self.stopping or due(s, "save", done))
         if saves or done == s.steps:
-            self.settle()  # nothing that is not finite is saved
+            self.settle(done)  # nothing that is not finite is saved
         if is_due:
             self.report(done, found)
         if saves:
@@ -159,11 +159,11 @@ class Loop:
             kept = f"the same command goes on from step {done}" if s.out and self.saved else "nothing is saved"
             self.say(f"{self.where(done)}  {signal.Signals(self.stopping).name}: {kept}")
 
-    def settle(self):
+    def settle(self, done):
         """Judge by the last step's numbers, too, where `look` holds them back."""
         last = self.look(None)
         if last and self.trainer.agree(not last.is_finite)[0]:
-            self.blame(last.loss)
+            self.blame(last.loss, done)
 
     # printing and logging
 

@@ -12,7 +12,6 @@ import torch.distributed as torch_dist
 
 import bench
 import collectives as dist
-import fast.rings
 import kernels
 import lessons.bench.rates
 import lessons.links
@@ -49,26 +48,20 @@ def trainer_of(flags):
     return make_trainer(config_of(s), s, torch.get_default_device())
 
 
-def links_said(file):
-    """What lessons links prints of short messages. Otherwise its machine is an H200."""
-    with patch.multiple(lessons.links, SHORT=1 << 8, LONG=1 << 16, measure_machine=lambda *_: H200):
-        return printed_by(lessons.links.demo_links, file)
+def links_said():
+    """(what lessons links prints of short messages, bytes that this rank sent)."""
+    with patch.multiple(lessons.links, SHORT=1 << 8, LONG=1 << 16):
+        dist.reset_traffic()
+        return printed_by(lessons.links.demo_links), dist.traffic()["send"].bytes
 
 
-def test_links_are_measured_pair_by_pair(pool, tmp_path):
-    """A ring waits for the slowest pair."""
-    file = tmp_path / "machine.json"
-    said = pool(3).run(links_said, str(file))[0]
-    rows = re.findall(r"(?m)^(\d - \d) +[\d.]+ +([\d.]+)$", said)
-    assert [pair for pair, _ in rows] == ["0 - 1", "0 - 2", "1 - 2"]
-    machine = asked(f"plan --machine {file}").machine
-    assert abs(machine.link / 1e9 - min(float(rate) for _, rate in rows)) < 0.006 and machine.hbm == H200.hbm
-
-
-def doubling_up_to(size):
-    """Inside, all-reduces of up to so many bytes take log2 rounds, others rings."""
-    both = dict.fromkeys(fast.rings.DOUBLING_BYTES, size)
-    return patch.object(fast.rings, "DOUBLING_BYTES", both)
+def test_links_are_measured_pair_by_pair(pool):
+    """Eight turns of three messages of each size, there or back."""
+    size = 3
+    (said, _), *_ = told = pool(size).run(links_said)
+    rows = re.findall(r"(?m)^(\d) - (\d) +[\d.]+ +[\d.]+$", said)
+    assert [(int(i), int(j)) for i, j in rows] == [*itertools.combinations(range(size), 2)]
+    assert [sent for _, sent in told] == size * [(size - 1) * 24 * (256 + (1 << 16))]
 
 
 TRAFFIC = """
@@ -115,17 +108,15 @@ TRAFFIC = """
 @parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_every_strategy_sends_what_the_table_says(size):
-    """Small tensors in log2 rounds, others in rings. Each of the experts gets all tokens, because the table says what
-    equal loads send. Step 0 would measure memory."""
+    """Each of the experts gets all tokens, because the table says what equal loads send. Step 0 would measure memory."""
     for case in TRAFFIC.strip().splitlines():
         if math.prod(map(int, re.findall(r"--[dtpc]p (\d)", case))) != size:
             continue
-        with doubling_up_to(2000):
-            trainer = trainer_of(case)
-            dist.reset_traffic()
-            trainer.step(2)
-            counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
-            assert predicted_traffic(trainer) == counted and (counted or size == 1), case
+        trainer = trainer_of(case)
+        dist.reset_traffic()
+        trainer.step(2)
+        counted = {op: t.bytes for op, t in dist.traffic().items() if t.bytes}
+        assert predicted_traffic(trainer) == counted and (counted or size == 1), case
         del trainer
         free_memory()
 
@@ -163,15 +154,14 @@ def bench_rows(tmp_path, *words):
 @parametrize("size,nodes", [(2, 0), (5, 0), (8, 0), (4, 2), (8, 2)])
 @on_ranks()
 def test_bytes_of_every_collective_are_the_formulas(nodes):
-    """An all-reduce's in rings and in log2 rounds. nodes: in two levels, nodes of so many ranks; 0: in one."""
+    """nodes: in two levels, nodes of so many ranks; 0: in one."""
     ops, sizes = ["all_reduce", *HALVES] if nodes else BUS, (5000, 1_600_000)
     with nodes_of(nodes) if nodes else contextlib.nullcontext():
-        for op, small, size in itertools.product(ops, (0, 1 << 30), sizes):
-            with doubling_up_to(small):
-                calls, elements = calls_of(op, size, torch.get_default_device())
-                dist.reset_traffic()
-                calls["us"]()
-                assert sent_in(dist.link_of(None), op, elements, 4) == dist.traffic()[op].bytes, (op, elements)
+        for op, size in itertools.product(ops, sizes):
+            calls, elements = calls_of(op, size, torch.get_default_device())
+            dist.reset_traffic()
+            calls["us"]()
+            assert sent_in(dist.link_of(None), op, elements, 4) == dist.traffic()[op].bytes, (op, elements)
 
 
 def test_bench_collectives(tmp_path):

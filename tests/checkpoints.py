@@ -21,6 +21,7 @@ import torch.distributed.run
 
 import collectives as dist
 import parallel
+import train
 from further.flags import ABOUT, Flags, parse
 from tests.pool import close, GPUS, HERE, on_cpus, on_linux, parametrize, table
 from tests.runs import (
@@ -33,7 +34,7 @@ from safe.files import Log
 from safe.page import Page
 from safe.flags import model_config, Parser, Settings
 from safe.reports import nothing_else_lost
-from safe.run import NotFinite
+from safe.run import NotFinite, Plain
 from further.bad_input import BadInput
 from train import Trainer
 
@@ -223,21 +224,25 @@ def test_resume_takes_settings_along_and_says_what_changes(start, tmp_path):
 
 
 def test_nothing_that_no_run_has_written_is_lost(trained, tmp_path):
-    """Folders that a killed run has left go, older checkpoints, and nothing else. (What would be written over is
-    refused: tests/refusals.py.)"""
-    flags = "--save-every 1 --keep 1 --out OUT --steps "
-    trained(1, flags + "1")
+    """Folders that a killed run has left go, older checkpoints, though a file manager has been there, and nothing
+    else. (What would be written over is refused: tests/refusals.py.)"""
+    flags = "--save-every 1 --out OUT --steps "
+    trained(1, flags + "2 --keep 0")
+    (tmp_path / "step-00000002/.DS_Store").write_bytes(b"\0\0\0\1Bud1")
     files = {tmp_path / name: b"mine" for name in (
         ".step-notes.txt.swp", ".step-00000004.pt.Xa1b2c", ".step-00000001.part", ".step-by-step.d/notes",
         ".hidden/notes", "step-00000001/notes", "step-by-step/notes", "step-notes", "notes.part", "notes.old")}
     for path, data in files.items():
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-    (tmp_path / ".step-00000007.old").mkdir()
+    left = tmp_path / ".step-00000007.old", tmp_path / ".tokens-abcdefgh"
+    for folder in left:
+        folder.mkdir()
+        (folder / "tokens.bin.part").write_bytes(bytes(9))
     (tmp_path / ".step-00000008.part").symlink_to(tmp_path / "step-by-step")
-    trained(1, flags + "3 --resume")
+    trained(1, flags + "3 --keep 1 --resume")
     assert {path: path.read_bytes() for path in files} == files and (tmp_path / ".step-00000008.part").exists()
-    assert not (tmp_path / ".step-00000007.old").exists()
+    assert not any(folder.exists() for folder in left)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001", "step-00000003"]
     page = tmp_path / "index.html"
     page.write_text("mine")
@@ -440,6 +445,20 @@ def test_nan_stops_or_skips_all_ranks_alike(pool, trained, tmp_path, zero):
     assert run("skip") == [True, True] and end_of(tmp_path / "skip") == want
 
 
+def seen_late(flags):
+    """not_finite, where each step looks at the numbers of the step before, as on GPUs."""
+    kept = [train.Found(torch.zeros(()), torch.zeros(()))]
+    with patch.object(Plain, "look", lambda s, trainer: lambda found: kept.append(found) or kept.pop(0)):
+        return not_finite(flags)
+
+
+@parametrize("steps", [3, 5])  # at the end all are settled
+@on_cpus
+def test_a_nan_that_is_seen_late_has_its_own_step_s_number(trained, tmp_path, steps):
+    assert all("is not finite" in error for error in trained(2, f"--steps {steps} --out OUT", seen_late))
+    assert log_of(tmp_path)[-1] == {"step": 3, "not_finite": "the loss on rank 1", "on_nan": "stop"}
+
+
 def overflow(flags):
     """What is said where the first update makes weights so large that the second step's loss is not finite."""
     return said_by(["--lr", "1e9", "--warmup-steps", "0", *flags])
@@ -512,8 +531,10 @@ def test_log_survives_a_full_disk_and_a_torn_line(tmp_path, monkeypatch):
     assert log.write({"step": 4, "loss": math.nan}) is None
     assert path.read_bytes() == b'{"step": 1}\n' + notes + b'{"step": 3}\n{"step": 4, "loss": "nan"}\n'
     path.write_text("a last word")
-    Log(str(path), 1)
+    log = Log(str(path), 1)
     assert path.read_text() == "a last word\n"
+    path.rename(tmp_path / "log.old")
+    assert log.write({"step": 1}) is None and path.read_text() == '{"step": 1}\n'
 
 
 def store_of_its_own():

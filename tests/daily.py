@@ -31,7 +31,6 @@ from further.bpe import FILES
 from further.refusals import how_ranks_differ
 from further.resume import open_checkpoint
 from safe.data import load_data, open_vocabulary
-from safe.files import Log
 from safe.flags import Settings
 from safe.page import sign_of_life
 from train import Trainer
@@ -39,7 +38,7 @@ from safe.watch import Watch
 from tests.checkpoints import at_step_20
 from tests.launching import CLONE_NEWNET
 from tests.pool import forkserver, HERE, in_new_process, on_cpus, on_linux, parametrize
-from tests.runs import log_of, ran, Ranks, run_training, start, TRAIN, trained
+from tests.runs import ran, Ranks, run_training, start, TRAIN, trained
 from tests.text import BY_HAND, write_vocabulary
 
 
@@ -305,26 +304,6 @@ def busy(flags):
 
 def test_an_old_checkpoint_that_is_busy_costs_nothing(trained, tmp_path):
     assert trained(1, "--steps 4 --save-every 1 --keep 1 --out OUT", busy) == [True]
-
-
-def test_what_a_file_manager_leaves_keeps_no_checkpoint(start, trained, tmp_path):
-    trained(1, "--steps 1 --keep 1 --out OUT")
-    (tmp_path / "step-00000001/.DS_Store").write_bytes(b"\0\0\0\1Bud1")
-    said = start("--steps 2 --keep 1 --out OUT --resume").said()
-    assert not (tmp_path / "step-00000001").exists() or ".DS_Store" in said
-
-
-def test_what_a_killed_launch_has_half_written_goes(trained, tmp_path):
-    (tmp_path / ".text-abcdefgh").mkdir()
-    (tmp_path / ".text-abcdefgh/text.bin.part").write_bytes(bytes(9))
-    trained(1, "--steps 1 --out OUT")
-    assert not (tmp_path / ".text-abcdefgh").exists()
-
-
-def test_a_log_that_is_moved_gets_a_new_one_or_a_word(tmp_path):
-    log = Log(tmp_path / "log.jsonl", 0)
-    os.rename(tmp_path / "log.jsonl", tmp_path / "log.old")
-    assert log.write({"step": 1}) or (tmp_path / "log.jsonl").exists() and log_of(tmp_path, "step") == [1]
 
 
 def test_a_llama_s_checkpoint_names_the_kind_of_its_tokenizer(trained, tmp_path):

@@ -17,17 +17,17 @@ import fast.graphs
 import fast.recorded
 import fast.tensor
 import parallel
+from further.experts import ExpertsConfig, loads
 from further.letters import tensors_in
 from further.schedules import SCHEDULES
 from parallel import carried, goes_to, lower, needs, ranks_of_stages
-from tests.layouts import case_of, differences_in, expanded, in_layout, sized, small_gpt, tokens_of
+from tests.layouts import case_of, differences_in, expanded, in_layout, sized, SMALL, small_gpt, tokens_of
 from tests.links import served_by
 from tests.pool import close, on_cpus, on_gpus, on_ranks, parametrize, uncollected
 from fast.graphs import received_late
 from fast.linear import WeightGradients
 from fast.nccl import LeavesRoom
 from fast.recorded import count_traffic, traffic_since
-from fast.rings import DoublingLink
 from fast.units import WrittenUnit
 from safe.messages import Watched
 
@@ -223,7 +223,7 @@ def test_a_recorded_step_takes_as_much_memory_as_a_launched_one():
     assert peaks[1] < peaks[0] + 8 * unit, [peak / unit for peak in peaks]
 
 
-class Keeping(DoublingLink):
+class Keeping(Watched):
     """Its handles keep what an operation uses, as those of NcclLink do while a graph is recorded."""
 
     def run(self, name, async_op, algorithm, *arguments):
@@ -405,6 +405,21 @@ def test_replayed_graphs_send_what_eager_steps_do(zero, micro_batches):
     assert eager == recorded == replayed != {}
 
 
+@on_cpus  # on GPUs the reference's products, of float64, make the CPU read how many tokens each expert gets
+@on_ranks(1)
+def test_a_replayed_step_counts_what_experts_get():
+    """Each of its tokens once for each expert, because all are chosen."""
+    config = ExpertsConfig(**vars(SMALL), experts=2, top_k=2)
+    with graphs_on_tape():
+        net = small_gpt(config, dp=1, dtype=torch.float64)
+        net.pipeline.records = True
+        for _ in range(4):
+            net.zero_grad()
+            net.forward_backward(*[tokens.to(net.device).chunk(2) for tokens in tokens_of(0)])
+            assert loads(net).eq(tokens_of(0)[0].numel()).all()
+    assert net.pipeline.recording
+
+
 @on_ranks(2)
 def test_a_message_that_has_become_the_average_is_not_written_over():
     """Of two A's in a step under ZeRO-0, on GPUs, which keep its memory."""
@@ -412,7 +427,7 @@ def test_a_message_that_has_become_the_average_is_not_written_over():
     unit = WrittenUnit([weight], None, 0, torch.float32)
     for value in 1.0, 2.0:
         unit.add(weight, torch.full((3,), value))
-        unit.room = unit.message
+        unit.room = unit.message, unit.places
         unit.start_average()
         unit.finish_average()
     assert unit.stepped[weight].grad.eq(3).all()

@@ -15,15 +15,15 @@ import fast.exchange
 import fast.links
 import fast.nccl
 import fast.recorded
-import fast.rings
 import fast.windows
 import further.nodes
 import kernels
 from further.library import Library
 from lessons.bench.timing import patched
+from safe.messages import Watched
 
 
-class DirectGlooLink(fast.nccl.Direct, fast.rings.DoublingLink):
+class DirectGlooLink(fast.nccl.Direct, Watched):
     """What GPUs of a node do, but for windows, on CPUs."""
 
 
@@ -65,6 +65,7 @@ class FileWindow(fast.windows.Window):
 
 class WindowGlooLink(DirectGlooLink):
     """What GPUs of a node do, on CPUs. With async_op operations take the ways of those beside the caller."""
+    timeout = 0  # a FileWindow waits for ever
 
     def __init__(self, group):
         super().__init__(group)
@@ -118,22 +119,19 @@ def nodes_of(count):
                 dist.destroy_process_group(group)
 
 
-OWNERS = {"DOUBLING_BYTES": fast.rings, "WINDOW_FROM": fast.windows, "WINDOW_BYTES": fast.windows,
+OWNERS = {"WINDOW_FROM": fast.windows, "WINDOW_BYTES": fast.windows,
           "SUM_FROM": fast.nccl, "ROW_BYTES": fast.nccl}
 NEVER = 1 << 40
-NO_DOUBLING = {"gloo": 0, "nccl": 0}
 THROUGH_WINDOWS = {"WINDOW_FROM": 0, "WINDOW_BYTES": 1 << 14, "ROW_BYTES": 0}
 WAYS = {  # way: which link carries the messages, and what is set otherwise than in SMALL
     "plain": (lambda cuda: dist.Link, {}),
     "torch": (lambda cuda: Library, {}),
-    "ring": (lambda cuda: fast.nccl.NcclLink if cuda else fast.rings.DoublingLink, {}),
+    "ring": (lambda cuda: fast.nccl.NcclLink if cuda else Watched, {}),
     "messages": (lambda cuda: fast.nccl.NodeLink if cuda else DirectGlooLink, {}),
-    "windows": (lambda cuda: fast.nccl.NodeLink if cuda else WindowGlooLink,
-                THROUGH_WINDOWS | {"DOUBLING_BYTES": NO_DOUBLING}),
+    "windows": (lambda cuda: fast.nccl.NodeLink if cuda else WindowGlooLink, THROUGH_WINDOWS),
     "kernel": (lambda cuda: fast.nccl.NodeLink if cuda else WindowGlooLink, THROUGH_WINDOWS | {"SUM_FROM": 0})}
 # Without the ways that are not asked for.
-SMALL = {"SUM_FROM": NEVER, "DOUBLING_BYTES": dict.fromkeys(NO_DOUBLING, 1 << 17), "WINDOW_FROM": NEVER,
-         "WINDOW_BYTES": 0}
+SMALL = {"SUM_FROM": NEVER, "WINDOW_FROM": NEVER, "WINDOW_BYTES": 0}
 # Blocks take many rounds.
 SMALL_KERNELS = {"SHARES": 4, "SLOTS": 2, "SLOT_BYTES": 64, "LEAST_BYTES": 32, "SUM_PROGRAMS": 2,
                  "sum_slot_bytes": lambda ranks: 64}

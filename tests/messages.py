@@ -10,10 +10,8 @@ import torch.distributed as torch_dist
 
 import collectives as dist
 import parallel
-import safe.messages
-from fast.rings import DoublingLink
 from lessons.bench.timing import patched
-from safe.messages import PeerError, progress
+from safe.messages import PeerError, progress, Watched
 from tests.collectives import BIG
 from tests.layouts import small_gpt, tokens_of
 from tests.links import served_by
@@ -73,11 +71,10 @@ def test_a_peer_lost_as_a_message_starts_is_named(rank):
     step = [(f"send {parallel.Action('SF', 0, 0)} of the pipeline", (torch_dist, "isend", gone)),
             (f"receive {parallel.Action('RF', 0, 0)} of the pipeline", (dist, "irecv", gone))]
     for kind, call, what, *broken in [
-            (safe.messages.Watched, lambda: dist.all_reduce(t), "all_reduce in a group of 2", some),
-            (DoublingLink, lambda: dist.all_reduce(t), "all_reduce in a group of 2", some),
-            (DoublingLink, lambda: dist.all_reduce(t, async_op=True).wait(), "all_reduce in a group of 2", some),
-            (DoublingLink, dist.barrier, "barrier in a group of 2", some),
-            (DoublingLink, lambda: net.forward_backward([x], [y]), *step[rank])]:
+            (Watched, lambda: dist.all_reduce(t), "all_reduce in a group of 2", some),
+            (Watched, lambda: dist.all_reduce(t, async_op=True).wait(), "all_reduce in a group of 2", some),
+            (Watched, dist.barrier, "barrier in a group of 2", some),
+            (Watched, lambda: net.forward_backward([x], [y]), *step[rank])]:
         says = f"^{re.escape(what)}: Connection closed by peer$"
         with served_by(kind), patched(broken), pytest.raises(PeerError, match=says):
             call()
@@ -87,7 +84,7 @@ def test_a_peer_lost_as_a_message_starts_is_named(rank):
 @on_ranks(2)
 def test_a_wrong_first_call_waits_for_nobody(rank):
     """Rank 0 hears of it at once though rank 1 never calls."""
-    with served_by(DoublingLink):
+    with served_by(Watched):
         if rank == 0:
             with pytest.raises(ValueError, match="all_reduce: a gloo group takes CPU tensors, but tensor is on meta"):
                 dist.all_reduce(torch.zeros(2, device="meta"))

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-from unittest.mock import patch
 
 
 import bench
@@ -206,8 +205,7 @@ def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
     small = tmp_path / "small.json"
     small.write_text(json.dumps({"machine": dataclasses.asdict(H200) | {"memory": 12 * 2**30}}))
     a = asked(f"plan {flags.replace('SMALL', str(small))} --json {tmp_path / 'plan.json'}")
-    with patch("signal.signal"):  # this process shall survive a pipe that is closed
-        lessons.plan.plan(a, None)
+    lessons.plan.plan(a, None)
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert len(rows) == number and [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)
     for row in rows:
@@ -241,8 +239,7 @@ def test_plan_begins_with_its_fastest_layout_s_command(tmp_path, flags):
     """Which train.py takes."""
     write_folder(tmp_path, "qwen3", max_position_embeddings=3000)
     flags = flags.replace("FOLDER", str(tmp_path))
-    with patch("signal.signal"):
-        printed = output_of(bench.main, *f"plan {flags} --top 3 --json {tmp_path}/plan.json".split())
+    printed = output_of(bench.main, *f"plan {flags} --top 3 --json {tmp_path}/plan.json".split())
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     torchrun, _, words = printed.partition("\n")[0].partition(" train.py ")
     s, a = parse(words.split()), asked(f"plan {flags}")

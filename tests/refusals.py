@@ -18,7 +18,6 @@ import torch
 
 import bench
 import collectives as dist
-import further.bpe
 import further.together
 import kernels
 import lessons.demos
@@ -47,10 +46,7 @@ REFUSED = {
         --steps -1
         --lr nan
         --min-lr 1
-        --timeout 0
         --bogus 1                           | --bogus
-        --zero 4                            | --zero
-        --keep two                          | --keep
         --recompute-blocks 2                | give --recompute mlp, too
         --vocab-size 100                    | --vocab-size
         --schedule-file SHORT               | is no action: write F0, or F0/2 for that of stage 2; give
@@ -75,18 +71,14 @@ REFUSED = {
         --data ASCII --vocab-size 123 --prompt BYTE_255 | --prompt
         --seq-len 3 --prompt four           | tokens, the model's context is of 3: give a shorter one, or --sample 0
         --trace MINE                        | the trace.json there is no run's: name a new folder, e.g. --trace
-        --profile EMPTY                     | --profile
         --out MINE                          | the index.html there is no run's: name a new folder, e.g. --out
-        --out MINE/older                    | the run.json there is no run's
         --out MINE/lock                     | the .lock there is no run's
         --out OLD_RUN                       | --out
         --out READ_ONLY                     | --out
         --pack --data BIG_BIN               | no end token stands between documents: give text
-        --experts 1                         | give --top-k 1 or --experts 4
         --top-k 1                           | --top-k is for a model with experts
-        --cuda-graphs on --experts 4        | and no --experts: leave it out
+        --cuda-graphs on --experts 4        | only with --dtype bf16 and --ep 1
         --init-from HF --n-layer 3          | --n-layer 3
-        --init-from BAD_HF                  | config.json
         --init-from NO_SHARD                | holds no b.safetensors, which model.safetensors.index.json names
         --init-from NO_INDEX                | model.safetensors.index.json: no index of weights
         --init-from NO_SIZE                 | config.json: has no n_positions
@@ -95,7 +87,6 @@ REFUSED = {
         --init-from BAD_EXPERTS             | config.json: model_type 'gpt2' with num_experts 2
         --resume                            | --out DIR
         --resume HALF_RUN                   | holds no complete checkpoint
-        --resume STEP_3 --tp 3              | --tp 3
         --resume STEP_3 --vocab-size 300    | --vocab-size 300: the model in --resume has 256
         --resume STEP_3 --data ASCII        | --data
         --resume STEP_3 --data /no/such/file | give --data TEXT, where the run's text lies now
@@ -125,17 +116,10 @@ REFUSED = {
         --tokenizer STRIPS                  | tokenizer.json: '<|endoftext|>' has ['lstrip'], which is not known here
         --tokenizer HAND --vocab-size 264   | has 265 tokens, the model 264: give --vocab-size 265 or more
         --init-from LARGE                   | its 400 tokens are not bytes: give --tokenizer FOLDER""",
-    further.bpe.main: """
-        ZERO --vocab-size 300 --out NEW | or zero bytes in it
-        ASCII --vocab-size 256 --out NEW    | --vocab-size 256
-        ASCII --vocab-size 300 --out HAND   | a vocab.json is there already: name a new folder, e.g. --out
-        TEXT --vocab-size 300 --out EMPTY   | File exists""",
     bench.main: """
         bogus                               | WHAT
-        kernels --only foo --device cpu     | --only foo
         kernels --only elu --device cpu     | want a GPU
         kernels --gpus 2 --device cpu       | --gpus 2
-        plan --gpus 0                       | --gpus
         plan --machine nope                 | --machine nope
         plan --dtype fp32                   | --machine
         plan --dtype fp8                    | --dtype fp8 is for strategies: give --dtype bf16
@@ -149,15 +133,10 @@ REFUSED = {
     lessons.demos.main: """
         tensor --ranks 0                    | --ranks
         links --ranks 1                     | --ranks 1: one process has nobody to send to; give --ranks 2
-        links --json WORDS                  | words.bin: is there, and not what would be written: name a new file
-        together --break nosuch             | nosuch is no function of the five files or of further/: give e.g.
-        together --rank 1                   | --rank 1 is for --break: give --break all_reduce, too
-        together --break isend --rank 4     | --rank 4: there are ranks 0 to 3: give --rank 0
         together --dp 3                     | give e.g. --dp 2 --tp 2 --pp 1
         types --ep 3                        | --ep 3 does not divide both --dp 2 and the
         types --dp 3 --cp 2 --zero 1 --zero-within 3 | --zero-within 3 cuts through the ranks of --cp or --ep
         blind --out WORDS                   | words.bin: is there, and not what would be written: name a new file
-        pages --assets MINE                 | ring.svg: is there, and not what would be written: name a new file
         pages --out MINE                    | index.html: is there, and not what would be written: name a new file
         puzzles ring --into EMPTY/deep      | Not a directory; name a folder that can be written
         explore --port 70000                | leave --port out
@@ -175,7 +154,6 @@ UNDIVIDED = """
     --experts 4 --top-k 5                   | give --top-k 4 or --experts 5
     --experts 4 --expert-every 5            | give --expert-every 4
     --tp 3                                  | 4 heads of the model (did you mean --dp 3?): give --tp 2 or 4
-    --arch llama --tp 4                     | give --tp 2
     --n-head 128 --tp 128 --vocab-size 125  | --tp 128 is more than the vocabulary's 125 tokens
     --sp                                    | give --tp 2, say, or leave --sp out
     --sp --tp 4 --seq-len 66                | give --seq-len 68
@@ -186,7 +164,6 @@ UNDIVIDED = """
     --ep 2 --experts 4                      | give --ep 1 or --dp 2
     --dp 4 --ep 4 --experts 6               | give --ep 2
     --dp 3                                  | give e.g. --batch-size 18
-    --dp 2 --micro-batches 3                | give e.g. --batch-size 18
     --dp 8 --zero 2 --zero-within 6         | give --zero-within 4 or 8
     --dp 2 --zero-within 2                  | give --zero 1, 2 or 3
     --pp 7                                  | give --pp 6 or fewer
@@ -255,7 +232,7 @@ def heeded(words, remedy):
 def files(text, tmp_path_factory):
     """{word: path} of what rows name, in one folder."""
     folder = tmp_path_factory.mktemp("bad")
-    for name in "hf bad_hf experts bad_experts large no_shard no_index no_size".split():
+    for name in "hf experts bad_experts large no_shard no_index no_size".split():
         sizes = model.GPTConfig(400 if name == "large" else 256, 16, 1, 2, 16)
         save(model.GPT(resized(sizes, experts=2 * ("experts" in name))), folder / name)
     hand = [*LETTERS.values(), *map("".join, BY_HAND), END]
@@ -278,13 +255,13 @@ def files(text, tmp_path_factory):
             "tokens.bin": (np.arange(5000, dtype=np.uint16) % 256).tobytes(),
             "stuck.txt": b"rank 0  F0 B0\nrank 1  B0 F0\n",
             "marked.txt": b"\xef\xbb\xbfrank 0  F0 .. B0\nrank 1  .. F0 B0\n",
-            "mine/index.html": b"<h1>mine</h1>", "mine/ring.svg": b"<svg/>",
+            "mine/index.html": b"<h1>mine</h1>",
             "mine/trace.json": b'{"traceEvents": [{"name": "fetch"}]}',
-            "mine/older/run.json": b'{"flags": {}, "model": {}}', "mine/lock/.lock": b"mine",
+            "mine/lock/.lock": b"mine",
             "broken.pt": b"PK",
             "empty": b"", "short": b"x" * 500, "ascii": b"plain text\n" * 1000, "empty_bin.bin": b"",
             "odd_bin.bin": b"123", "big_bin.bin": np.full(5000, 60000, np.uint16).tobytes(),
-            "bad_hf/config.json": b"{}", "bad_experts/config.json": config.replace(b"ringgpt_moe", b"gpt2"),
+            "bad_experts/config.json": config.replace(b"ringgpt_moe", b"gpt2"),
             "no_json/vocab.json": b"{", "old_run/log.jsonl": b"",
             "gaps/vocab.json": json.dumps({token: 2 * i for i, token in enumerate(hand)}).encode(),
             "half_run/.step-00000003.part/file": b"",

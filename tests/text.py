@@ -1,9 +1,7 @@
 """One's own text: byte-pair encoding, tokens on disk, what is refused, samples."""
 
-import collections
 import fcntl
 import functools
-import io
 import itertools
 import json
 import os
@@ -20,11 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-import further.bpe
 import safe.data
 import model
 import train
-from further.bpe import DIGITS, END, later_pattern, learn, LETTERS, piece_pattern, Tokenizer
+from further.bpe import DIGITS, END, FILES, later_pattern, LETTERS, piece_pattern, Tokenizer
 from further.llama import LlamaConfig
 from further.sampling import CachedGPT
 from further.resume import checkpoints, open_checkpoint
@@ -33,7 +30,7 @@ from safe.flags import Settings
 from safe.huggingface import save
 from tests.models import CHANGES, small
 from tests.pool import close, on_cpus, parametrize
-from tests.runs import log_of, output_of, run_training, start, trained
+from tests.runs import log_of, run_training, start, trained
 from tests.walls import reference_in
 
 
@@ -125,7 +122,7 @@ def test_a_tokenizer_json_has_the_tokens_of_the_two_files(tmp_path, merges):
     """Where both are there, it counts, as in transformers. Its added tokens are taken as a whole, and no bytes spell
     them. The two may be written on Windows, and have a token with a space."""
     write_vocabulary(tmp_path, BY_HAND, [*LETTERS.values(), *map("".join, BY_HAND), END, "end of turn"])
-    for name in further.bpe.FILES:
+    for name in FILES:
         file = tmp_path / name
         file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
     two, whole = Tokenizer(tmp_path), tmp_path / "tokenizer.json"
@@ -202,11 +199,9 @@ def test_tokenizers_makes_the_same_later_tokens(vocab, tmp_path):
 
 @pytest.fixture(scope="session")
 def vocab(tmp_path_factory):
-    """A folder with 600 tokens, learned from Python."""
-    folder = tmp_path_factory.mktemp("vocab")
-    words = json.__file__, io.__file__, os.__file__, "--vocab-size", 600, "--out", folder
-    assert "600 tokens" in output_of(further.bpe.main, *words)
-    return folder
+    """A folder with 600 tokens: 256 bytes, pairs of frequent letters, "ing", and the text's end."""
+    letters = itertools.product("Ġetaoinsrlhdcumfpgw", "etaoinsrlhdcumfpgw")
+    return write_vocabulary(tmp_path_factory.mktemp("vocab"), [*letters, ("in", "g")])
 
 
 def random_text(draw, n):
@@ -248,19 +243,6 @@ def test_transformers_makes_the_same_tokens(vocab, tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode("low") == ours.encode("low")
 
 
-def test_the_most_frequent_pair_is_learned_each_time():
-    """Each merge is, by a count of everything, one of the most frequent; and a run learns the same twice."""
-    texts = [open(json.__file__, "rb").read()[:4000], b"aaaa aaaa bcbcbc abcabc" * 3]
-    merges, pieces = learn(texts, 340), [p for text in texts for p in piece_pattern().findall(text.decode())]
-    spelled = [further.bpe.spelled(piece) for piece in pieces]
-    for merge in merges:
-        counts = collections.Counter(pair for parts in spelled for pair in itertools.pairwise(parts))
-        assert counts[merge] == max(counts.values())
-        spelled = [further.bpe.joined(parts, merge) for parts in spelled]
-    assert merges == learn(texts, 340) and len({*map("".join, merges)}) == 340 - 257
-    assert learn([b"ab ab"], 300) == [("a", "b")]  # no other pair comes twice
-
-
 # --------------------------------------------------------------------------------------------------- text encoded once
 
 @parametrize("digits", [None, 1, 3])
@@ -288,7 +270,7 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch):
         (folder / f"{name}.txt").write_bytes(text)
     s = Settings(data=str(folder), out=str(out))
     tokens = np.concatenate(load_data(s, words)[:2])
-    assert tokens.dtype == np.uint16 and (tokens == words.numbers[END]).sum() == 1
+    assert tokens.dtype == np.uint16 and (tokens == words.end_token).sum() == 1  # where --pack finds it
     assert bytes_of(words, tokens) == END.encode().join(texts)
     file, = out.iterdir()
     monkeypatch.setattr(safe.data, "_encoded", {})
@@ -301,15 +283,6 @@ def test_text_is_encoded_once(vocab, tmp_path, monkeypatch):
     load_data(s, words)
     load_data(s, Tokenizer(write_vocabulary(tmp_path / "other", BY_HAND)))
     assert len(os.listdir(out)) == 3
-
-
-def test_documents_have_the_end_token_between_them(vocab, tmp_path):
-    """--pack finds it there."""
-    words = Tokenizer(vocab)
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text("print(1)\n" * 100)
-    tokens = np.concatenate(load_data(Settings(data=str(tmp_path), pack=True), words)[:2])
-    assert words.end_token == words.numbers[END] and (tokens == words.end_token).sum() == 1
 
 
 def test_tokens_of_a_large_vocabulary_have_four_bytes(tmp_path, monkeypatch):

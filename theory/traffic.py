@@ -11,18 +11,15 @@ import parallel
 from theory.clock import halves_backward, is_fast, stage_to_rank_in
 
 
-def sent(op, elements, width, n, rank=0, small=0, switched=False):
+def sent(op, elements, width, n, rank=0, switched=False):
     """Bytes that rank `rank` of n sends in one collective. elements: of the whole tensor that is gathered or scattered,
     of `width` bytes each. The root is rank 0.
 
     Rings and, if a switch joins all ranks (`switched`), direct exchange send (N-1)/N k for half an all-reduce, k =
-    elements x width. Up to `small` bytes an all-reduce is log2(N) rounds of the whole tensor. In a binomial tree each
-    rank sends the whole to the roots of its subtrees. A barrier has log2(N) rounds of a byte.
+    elements x width. In a binomial tree each rank sends the whole to the roots of its subtrees. A barrier has log2(N)
+    rounds of a byte.
     """
     k = elements * width
-    if op == "all_reduce" and k <= small:
-        core = 1 << (n.bit_length() - 1)  # the largest power of two; each rank beyond it sends once, to one below
-        return k if rank >= core else k * (core.bit_length() - 1 + (rank + core < n))
     if op == "all_reduce":  # N need not divide K: the last chunks are one element shorter
         chunk = [width * (elements // n + (c % n < elements % n)) for c in (rank, rank + 1)]
         return k - chunk[0] + ((n - 1) * chunk[0] if switched else k - chunk[1])

@@ -34,9 +34,7 @@ def sent_in(link, op, elements, width):
         return sum(times * sent_in(link.inside if near else link.between, part, count, width)
                    for times, part, count, near in in_two_levels(op, elements, link.inside.size, link.between.size,
                                                                  link.inside.rank))
-    switched = isinstance(link, Direct)
-    small = 0 if switched else getattr(link, "doubling_bytes", 0)
-    return sent(op, elements, width, link.size, link.rank, small, switched)
+    return sent(op, elements, width, link.size, link.rank, isinstance(link, Direct))
 
 
 # ---------------------------------------------------------------------------------------------------------- the machine
