@@ -55,7 +55,8 @@ def elements_of_piece(config, tp, i):
     for name, param in GPT(config, seed=None, pieces=[i]).named_parameters():
         layer = name.rpartition(".")[0]
         how = planned(layer, PLAN)
-        whole = how in (None, of_some_heads) or name.endswith("c_proj.bias")  # which is added to the sum
+        added_to_the_sum = name.endswith(("attn.c_proj.bias", "mlp.c_proj.bias"))
+        whole = how in (None, of_some_heads) or added_to_the_sum
         matrix = is_matrix(param) and name.startswith("h.")  # Muon leaves tables to AdamW
         count[".experts." in name, matrix] += param.numel() / (1 if whole else tp)
     return count
