@@ -6,7 +6,7 @@
     python bench.py strategies            one GPT step under every strategy: speed, memory, traffic, overlap, bubble
     python bench.py plan --gpus 64        no GPU needed: layouts that fit, their predicted time, what limits each
     python bench.py optimizers            a step of AdamW and of Muon alone
-    python bench.py context               attention to a sequence over several ranks, beside PyTorch's
+    python bench.py picotron --folder F   the same Llama, the same step, in picotron
 
 Each command starts as many processes as it needs (or runs under torchrun) and prints a table; `--json FILE` writes its
 rows with hardware, versions and commit. Our code and PyTorch's run in the same processes and take turns, so that both
@@ -36,9 +36,9 @@ import kernels
 from fast import edition
 from fast.recorded import RecordedGraph
 from further.refusals import check_numbers
-from lessons.bench.context import context
 from lessons.bench.optimizers import KINDS, optimizers
-from lessons.bench.rates import BUS, calls_of, fit, load_machine, measure_machine, sent_in
+from lessons.bench.picotron import picotron
+from lessons.bench.rates import BUS, calls_of, load_machine, measure_machine, sent_in
 from lessons.bench.strategies import configs_of, layouts, pieces, strategies
 from lessons.bench.timing import (
     interleaved, of_all_ranks, ROWS, say, seconds_of, Table, traffic_of, write_json)
@@ -50,7 +50,6 @@ from safe import launch
 from safe.files import check_file
 from safe.flags import (
     check_layout, checked_use, dashed, gpus_here, model_config, Parser, refuse, Settings, SIZES)
-from further.refusals import check_numbers
 from safe.huggingface import read_config
 from safe.launch import is_forked
 from further.bad_input import BadInput, reject
@@ -116,21 +115,15 @@ def collectives(a, device):
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
         "ours_graph_us": "ours graph:>10,.0f", "torch_graph_us": "torch graph:>11,.0f", "bus": "bus GB/s:>8.2f",
         "torch_bus": "torch bus:>9.2f", "counted": "bytes sent:>14,", "formula": "formula:>14,"}, device)
-    lines = Table("ours: seconds = a x messages + bytes sent / b, fitted over the sizes", {
-        "op": "collective:<22", "a": "a, us:>10.1f", "b": "b, GB/s:>12.2f"})
     logs = range(10, 21, 5) if a.quick else range(10, 31 if device.type == "cuda" else 25, 2)
     for op in a.only:
         for log in logs:
             table.row(**measure_collective(op, 1 << log, a, device))
-    for op in a.only:
-        rows = [row for row in table.rows if row["op"] == op]
-        a_us, b = fit(*([row[key] for row in rows] for key in ("messages", "most", "us")))
-        lines.row(op=op, a=a_us, b=b / 1e3)
-    write_json(a, device, table, lines, machine=dataclasses.asdict(machine))
+    write_json(a, device, table, machine=dataclasses.asdict(machine))
 
 
 def measure_collective(op, size, a, device):
-    """A row. messages, most: of the rank that sends most of them, and most bytes."""
+    """A row."""
     calls, count = calls_of(op, size, device)
     if device.type == "cuda" and a.comm in (None, "ours") and op in GRAPHED:
         for who, column in (("us", "ours_graph_us"), ("torch_us", "torch_graph_us")):
@@ -139,43 +132,43 @@ def measure_collective(op, size, a, device):
     seconds = interleaved(calls, device, 3 if a.quick else 7, calls=max(1, min(20, (1 << 24) // size)))
     dist.reset_traffic()
     calls["us"]()
-    logs = of_all_ranks(traffic_of(op))
     bus = 4e-9 * count * BUS[op](a.gpus)
     return {"op": op, "size": count / 256, **{who: 1e6 * took for who, took in seconds.items()},
             "bus": bus / seconds["us"], "torch_bus": bus / seconds["torch_us"],
-             "counted": sum(log.bytes for log in logs),
-            "formula": sum(of_all_ranks(sent_in(dist.link_of(None), op, count, 4))),
-            "messages": max(log.messages for log in logs), "most": max(log.bytes for log in logs)}
+            "counted": sum(of_all_ranks(traffic_of(op).bytes)),
+            "formula": sum(of_all_ranks(sent_in(dist.link_of(None), op, count, 4)))}
 
 
 # ---------------------------------------------------------------------------------------------------------------- flags
 
 WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectives, "strategies": strategies,
-        "plan": plan, "optimizers": optimizers, "context": context}
-ON_RANKS = "collectives", "strategies", "optimizers", "context"
+        "plan": plan, "optimizers": optimizers, "picotron": picotron}
+ON_RANKS = "collectives", "strategies", "optimizers", "picotron"
 FLAGS = [  # (the commands that take it, its name, arguments for argparse)
-    ("kernels lessons collectives strategies optimizers context plan", "--json", dict(
+    ("kernels lessons collectives strategies optimizers picotron plan", "--json", dict(
         help="write the rows there, with hardware, versions, commit", default="", metavar="FILE")),
-    ("collectives strategies optimizers context plan", "--gpus", dict(
+    ("collectives strategies optimizers picotron plan", "--gpus", dict(
         help="processes, in plan GPUs; left out, all GPUs, on the CPU 2, in plan 8", type=int)),
-    ("kernels lessons collectives strategies optimizers context", "--quick", dict(
+    ("kernels lessons collectives strategies optimizers picotron", "--quick", dict(
         help="tiny sizes, few repeats: shows only that it works", action="store_true")),
     ("kernels lessons collectives strategies optimizers", "--only", dict(
         help="which of the command's rows; left out, all (but experts, dense twin only with --experts)", nargs="+",
         metavar="NAME")),
-    ("strategies optimizers context", "--repeats", dict(
+    ("strategies optimizers picotron", "--repeats", dict(
         help="timed runs of each step; left out, 7, but 3 with --quick", type=int)),
     ("strategies", "--without", dict(
         help=f"time ours without these pieces of fast/, one at a time; no names: all of {', '.join(pieces())}",
         nargs="*", choices=[*pieces()], metavar="PIECE")),
+    ("picotron", "--folder", dict(help="a clone of picotron", required=True)),
     ("plan", "--machine", dict(
         help=f"{', '.join(MACHINES)} (the default), or a file that `collectives --json` wrote", default="h200")),
     ("plan", "--top", dict(help="layouts to print (default: 15)", type=int, default=15)),
 ]
 OF_A_MODEL = ("arch", "model", *SIZES, "dtype")
 OF_TRAIN = {  # the flags of train.py that a command takes, too
-    "kernels": ["device"], "lessons": ["device"], "context": ["device"], "collectives": ["device", "comm"],
-    "optimizers": ["device", *OF_A_MODEL], "plan": [*OF_A_MODEL, "batch_size", "init_from"],
+    "kernels": ["device"], "lessons": ["device"], "collectives": ["device", "comm"],
+    "optimizers": ["device", *OF_A_MODEL], "picotron": ["device", *OF_A_MODEL, "batch_size", "micro_batches"],
+    "plan": [*OF_A_MODEL, "batch_size", "init_from"],
     "strategies": ["device", *OF_A_MODEL, "batch_size", "micro_batches", "recompute", "recompute_blocks", "loss_chunk",
                    "cuda_graphs"]}
 
@@ -220,25 +213,21 @@ def check(a, world):
         return 1
     check_processes(a, world)
     a.repeats = a.repeats or (3 if a.quick else 7)
-    if a.what in ("strategies", "optimizers"):
+    if a.what in ("strategies", "optimizers", "picotron"):
         check_model(a, "gpt2" if a.device == "cuda" and not a.quick else "tiny")
-    if a.what == "strategies":
-        check_strategies(a)
-    else:
-        check_names(a)
+    checks = {"strategies": check_strategies, "picotron": check_picotron, "optimizers": check_optimizers}
+    checks.get(a.what, check_names)(a)
     return a.gpus if a.what in ON_RANKS else 1
 
 
 def check_names(a):
     able = [name for name, lesson in LESSONS.items() if on_triton(a) or not lesson.on_triton]
-    names = {"kernels": CASES, "collectives": BUS, "lessons": able, "optimizers": KINDS, "context": ()}[a.what]
+    names = {"kernels": CASES, "collectives": BUS, "lessons": able, "optimizers": KINDS}[a.what]
     a.only = a.only or [*names]
     for name in a.only:
         reject(name not in names, f"--only {name}: there are {', '.join(names)} with --device {a.device}")
     reject(a.what == "kernels" and not on_triton(a),
            "--device cpu: kernels are Triton's and want a GPU; with TRITON_INTERPRET=1, --quick works")
-    reject(a.what == "context" and a.gpus not in (2, 4, 8, 16),
-           f"--gpus {a.gpus}: 16 heads are spread over 2, 4, 8 or 16 processes; give --gpus 2")
     reject(a.what == "collectives" and a.gpus == 1, "--gpus 1: one process has nobody to send to; give --gpus 2")
 
 
@@ -251,6 +240,28 @@ def check_model(a, preset):
     a.config, _ = model_config(settings(a), open_folder=read_config)
     if a.what != "optimizers":
         a.batch_size = a.batch_size or 8 * a.gpus
+
+
+def check_optimizers(a):
+    check_names(a)
+    a.layouts = {name: checked(a, a.config, dp=a.gpus, zero=int(a.gpus > 1), optimizer=name, batch_size=a.gpus)
+                 for name in a.only}
+
+
+def checked(a, config, **layout):
+    """The Settings of a layout that can run in fast/, else BadInput."""
+    s = settings(a, fast="on", **layout)
+    check_layout(s, config, 1, 1)
+    return s
+
+
+def check_picotron(a):
+    reject(not os.path.isfile(os.path.join(a.folder, "train.py")), f"--folder {a.folder}: no train.py is there; get it "
+           "by `git clone https://github.com/huggingface/picotron`")
+    c = a.config
+    reject(c.arch != "llama" or c.experts or c.tied or c.qk_norm or c.qkv_bias or c.heads_width != c.n_embd,
+           "picotron trains a Llama: give --arch llama")
+    a.layout = checked(a, c, dp=a.gpus)
 
 
 def check_processes(a, world):
@@ -275,10 +286,8 @@ def check_strategies(a):
     a.reasons = []
     for name in a.only or [name for name in every if asked or a.configs[name] is a.config]:
         reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
-        s = settings(a, fast="on", **every[name])
         try:
-            check_layout(s, a.configs[name], 1, 1)
-            a.layouts[name] = s
+            a.layouts[name] = checked(a, a.configs[name], **every[name])
         except BadInput as problem:
             reject(a.only, f"--only {name}: {problem}")
             a.reasons.append(f"{name}: {problem}")

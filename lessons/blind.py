@@ -200,6 +200,18 @@ def intercepted(change):
     return patch.multiple(dist, **{name: partial(stand_in, name, getattr(dist, name)) for name in CALLS})
 
 
+def mutants_in(run, *args):
+    """(what run(*args) returns, its mutants as `mutated` takes them: of each collective that it calls)."""
+    def note(name, code, given):
+        if dist.get_world_size(given.get("group")) > 1:
+            mutants.update((name, code.co_name, kind) for kind in [*KINDS][:4 if "op" in given else 2])
+        return given
+
+    mutants = set()
+    with intercepted(note):
+        return run(*args), mutants
+
+
 def mutated(call, place, kind):
     """Inside, the collective `call` is changed where the function `place` calls it."""
     return intercepted(lambda name, code, given: KINDS[kind](given) if (name, code.co_name) == (call, place) else given)
@@ -210,16 +222,9 @@ def mutated(call, place, kind):
 def compared(kind, row, bugs, steps):
     """[(kind, name, [(by how much it is off, whether it is seen), a pair a habit]), ...] of a layout's bugs; without
     any, of its mutants. Infinite: it stops."""
-    def note(name, code, given):
-        if dist.get_world_size(given.get("group")) > 1:
-            mutants.update((name, code.co_name, kind) for kind in [*KINDS][:4 if "op" in given else 2])
-        return given
-
     torch.set_num_threads(1)
     case = case_of(row)
-    mutants = set()
-    with intercepted(note):
-        right = looked_at(case, steps)
+    right, mutants = mutants_in(looked_at, case, steps)
     changes = {f"{bug.number:>2}  {bug.thread}": with_line(bug) for bug in bugs}
     found = []
     for name, change in (changes or {"{} in {}, {}".format(*some): mutated(*some) for some in mutants}).items():

@@ -39,7 +39,7 @@ from lessons.plan import KINDS
 from lessons.pictures import ring_states, ring_steps, spans_of
 from lessons.sampling import demo_sampling
 from lessons.step import demo_step
-from lessons.together import demo_together, function
+from lessons.together import demo_together
 from lessons.zero import demo_zero
 from model import GPT, PRESETS, GPTConfig, shapes
 from parallel import lower, make_mesh, tensor_parallel
@@ -360,17 +360,17 @@ DEMOS = {  # name: (function, {flag: what it is if left out})
     "context": (demo_context, {"ranks": 4}),
     "experts": (demo_experts, {"ranks": 2}),
     "measuring": (demo_measuring, {"ranks": 2}),
-    "links": (links.demo_links, {"ranks": 2, "json": ""}),
+    "links": (links.demo_links, {"ranks": 2}),
     "lecture8": (demo_lecture8, {"ranks": 2}),
     "ladder": (demo_ladder, {}),
     "sampling": (demo_sampling, {"model": "tiny", "steps": 60}),
     "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
-    "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1, "break": None, "rank": None}),
+    "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1}),
     "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0}),
     "blind": (demo_blind, {"out": None}),
     "pages": (pages.pages, {"out": "runs/site", "show": None, "assets": None}),
     "explore": (explore, {"port": 0})}
-TYPES = {"port": int, "zero": int, "zero_within": positive, "break": function, "rank": int,
+TYPES = {"port": int, "zero": int, "zero_within": positive,
          "steps": partial(positive, least=0)}  # else a text, or positive
 HELP = {  # of the flags
     "model": "preset of the GPT", "machine": "whose rates count", "ranks": "how many", "dp": "replicas",
@@ -378,12 +378,10 @@ HELP = {  # of the flags
     "micro_batches": "of a step", "virtual_stages": "stages a rank, of the schedule interleaved",
     "trace": "a trace.json of train.py --trace: its times in place of units", "tokens": "on each rank",
     "out": "file for the picture, an .svg; of pages, their folder",
-    "break": "stop in pdb in this function, e.g. all_reduce, isend, Unit.gather, collectives.ring_all_reduce",
-    "rank": "of --break: stop on this rank; left out, on the first that comes", "zero": "stage of ZeRO",
+    "zero": "stage of ZeRO",
     "sp": "sequence parallelism", "cp": "ranks each sequence is cut over", "cp_kind": "of context parallelism",
     "ep": "ranks of dp that share out experts, which the blocks have then", "schedule": "of the pipeline",
     "zero_within": "ranks that ZeRO shards over; left out, all of dp x cp",
-    "json": "write the machine's rates there, for bench.py plan --machine",
     "show": "a picture of the pages, step by step in the terminal, e.g. ring",
     "assets": "write README's and docs' pictures into this folder, as SVG",
     "steps": "of training before", "port": "of the page; 0: a free one"}

@@ -12,7 +12,6 @@ import collectives as dist
 import train
 from further.experts import balance, loads
 from further.letters import Letters, Wrong
-from further.muon import is_muons, Muon, UnitOfMatrices
 from parallel import params_together, placement_of, Unit
 from further.bad_input import reject
 
@@ -32,27 +31,25 @@ def grid_of(layout):
     return grid
 
 
-def units_of_one(kind):
-    """A class of optimizers whose parameters travel one by one, so that a message has one letter."""
-    def make_units(pieces, group, zero, dtype):
-        named = {param: name for piece in pieces.values() for name, param in piece.named_parameters()}
-        whole = {param for param, name in named.items() if zero and issubclass(kind, Muon) and is_muons(name, param)}
-        return [(piece, (UnitOfMatrices if param in whole else Unit)([param], ranks, zero, dtype))
-                for (piece, ranks, *_), params in params_together(pieces, group).items() for param in params]
+class UnitsOfOne(torch.optim.SGD):
+    """Whose parameters travel one by one, so that a message has one letter."""
 
-    return type(kind.__name__, (kind,), {"make_units": staticmethod(make_units)})
+    @staticmethod
+    def make_units(pieces, group, zero, dtype):
+        return [(piece, Unit([param], ranks, zero, dtype))
+                for (piece, ranks, *_), params in params_together(pieces, group).items() for param in params]
 
 
 class Step(Letters):
     """A step of a GPT in a layout, on one rank of a group that sends nothing. Raises the first Wrong."""
 
-    def __init__(self, config, layout, rank, x, y, optimizer):
+    def __init__(self, config, layout, rank, x, y):
         super().__init__(grid_of(layout))
         self.means = {*self.grid} - {"tp", "pp"}  # the loss is the mean over these
         self.units = []
         self.between = {}  # axis -> letters of what ranks send each other along it
         self.places, self.node = {}, ""  # number of a node of autograd -> where forward made it; where backward is
-        optimizer = partial(units_of_one(optimizer.func), *optimizer.args, **optimizer.keywords)
+        optimizer = partial(UnitsOfOne, lr=0.1)
         links = {"ours": lambda group: SimpleNamespace(run=partial(self.collective, group))}
         kept, dist.process = dist.process, dist.Process(links)
         torch.distributed.init_process_group("fake", rank=rank, world_size=math.prod(n for n, _ in self.grid.values()))
@@ -179,12 +176,12 @@ class Step(Letters):
         return f"{name} {line}{before}".strip(" ,") or "the end of the step"
 
 
-def check(config, layout, ranks, x, y, optimizer=partial(torch.optim.SGD, lr=0.1)):
+def check(config, layout, ranks, x, y):
     """({rank: its Step}, what is wrong first). x, y: a rank's micro-batches."""
     steps = {}
     try:
         for rank in ranks:
-            steps[rank] = Step(config, layout, rank, x, y, optimizer)
+            steps[rank] = Step(config, layout, rank, x, y)
     except Wrong as problem:
         return steps, f"rank {rank}   {problem}"
     for group, what in set().union(*(step.calls for step in steps.values())):

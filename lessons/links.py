@@ -1,13 +1,10 @@
 """Links measured pair by pair: on CPUs sockets, on GPUs NCCL's messages.
 
-    python -m lessons links --ranks 4 --json FILE
-    python bench.py plan --machine FILE --gpus 4 --model tiny --dtype fp32
+    python -m lessons links --ranks 4
 
 CS336 lecture 8, 1.2 and 1.3. docs/reading.md, "The machine", explains what `nvidia-smi topo -m` prints.
 """
 
-import argparse
-import dataclasses
 import functools
 import itertools
 import shutil
@@ -16,19 +13,14 @@ import subprocess
 import torch
 
 import collectives as dist
-from lessons.bench.rates import measure_machine
-from lessons.bench.timing import interleaved, is_first, ROWS, say, write_json
-from model import PRESETS
-from safe.files import check_file
+from lessons.bench.timing import interleaved, is_first, say
 from further.bad_input import reject
 
 SHORT, LONG = 1 << 10, 1 << 24  # bytes
 
 
-def check(ranks, json):
+def check(ranks):
     reject(ranks == 1, "--ranks 1: one process has nobody to send to; give --ranks 2")
-    if json:
-        check_file(json, "--json", ROWS)
 
 
 def there_and_back(i, j, message):
@@ -40,7 +32,7 @@ def there_and_back(i, j, message):
             dist.recv(message, source)
 
 
-def demo_links(json=""):
+def demo_links():
     """Links pair by pair: microseconds of a short message, GB/s of a long one."""
     device = torch.device(dist.link_of(None).device)
     cuda = device.type == "cuda"
@@ -49,15 +41,7 @@ def demo_links(json=""):
     messages = {size: torch.zeros(size, dtype=torch.uint8, device=device) for size in (SHORT, LONG)}
     say(f"one way of {SHORT:,} bytes, us, and of {LONG:,}, GB/s, by {'NCCL' if cuda else 'sockets'}; all other ranks "
         f"wait\n{'ranks':8}{'us':>10}{'GB/s':>9}")
-    slowest = float("inf")  # a ring waits for it
     for i, j in itertools.combinations(range(dist.get_world_size()), 2):
         took = interleaved({size: functools.partial(there_and_back, i, j, message)
                             for size, message in messages.items()}, device, 5, calls=3)
-        rate = 2 * LONG / took[LONG]
-        slowest = min(slowest, rate)
-        say(f"{i} - {j:<4}{1e6 * took[SHORT] / 2:10.1f}{rate / 1e9:9.2f}")
-    if json:
-        dtype, preset = ("bf16", "gpt2-xl") if cuda else ("fp32", "tiny")
-        machine = dataclasses.replace(measure_machine(device, dtype, PRESETS[preset]), link=slowest)
-        write_json(argparse.Namespace(what="links", json=json), device, machine=dataclasses.asdict(machine))
-        say(f"{json}: this machine, with links of {slowest / 1e9:.2f} GB/s, the slowest pair's; all else measured now")
+        say(f"{i} - {j:<4}{1e6 * took[SHORT] / 2:10.1f}{2 * LONG / took[LONG] / 1e9:9.2f}")

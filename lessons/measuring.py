@@ -123,7 +123,7 @@ def graph(config):
             seen.add(memory)
             total += new * tensor.untyped_storage().nbytes()
             say(f"{'':14}{name:12} {str(tuple(tensor.shape)):20} {what}")
-    formula = activation_bytes(config, Settings(dp=1, batch_size=1, dtype="fp32"), [range(1, 2)], fused=False)
+    formula = activation_bytes(config, Settings(dp=1, batch_size=1, dtype="fp32"), [range(1, 2)])
     say(f"kept in all {total:,} bytes, by the formula {formula:,}")
 
 

@@ -1,17 +1,16 @@
 """Which faults of communication do a project's own tests see?
 
     python -m lessons mutate -- pytest -q tests/             in the project's folder; or python .../lessons/mutate.py
-    python -m lessons mutate --sample 40 --only parallel.py -- pytest -q test_all.py -k equals
+    python -m lessons mutate --sample 40 -- pytest -q test_all.py -k equals
 
-The command runs once; each line of the project that calls a collective of torch.distributed, or of collectives.py, is
-noted with the tests that reach it. Then each fault of each line runs in the shortest test that reaches it, and if that
-passes in the next one, in all processes:
+The command, pytest's, runs once; each line of the project that calls a collective of torch.distributed, or of
+collectives.py, is noted with the tests that reach it. Then each fault of each line runs in the shortest test that
+reaches it, and if that passes in the next one, in all processes:
 
     skip     nobody calls it                                 alone    each rank has what it would have alone
     times    a sum where a mean is meant                     stale    the result of the call before
 
 What still passes is what these tests cannot see. Exit code 1 if something survives, 2 if the command fails as it is.
-Tests are pytest's; another command runs whole each time.
 """
 
 import argparse
@@ -25,6 +24,7 @@ import tempfile
 import time
 from collections import defaultdict
 
+TESTS = 2  # that may see a fault
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "mutants")
 MEANS = {"skip": "nobody calls it", "times": "its result times the ranks", "alone": "each rank's own result",
          "stale": "the result of the call before"}
@@ -58,14 +58,14 @@ def rows(folder, name):
 
 
 def noted(folder):
-    """{(line, collective): tests that reach it, the shortest first}."""
+    """{(line, collective): tests that reach it and pass, the shortest first}."""
     seconds, found = defaultdict(float), defaultdict(set)
     for test, n in rows(folder, "times"):
         seconds[test] += float(n)
     for line, name, test in rows(folder, "lines"):
-        found[line, name].add(test)
-    passed = {site: [test for test in tests if seconds[test] < 1e9] for site, tests in sorted(found.items())}
-    return {site: sorted(tests, key=lambda test: (seconds[test], test)) for site, tests in passed.items()}
+        if seconds[test] < 1e9:
+            found[line, name].add(test)
+    return {site: sorted(found[site], key=lambda test: (seconds[test], test)) for site in sorted(found)}
 
 
 def seen(command, folder, site, fault, tests, limit):
@@ -82,7 +82,7 @@ def seen(command, folder, site, fault, tests, limit):
     return found
 
 
-def mutate(command, tests=2, only="", sample=0, limit=120):
+def mutate(command, sample, limit):
     """Which faults of communication do a project's own tests see?"""
     faults_of = runpy.run_path(os.path.join(HERE, "sitecustomize.py"))["FAULTS"]
     start = time.time()
@@ -91,14 +91,14 @@ def mutate(command, tests=2, only="", sample=0, limit=120):
         if code:
             print(f"{text}\n{' '.join(command)} ends with exit code {code}: give tests that pass", file=sys.stderr)
             sys.exit(2)
-        sites = {site: found for site, found in noted(folder).items() if only in site[0] and found}
+        sites = noted(folder)
         faults = [(site, fault) for site in sites for fault in faults_of[site[1]]]
         print(f"{len(sites)} lines call a collective; {len(faults)} faults", flush=True)
         if sample:
             faults = sorted(random.Random(0).sample(faults, min(sample, len(faults))))
         counts, survived = defaultdict(int), []
         for site, fault in faults:
-            how = seen(command, folder, site, fault, sites[site][:tests], limit)
+            how = seen(command, folder, site, fault, sites[site][:TESTS], limit)
             counts[how] += 1
             survived += [(*site, fault)] * (how == "")
             told = {"": "SURVIVES", None: "not reached"}.get(how, how)
@@ -113,8 +113,6 @@ def mutate(command, tests=2, only="", sample=0, limit=120):
 def add_to(parser):
     """The flags, on a command line."""
     parser.add_argument("command", nargs="+", help="after --: what runs the tests")
-    parser.add_argument("--tests", type=int, default=2, help="that may see a fault, the shortest first (default: 2)")
-    parser.add_argument("--only", default="", help="lines of files whose names have this")
     parser.add_argument("--sample", type=int, default=0, help="so many faults, drawn; left out, all")
     parser.add_argument("--limit", type=float, default=120, help="seconds of a test; a hang is seen (default: 120)")
     return parser

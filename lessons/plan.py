@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import math
 import shlex
-import signal
 
 import torch
 
@@ -141,8 +140,7 @@ VARIED = "micro_batches", "virtual_stages", "recompute", "recompute_blocks", "lo
 
 def rows_of(a):
     """A row of `plan`'s table for each layout that fits, fastest first, of those that take as long the one that needs
-    least memory. Of layouts that differ in VARIED alone, the fastest. `limits`: what takes most of the step beside
-    computing, and its share."""
+    least memory. Of layouts that differ in VARIED alone, the fastest."""
     config, machine = a.config, a.machine
     candidates = []
     for layout in all_layouts(config, a.gpus, a.batch_size, a.dtype, machine):
@@ -159,16 +157,12 @@ def rows_of(a):
             continue
         seen.add(key)
         shares = {axis: 100 * seconds / sum(costs) for axis, seconds in costs._asdict().items()}
-        limit = max(shares.keys() - {"compute"}, key=shares.get)
         speed = 1e3 * tokens / ms
         yield dict(layout=describe_layout(s), ms=ms, tokens=speed, gib=max(needed) / 2**30,
-                   ranks=" ".join(f"{n / 2**30:.1f}" for n in needed) if s.pp > 1 else "",
-                   mfu=mfu(config, speed, machine.peak), settings=dataclasses.asdict(s),
-                   limits=f"{limit} {shares[limit]:.0f} %", **shares)
+                   mfu=mfu(config, speed, machine.peak), settings=dataclasses.asdict(s), **shares)
 
 
 def plan(a, _):
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
     rows = [*itertools.islice(rows_of(a), a.top)]
     machine = a.machine
     if rows:
@@ -176,12 +170,11 @@ def plan(a, _):
     nodes = f"{machine.node} a node" if a.gpus > machine.node else "one node"
     say(f"{describe_model(a)}, {a.dtype}, on {a.gpus} GPUs, {nodes}, {a.batch_size} sequences of {a.config.seq_len} a "
         f"step{about_context(a.config)}\n{describe_machine(machine)}{mfu_note(a.config)}")
-    of_some = {**{axis: f"{axis} %:>8.1f" for axis in ("bubble", "dp", "tp", "cp", "ep", "pp")},
-               "layout": "layout:<80", "ranks": "GiB of each pipeline rank:<1"}
+    shares = {axis: f"{axis} %:>8.1f" for axis in ("bubble", "dp", "tp", "cp", "ep", "pp")}
     table = Table("layouts that fit, fastest first; GiB of the fullest rank; bubble, and traffic that nothing hides, "
                   "in % of the step", {
         "ms": "ms:>10,.1f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f", "gib": "GiB:>6.1f",
-        **{key: column for key, column in of_some.items() if any(row[key] not in ("", 0) for row in rows)}})
+        **{axis: column for axis, column in shares.items() if any(row[axis] for row in rows)}, "layout": "layout:<80"})
     for row in rows:
         table.row(**row)
     if not rows:

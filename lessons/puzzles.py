@@ -12,30 +12,24 @@ task. Holes are found by name; no solution is kept here.
 
 import ast
 import itertools
-import multiprocessing
 import os
 import pathlib
 import re
 import shutil
 import sys
-import tempfile
 import textwrap
-import time
 import traceback
 from typing import Callable, NamedTuple
 
 import torch
-import torch.distributed as torch_dist
 from torch import nn
 
 import kernels
-from safe import launch
 from further.bad_input import reject, writable
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
 FILES = ["model.py", "kernels.py", "collectives.py", "parallel.py", "train.py",
          *sorted(str(path.relative_to(HERE)) for path in HERE.glob("further/*.py"))]
-SECONDS = 30  # until a check gives up
 
 
 # ------------------------------------------------------------------------------------------------------------- examples
@@ -96,20 +90,6 @@ def zero3(rank):
     for zero in 1, 3:
         letters = with_weights(into_pieces(actions, {0: range(3)}), zero, lookups=(0,))
         yield f"the list of stage {zero}", " ".join(f"{a.kind}{a.stage}" for a in letters)
-
-
-def gather(rank):
-    """G: give `weights` its memory back by `make_room`, and write this rank's row in the layers' dtype by `cast`. Then
-    start the all-gather of the rows: its handle is `gathering`."""
-    from parallel import Unit
-    matrix, vector = nn.Parameter(torch.arange(1.0, 5).view(2, 2)), nn.Parameter(torch.tensor([5.0]))
-    unit = Unit([matrix, vector], None, 3, torch.float32)
-    yield "a matrix that nobody has gathered", matrix
-    unit.mine += 10 * (rank + 1)
-    unit.gather()
-    unit.wait()
-    yield "the matrix, gathered", matrix
-    yield "the vector, gathered", vector
 
 
 def g(rank):
@@ -179,7 +159,6 @@ PUZZLES = {puzzle.example.__name__: puzzle for puzzle in (
     Puzzle(zero1, 3, "parallel.py", "Unit.start_average", "empty_like"),
     Puzzle(zero2, 1, "parallel.py", "with_weights", "averaged"),
     Puzzle(zero3, 1, "parallel.py", "with_weights", "lookups", 2),
-    Puzzle(gather, 2, "parallel.py", "Unit.gather", "make_room"),
     Puzzle(g, 2, "parallel.py", "ReduceFromGroup.backward", "return"),
     Puzzle(vocabulary, 2, "parallel.py", "VocabParallelCrossEntropy.forward", "top", 4),
     Puzzle(order, 3, "parallel.py", "one_f_one_b", "return"),
@@ -246,48 +225,39 @@ def shown(value):
     return value if isinstance(value, str) else str((value.detach().double().round(decimals=3) + 0.0).tolist())
 
 
-def found_in(folder, example):
-    """{what: what this rank gets} by the modules of a folder."""
+def found_in(folder, puzzle):
+    """[{what: what this rank gets}, one a rank] by the modules of a folder. Ranks are threads of this process."""
     loaded_from(folder)
-    return {what: shown(value) for what, value in example(torch_dist.get_rank())}
+    import collectives as dist
+    from further import together
+
+    def on_rank():
+        return {what: shown(value) for what, value in puzzle.example(dist.get_rank())}
+
+    return together.run(puzzle.ranks, on_rank)
 
 
 def problems(puzzle, folder):
-    """What this rank gets wrong by a folder's code, a line each. Call it on all ranks of a group."""
-    wanted = found_in(HERE, puzzle.example)
+    """What ranks get wrong by a folder's code, a line each. A deadlock says who waits for whom."""
+    folder = os.path.abspath(folder)
+    wanted = found_in(HERE, puzzle)
     try:
-        found = found_in(folder, puzzle.example)
+        found = found_in(folder, puzzle)
     except Exception as error:  # noqa: BLE001  whatever the solver's code raises
         while error.__cause__:  # Triton's interpreter raises one error from another
             error = error.__cause__
         at = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(folder)]
         where = f" ({os.path.basename(at[-1].filename)}, line {at[-1].lineno})" if at else ""
         return [f"{type(error).__name__}: {error}{where}"]
-    return [f"{what}: got {found[what]}, should have got {wanted[what]}" for what in wanted
-            if found[what] != wanted[what]]
-
-
-def run_rank(puzzle, folder, rank, place):
-    """`problems`, in a new process. Ranks meet in the file `place`."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    torch.set_num_threads(1)  # a fork has no others
-    torch_dist.init_process_group("gloo", f"file://{place}", rank=rank, world_size=puzzle.ranks)
-    return problems(puzzle, folder)
+    return [f"rank {rank}: {what}: got {found[rank][what]}, should have got {right}"
+            for rank, names in enumerate(wanted) for what, right in names.items() if found[rank][what] != right]
 
 
 def check(puzzle, folder):
     """Print "green", or what is wrong on which rank, with exit code 1."""
-    late = [f"no result within {SECONDS} s; does it wait for a message that nobody sends, or read what was freed?"]
-    processes = multiprocessing.get_context("fork" if launch.may_fork() else "spawn")
-    folder, end, said = os.path.abspath(folder), time.monotonic() + SECONDS, []
-    with tempfile.TemporaryDirectory() as meeting, processes.Pool(puzzle.ranks) as pool:
-        answers = [pool.apply_async(run_rank, (puzzle, folder, rank, f"{meeting}/place"))
-                   for rank in range(puzzle.ranks)]
-        for rank, answer in enumerate(answers):
-            answer.wait(end - time.monotonic())
-            said += [f"rank {rank}: {line}" for line in (answer.get() if answer.ready() else late)]
-    print("\n".join(said) or "green")
-    sys.exit(bool(said))
+    wrong = problems(puzzle, folder)
+    print("\n".join(wrong) or "green")
+    sys.exit(bool(wrong))
 
 
 def puzzles(name, into, check_in, shows_solution):

@@ -1,9 +1,7 @@
 """Is a parallel model the same as one process? If not: which tensor is the first that differs, and how?
 
     python lessons/same.py mine.py              exit code 0: the same; 1: something differs; 2: not compared, and why
-    python lessons/same.py mine.py --dtype fp64 fp32 bf16 --device cuda
-    python lessons/same.py mine.py --json       the same for programs
-    same.check("mine.py")                       from a test: what --json prints, as a dict
+    python lessons/same.py mine.py --dtype bf16 --device cuda
 
 This file needs PyTorch alone, so copy it. mine.py is an adapter, which has
 
@@ -18,19 +16,20 @@ and, where it must,
 
     def start(**mesh): ...                your own groups, once a process; in the one process all sizes are 1
     def step(net, *batch): ...            a rank's forward and backward on its part; returns the loss, or None
-    def grad(p): ...                      where a gradient is, if not in p.grad
+    def grad(p): ...                      where a gradient is, if not in p.grad; None if nowhere: its update decides
     def rename(name): ...                 a parallel module's name in the whole model
     def whole(net, what): ...             {name: tensor} of all "weights" or "gradients", where shards hide them
     def clip(net, max_norm): ...          clip; returns the global norm before it, or None
     def optimizer(params): ...            of both sides, in place of SGD with rate 0.5
     def update(net): ...                  a step of that in the parallel model, if it has its own; no gradients then
-    micro_batches = 1, steps = 3, tolerance = 1e-9
+    micro_batches = 1                     of a rank's part, for the words that say what is wrong
 
 One process runs `build()` on the whole batch, then a process for each rank what `parallelize` made of that, in float64
 over gloo. Which numbers of a weight a rank has is learned: `build()`'s weights are numbered, cut, and read.
 Weights, losses, gradients, the norm, buffers, updates decide; what submodules return, and its gradients, say where the
-first fault is. What differs in float64 runs in fp32, and if need be in bf16, before it is called wrong. There a tensor
-may be off by FACTOR times as much as it moves where each weight of the one process moves by one unit in the last place.
+first fault is. In fp32 and bf16 a tensor may be off by FACTOR times as much as it moves where each weight of the one
+process moves by one unit in the last place. Where the model casts to 32 bits and then writes in place, float64 has no
+copy: what differs there is wrong if it differs in bf16, too.
 """
 
 import argparse
@@ -38,7 +37,6 @@ import contextlib
 import faulthandler
 import functools
 import itertools
-from json import dumps
 import logging
 import math
 import os
@@ -56,12 +54,15 @@ from torch import multiprocessing
 from torch.utils._pytree import tree_leaves
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+STEPS = 3             # the second one finds what the first has left behind, the third one its update
+TOLERANCE = 1e-9      # in float64, of a tensor's largest number
 MOVES, FACTOR = 3, 4  # of the bounds in 32 and 16 bits: how often the weights move, and what a move is multiplied by
 MAX_NORM = 0.01       # small, so that clipping clips
+SECONDS = 180         # that ranks have
 WRAPPERS = "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 KINDS = "weights", "updates", "forward", "loss", "backward", "gradients", "norm", "buffers"
 OPTIONS = dict(part=lambda t: t, grad=lambda p: p.grad, rename=lambda name: name, start=lambda **mesh: None,
-               whole=None, clip=None, update=None, micro_batches=1, steps=3, tolerance=1e-9,
+               whole=None, clip=None, update=None, micro_batches=1,
                optimizer=lambda params: torch.optim.SGD(params, lr=0.5, foreach=False))
 
 
@@ -86,10 +87,8 @@ def adapters(given):
     for name in "mesh", "build", "parallelize", "batch", "loss":
         must(name in given, f"the adapter has no {name}; the head of {os.path.basename(__file__)} says what it is")
     user = SimpleNamespace(**OPTIONS | {"step": step} | given)
-    must(isinstance(user.mesh, dict), f'mesh is {user.mesh!r}: give axes and their sizes, as {{"dp": 2}}')
     user.described = bool(user.whole)
-    user.trusted = not user.update or "whole" in given or "grad" in given  # what decides is where the gradients are
-    both = {name: getattr(user, name) for name in ("start", "build", "batch", "loss", "steps", "optimizer")}
+    both = {name: getattr(user, name) for name in ("start", "build", "batch", "loss", "optimizer")}
     one = SimpleNamespace(**OPTIONS | both | {"step": step, "clip": user.clip and clip}, gap=0,
                           mesh=dict.fromkeys(user.mesh, 1), parallelize=lambda net: net)
     return user, one
@@ -111,12 +110,10 @@ def local(t):
     return t.flatten().to("cpu", torch.float64, copy=True)
 
 
-def unwrapped(name, known):
-    """Without the words that wrappers have put there."""
-    words = name.split(".")
-    while ".".join(words) not in known and {*words} & {*WRAPPERS}:
-        words.remove(next(word for word in words if word in WRAPPERS))
-    return ".".join(words)
+def unwrapped(name):
+    """Without the words that wrappers have put there. A part of the model's own of such a name loses it, in the one
+    process, too."""
+    return ".".join(word for word in name.split(".") if word not in WRAPPERS)
 
 
 def record(nets, rename):
@@ -166,13 +163,12 @@ def tensors(net):
 
 
 def prepared(user, device, dtype, move, numbered):
-    """(the model, its modules, {name: parameter}, {name: buffer}, the whole model's names)."""
+    """(the model, its modules, {name: parameter}, {name: buffer})."""
     torch.manual_seed(0)
     net = user.build()
     net._apply(lambda t: t.to(device, dtype if t.is_floating_point() else dtype.to_complex() if t.is_complex()
                               else t.dtype))
     params, buffers = tensors(net)
-    known = {*params, *dict(net.named_modules())}
     given = [real(t.data) for t in [*params.values(), *buffers.values()]]
     for t, some in zip(given, numbers(sum(t.numel() for t in given)).split([t.numel() for t in given])):
         if numbered and t.is_floating_point():
@@ -188,9 +184,9 @@ def prepared(user, device, dtype, move, numbered):
     for i, each in enumerate(nets):
         for found, some in zip(held, tensors(each)):
             for name, t in some.items():
-                name = user.rename(unwrapped(name, known))
+                name = user.rename(unwrapped(name))
                 found[(i, name) if name in found else name] = t  # stages may have the same names
-    return net, nets, *held, known
+    return net, nets, *held
 
 
 def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pieces=()):
@@ -216,16 +212,15 @@ def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pi
     def held():
         return has("weights") | {name: local(t) for name, t in buffers.items()}
 
-    net, nets, params, buffers, known = prepared(user, device, dtype, move, numbered)
+    net, nets, params, buffers = prepared(user, device, dtype, move, numbered)
     if numbered:
         yield held()
         return
-    calls, back = record(nets, lambda name: user.rename(unwrapped(name, known)))
+    calls, back = record(nets, lambda name: user.rename(unwrapped(name)))
     optimizer = None if user.update else user.optimizer([*dict.fromkeys(params.values())])
-    for number in range(user.steps):
+    for number in range(STEPS):
         torch.manual_seed(number)  # whatever the ranks have drawn before
         batch = user.batch(number)
-        must(isinstance(batch, (tuple, list)), f"batch(step) returns {batch!r:.40}: give a tuple of tensors")
         batch = [t.to(device, dtype if t.is_floating_point() else t.dtype) for t in batch]
         if number in pieces[:1]:
             yield [*map(gradients_of, pieces[1:])]
@@ -240,7 +235,7 @@ def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pi
             "backward": {name: torch.cat([call[1] for call in calls[name] if call[1:]]) for name in back},
             "loss": {} if loss is None else {"loss": local(torch.as_tensor(loss))},
             "targets": sum(int((t >= 0).sum()) for t in batch[1:2] if not t.is_floating_point())}
-        for p in params.values():
+        for p in params.values() if not user.update else ():
             p.grad = None if (t := grad_of(p)) is None else t.to(p.dtype)
         norm = user.clip and user.clip(net, MAX_NORM)
         if norm is not None:
@@ -253,7 +248,7 @@ def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pi
 
 def work(rank, size, folder, job):
     """One process: what it observes, into a file."""
-    faulthandler.dump_traceback_later(job.timeout, exit=True)
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
@@ -266,22 +261,24 @@ def work(rank, size, folder, job):
         user, one = adapters(runpy.run_path(job.file))
         mine, found = user if job.ranks else one, []
         mine.start(**mine.mesh)
-        for move in range(job.moves + bool(user.clip and mine is one)):  # the last one clips without 1e-6
-            one.gap = 1e-6 * (move == job.moves)
-            found.append([*observed(mine, job.device, DTYPES[job.dtype], move % job.moves, job.numbered, job.pieces)])
+        moves = 1 if job.ranks or job.dtype == "fp64" else 1 + MOVES
+        for move in range(moves + bool(user.clip and mine is one)):  # the last one clips without 1e-6
+            one.gap = 1e-6 * (move == moves)
+            found.append([*observed(mine, job.device, DTYPES[job.dtype], move % moves, job.numbered, job.pieces)])
         dist.barrier()  # nobody leaves whom others need
-    names = "mesh", "steps", "tolerance", "micro_batches", "trusted", "described"
+    names = "mesh", "micro_batches", "described"
     torch.save([{name: getattr(user, name) for name in names}, found], f"{folder}/{rank}")
 
 
 def run(job, ranks=0, **more):
     """(the adapter's settings, what each rank has observed, a list a move). ranks=0: of one process."""
-    job = SimpleNamespace(**dict(moves=1, numbered=False, pieces=(), ranks=ranks) | vars(job) | more)
+    job = SimpleNamespace(**dict(numbered=False, pieces=(), ranks=ranks) | vars(job) | more)
     size = ranks or 1
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            multiprocessing.start_processes(work, (size, folder, job), size, start_method=job.method)
+            method = "fork" if sys.platform == "linux" else "spawn"  # a copy of this process has imported PyTorch
+            multiprocessing.start_processes(work, (size, folder, job), size, start_method=method)
         except multiprocessing.ProcessRaisedException as problem:
             at = re.findall(rf'{os.path.basename(job.file)}", line (\d+), in (\w+)', problem.msg)
             where = "".join(f", line {line}, in {function}" for line, function in at[-1:])
@@ -466,7 +463,7 @@ class Step:
         t = self.one[kind][name]
         # What should be 0, such as the gradient of a key's bias, is rounding, of the others' size.
         size = max(largest(t), 1e-3 * max(map(largest, self.one[kind].values())))
-        limit = size * self.user.tolerance * (1e-3 if kind == "loss" else 1)
+        limit = size * TOLERANCE * (1e-3 if kind == "loss" else 1)
         if self.eps:
             limit = FACTOR * self.eps * (largest(self.one["held"][name]) if kind == "updates" else size)
         return max([limit, *(FACTOR * largest(other[kind][name] - t) for other in self.moved)])
@@ -489,7 +486,7 @@ class Step:
                     pairs[place] = mine[has], whole[index[has]]
             if kind == "weights" and not count.all():
                 self.notes.append(f"{name}: {int((count == 0).sum())} of {len(whole)} numbers are on no rank")
-            if pairs or count.any() and kind == "gradients" and whole.any() and self.user.trusted:
+            if pairs:
                 yield Compared(self, kind, name, whole, pairs)
 
     def forward(self):
@@ -548,8 +545,7 @@ class Step:
 
     def decides(self):
         """Kinds that are wrong, and say so."""
-        return [kind for kind, wrong in self.wrong.items() if wrong and kind not in ("forward", "backward")
-                and (kind != "gradients" or self.user.trusted)]
+        return [kind for kind, wrong in self.wrong.items() if wrong and kind not in ("forward", "backward")]
 
     def cause(self):
         """The kind of the first that is wrong, of a step in which something is: right numbers come from right ones."""
@@ -587,13 +583,12 @@ def judged(user, ones, ranks, read=(), eps=0):
     bad = next((i for i, step in enumerate(steps) if step.decides()), None)
     if bad is None:
         return steps, True, None, ""
-    before = bad and not user.trusted and steps[bad - 1].wrong["gradients"]  # a wrong update follows from them
-    i, kind = first = (bad - 1, "gradients") if before else (bad, steps[bad].cause())
-    wrong = steps[i].wrong[kind]
+    kind = steps[bad].cause()
+    wrong, first = steps[bad].wrong[kind], (bad, kind)
     alike = all(len({tuple(t.tolist()) for t, _ in c.pairs.values()}) == 1 for c in wrong)
     if kind == "weights" and alike and {c.name for c in wrong} <= set().union(*new):
         return steps, None, first, "parallelize(net) has not taken net's weights"
-    if kind != "weights" and any(run["draws"] for step in steps[:i + 1] for run in (step.one, *step.ranks.values())):
+    if kind != "weights" and any(run["draws"] for step in steps[:bad + 1] for run in (step.one, *step.ranks.values())):
         return steps, None, first, "the model draws random numbers, as dropout does: switch that off"
     return steps, False, first, ""
 
@@ -615,86 +610,46 @@ def report(steps, first):
         yield from (f"    {first[1]}: {text}" for text in step.says(first[1]))
 
 
-def compared(job, dtype, read):
-    """([Step], {"same": ..., "why": ..., "says": lines}) of one dtype. read: numbered weights, as ranks read them."""
-    job.dtype, eps = dtype, 0 if dtype == "fp64" else torch.finfo(DTYPES[dtype]).eps
-    user, (ones,) = run(job, moves=1 + MOVES * bool(eps))
+def compared(file, dtype, device):
+    """(whether an adapter's two models are the same, None where nobody can say; lines about it). Raises ValueError if
+    the adapter cannot run."""
+    must(os.path.isfile(file), "no such file; give an adapter, with mesh, build, parallelize, batch and loss")
+    job, eps, read = SimpleNamespace(file=file, device=device, dtype=dtype), 0, []
+    if dtype != "fp64":
+        eps = torch.finfo(DTYPES[dtype]).eps
+    user, (ones,) = run(job)
     size = math.prod(user.mesh.values())
     ranks = [found for found, in run(job, size)[1]]
     with contextlib.suppress(ValueError):  # then names must do
-        if not read and not user.described:
-            read += [found for ((found,),) in run(job, size, dtype="fp64", numbered=True)[1]]
+        if not user.described:
+            read = [found for ((found,),) in run(job, size, dtype="fp64", numbered=True)[1]]
     steps, same, first, why = judged(user, ones, ranks, read, eps)
     if first and first[1] == "gradients" and not eps:
         some = parts([rank[first[0]] for rank in ranks], user.micro_batches)
         steps[first[0]].pieces = len(some) > 1 and run(job, pieces=(first[0], *some))[1][0][0][0] or []
-    return steps, {"same": same, "why": why, "says": [*report(steps, first)]}
+    mesh = " x ".join(f"{axis} {n}" for axis, n in user.mesh.items())
+    verdict = {True: "SAME", False: "NOT THE SAME", None: f"NOT COMPARED: {why}"}[same]
+    return same, [f"{os.path.basename(file)}: {mesh} beside one process, in {dtype}", *report(steps, first), verdict]
 
 
-def check(file, dtypes=("fp64",), device="cpu", timeout=180, method="forkserver"):
-    """{"same": True, False, or None where nobody can say, "why": text, "mesh": {axis: size}, "runs": {dtype: {"same",
-    "why", "says": lines}}} of an adapter's file. Raises ValueError if it cannot run."""
-    must(os.path.isfile(file), "no such file; give an adapter, with mesh, build, parallelize, batch and loss")
-    multiprocessing.set_forkserver_preload(["torch._dynamo"])
-    job = SimpleNamespace(file=file, device=device, timeout=timeout, method=method)
-    runs, steps, read, todo = {}, {}, [], [*dtypes]
-    for dtype in todo:
-        try:
-            steps[dtype], runs[dtype] = compared(job, dtype, read)
-        except ValueError:
-            if dtype in dtypes:
-                raise
-            break  # this model has no such dtype, and what was seen before remains
-        if runs[dtype]["same"] is False:
-            todo += {"fp64": {"fp32"}, "fp32": {"bf16"}}.get(dtype, set()) - {*todo}
-    same, why = decided(runs, steps)
-    return {"file": str(file), "mesh": steps[dtypes[0]][0].user.mesh, "same": same, "why": why, "runs": runs}
-
-
-def decided(runs, steps):
-    """(whether they are the same in all dtypes, why)."""
-    right, wrong, unknown = ([dtype for dtype in runs if runs[dtype]["same"] is same] for same in (True, False, None))
-    if unknown or not wrong:
-        return None if unknown else True, "".join(runs[dtype]["why"] for dtype in unknown[:1])
-    bad = [(c, i) for i, step in enumerate(steps[wrong[0]]) for kind in step.decides() for c in step.wrong[kind]]
-    fewer = [dtype for dtype in right if [*DTYPES].index(dtype) > [*DTYPES].index(wrong[0])]
-    seen = any(c.off() > 4 * steps[dtype][i].limit(c.kind, c.name) for dtype in fewer for c, i in bad)
-    if fewer and (seen or all(c.off() < 1e-5 * largest(c.whole) for c, _ in bad)):
-        return True, (f"in {' and '.join(right)}. In {' and '.join(wrong)} a cast to as many bits is no copy, so what "
-                      "is written in place there is the tensor itself; or something is computed in 32 bits")
-    return False, f"although the same in {' and '.join(right)}" * bool(right)
-
-
-def lines(found):
-    mesh = " x ".join(f"{axis} {n}" for axis, n in found["mesh"].items())
-    for dtype, one in found["runs"].items():
-        yield f"{os.path.basename(found['file'])}: {mesh} beside one process, in {dtype}"
-        yield from one["says"]
-    yield {True: "SAME", False: "NOT THE SAME", None: "NOT COMPARED"}[found["same"]] + (
-        f": {found['why']}" * bool(found["why"]))
-
-
-def main(file, dtype, device, timeout, json):
+def main(file, dtype, device):
     """Is a parallel model the same as one process? Of a file that says what both are."""
     import torch._dynamo  # noqa: F401  once, or each process would, for its optimizer
     torch.set_num_threads(1)
     try:
-        # A copy of this process has imported PyTorch, and nothing of the adapter's.
-        found = check(file, dtype, device, timeout, "fork" if sys.platform == "linux" else "spawn")
+        same, lines = compared(file, dtype, device)
     except Exception as problem:  # noqa: BLE001  in the adapter
         print(f"{file}: {problem}", file=sys.stderr)
         sys.exit(2)
-    print(dumps(found, indent=1) if json else "\n".join(lines(found)))
-    sys.exit({True: 0, False: 1, None: 2}[found["same"]])
+    print("\n".join(lines))
+    sys.exit({True: 0, False: 1, None: 2}[same])
 
 
 def add_to(parser):
     """The flags, on a command line."""
     parser.add_argument("file", help="the adapter")
-    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp64"], help="one after the other")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp64")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--timeout", type=float, default=180, help="seconds that ranks have")
-    parser.add_argument("--json", action="store_true", help="for programs")
     return parser
 
 

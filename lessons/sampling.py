@@ -140,9 +140,7 @@ def demo_sampling(model, steps):
     table("decode a batch of", ["weights a token", "cache a token"], {
         str(B): (forward(net, text[:B], T), B, f"{weights // B:,}", f"{(T + 1) * a_token:,}") for B in (1, 4, 16, 64)},
         device)
-    caches = sum(cache.kv.nbytes for cache in net.caches) // 64
-    say(f"(In bytes that are read. A sequence's cache: 2 L C numbers for each of {config.seq_len} tokens, "
-        f"{config.seq_len * a_token:,} bytes; measured {caches:,})")
+    say("(In bytes that are read. A sequence's cache: 2 L C numbers for each token)")
     table("decode with weights in", ["weights a token", "held-out loss"], {
         name: (forward(some, text[:1], T), 1, f"{weights_read(some):,}", f"{held_out(some):.4f}")
         for name, some in nets.items()}, device)

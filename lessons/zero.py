@@ -16,9 +16,8 @@ import collectives as dist
 import train
 from further import together
 from lessons.bench.peers import token_loss
-from lessons.step import name_of
 from model import GPT, GPTConfig, PRESETS
-from parallel import average_gradients
+from parallel import average_gradients, into_pieces, one_f_one_b, with_weights
 from safe.flags import Settings
 from safe.reports import storages
 from theory.memory import activation_bytes, memory_bytes
@@ -139,17 +138,6 @@ STRATEGIES = {  # name: (what a rank runs, elements that a step sends by the tab
     "ZeRO-3": (partial(sharded, 3), 3 * M)}
 
 
-def lists(ranks):
-    """The list of a step of one micro-batch of a GPT of two blocks, by stage: {stage: rank 0's}."""
-    config = GPTConfig(vocab_size=64, n_layer=2, n_head=1, n_embd=16, tied=False)
-
-    def on_rank(zero):
-        net = train.parallelize(config, train.Layout(dp=ranks, zero=zero), "cpu", optimizer=SGD)
-        return net.lists(1)[0]
-
-    return {zero: together.run(ranks, partial(on_rank, zero))[0] for zero in range(4)}
-
-
 def side_by_side(ranks):
     config = config_on(ranks)
     K = config.parameters()
@@ -172,8 +160,10 @@ def side_by_side(ranks):
           "backward needs no\nweights, and the last piece keeps its weights from forward to backward.\n\n"
           "The list of a step of one micro-batch, of a GPT of two blocks: pieces 0 to 3. G gathers, D drops,\n"
           "A averages, and nobody waits for an A until the end:\n")
-    for zero, actions in lists(ranks).items():
-        print(f"ZeRO-{zero}  " + " ".join(name_of(action, False) for action in actions))
+    [chain] = one_f_one_b(1, 1)
+    for zero in range(4):
+        actions = with_weights(into_pieces(chain, {0: range(4)}), zero, lookups=(0,))
+        print(f"ZeRO-{zero}  " + " ".join(f"{action.kind}{action.stage}" for action in actions))
 
 
 # -------------------------------------------------------------------------------------------------- a large GPT's bytes

@@ -13,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
-import kernels
 from further.bad_input import BadInput
 from further.bpe import Tokenizer
 from further.flags import learning_rate
@@ -241,8 +240,7 @@ def about_vocabulary(loop):
 
 def predicted_bytes(trainer, share=1.0):
     """`theory.memory.memory_bytes` of this rank, whose experts got this share of the tokens."""
-    fused = kernels.on_triton(torch.empty(0, device=trainer.device))
-    return memory_bytes(trainer.config, trainer.s, trainer.net.mesh.get_coordinate()[0], fused, share)
+    return memory_bytes(trainer.config, trainer.s, trainer.net.mesh.get_coordinate()[0], share)
 
 
 def measured_bytes(trainer, seen):

@@ -485,40 +485,30 @@ def test_auto_leaves_the_cpu_and_float64_to_pytorch(monkeypatch):
         checked_use("triton")
 
 
-def test_adamw_steps_neighbours_by_one_kernel(triton_kernels):
-    """Two whose numbers, gradients and copies lie side by side, and one whose do not."""
-    device, options = KERNEL_DEVICE, {"lr": 0.1, "weight_decay": 0.3}
-    start, grads = random(3000).float(), random(3000).float()
+def test_adamw_is_torch_s_and_steps_neighbours_by_one_kernel(triton_kernels):
+    """Two whose numbers, gradients and copies lie side by side, and one whose do not. It clips on its way."""
+    device, options = KERNEL_DEVICE, {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
+    start, grads = random(3000).float(), random(2, 3000).float()
     copies = torch.empty(3000, device=device, dtype=torch.float16)
     places = slice(0, 1000), slice(1000, 1700), slice(1800, 3000)
     params = [torch.nn.Parameter(start[place]) for place in places]
     theirs = [torch.nn.Parameter(start[place].double()) for place in places]
     ours, exact = AdamW(params[::-1], **options), torch.optim.AdamW(theirs, **options)  # units list them in any order
-    for place, mine, other in zip(places, params, theirs):
-        mine.grad, other.grad, ours.copies[mine] = grads[place], grads[place].double(), copies[place]
+    ours.copies.update(zip(params, (copies[place] for place in places)))
     with patch.object(ours, "runs_of", side_effect=lambda some: runs.append(runs_of(some)) or runs[-1]):
         runs, runs_of = [], AdamW.runs_of.__get__(ours)
-        for _ in range(2):
+        for i, row in enumerate(grads):
+            scale = 0.25 + i  # another one every time: Adam divides one that stays the same out
+            ours.scale = torch.tensor([scale], device=device)
+            for place, mine, other in zip(places, params, theirs):
+                mine.grad, other.grad = row[place], scale * row[place].double()
             ours.step(), exact.step()
+            assert ours.scale is None  # a scale is one step's
     assert [[len(run) for run in step] for step in runs] == [[2, 1]] * 2
     for place, mine, other in zip(places, params, theirs):
-        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6, check_dtype=False)
+        torch.testing.assert_close([mine, ours.state[mine]], [other, exact.state[other]], rtol=1e-6, atol=1e-6,
+                                   check_dtype=False)
         assert copies[place].equal(mine.half()) and ours.state[mine]["step"] == 2
-
-
-def test_adamw_is_torch_s_and_clips_and_copies_on_its_way(triton_kernels):
-    start, options = random(1500), {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
-    mine, theirs = (torch.nn.Parameter(start.to(d)) for d in (torch.float32, torch.float64))
-    ours, exact = AdamW([mine], **options), torch.optim.AdamW([theirs], **options)
-    ours.copies[mine] = copy = torch.empty_like(start, dtype=torch.float16)
-    for i, mine.grad in enumerate(random(5, 1500)):
-        scale = 0.25 + i  # another one every time: Adam divides one that stays the same out
-        ours.scale, theirs.grad = torch.tensor([scale], device=mine.device), scale * mine.grad.double()
-        ours.step(), exact.step()
-        assert ours.scale is None  # a scale is one step's
-    assert copy.equal(mine.half())
-    torch.testing.assert_close([mine, ours.state[mine]], [theirs, exact.state[theirs]], rtol=1e-6, atol=1e-6,
-                               check_dtype=False)
 
 
 @parametrize("dtype", [torch.float64, *ALL_DTYPES], ids=str)

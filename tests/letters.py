@@ -7,11 +7,9 @@ from unittest.mock import patch
 
 import torch
 
-import collectives as dist
 import further.schedules
 import train
 from further.letters import Letters, made, Wrong
-from further.muon import Muon
 from lessons import blind, demos, letters
 from lessons.blind import case_of, mutated, STRATEGIES, wrong_by_letters
 from tests import layouts
@@ -25,15 +23,13 @@ MORE = [  # HSDP whose shards and replicas lie across cp and ep; these eight ran
 
 def wrong_in(row):
     """What letters find in a row of LAYOUTS, on the first rank of each stage: its other ranks run the same."""
-    (layout, optimizer, micro_batches, change), options = layouts.arguments_of(case_of(row))
+    (layout, _, micro_batches, change), options = layouts.arguments_of(case_of(row))
     ranks, config = math.prod(layout.values()), layouts.sized(**change)
     sizes = options["batch"] // layout.get("dp", 1), options["tokens"], config, options["holes"]
     fields = {name: value for name, value in options.items() if hasattr(train.Layout, name)}
-    kind = Muon if optimizer == "muon" else torch.optim.SGD
     with patch.dict(further.schedules.SCHEDULES, {"in-turns": layouts.in_turns}):
         return letters.check(config, train.Layout(**layout, **fields), range(0, ranks, ranks // layout.get("pp", 1)),
-                             *(t.chunk(micro_batches) for t in layouts.tokens_of(0, *sizes)),
-                             partial(kind, lr=0.1))[1]
+                             *(t.chunk(micro_batches) for t in layouts.tokens_of(0, *sizes)))[1]
 
 
 def wrong_in_rows(rows):
@@ -47,16 +43,9 @@ def test_letters_of_right_layouts_are_clean():
 
 def wrong_in_mutants(row):
     """{mutant: what letters say} of each call of a strategy's step."""
-    case, mutants = case_of(f"n_layer=1 {row}"), set()
-
-    def note(name, code, given):
-        if dist.get_world_size(given.get("group")) > 1:
-            mutants.update((name, code.co_name, kind) for kind in [*blind.KINDS][:4 if "op" in given else 2])
-        return given
-
-    with blind.intercepted(note):
-        assert not wrong_by_letters(case)
-    found = {}
+    case, found = case_of(f"n_layer=1 {row}"), {}
+    wrong, mutants = blind.mutants_in(wrong_by_letters, case)
+    assert not wrong
     for mutant in mutants:
         with mutated(*mutant):
             found[mutant] = wrong_by_letters(case)

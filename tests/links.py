@@ -65,6 +65,7 @@ class FileWindow(fast.windows.Window):
 
 class WindowGlooLink(DirectGlooLink):
     """What GPUs of a node do, on CPUs. With async_op operations take the ways of those beside the caller."""
+    timeout = 0  # a FileWindow waits for ever
 
     def __init__(self, group):
         super().__init__(group)

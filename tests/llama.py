@@ -164,40 +164,35 @@ def test_a_llama_is_transformers_llama(tmp_path, kind):
 
 @parametrize("kind", [*KINDS, "gpt2"])
 def test_a_head_beside_a_tied_config_is_what_transformers_makes_of_it(tmp_path, kind):
-    """One with other numbers than the embedding is not tied to it, one without an embedding is both. A body is called
-    by shorter names."""
+    """One with other numbers than the embedding is not tied to it. A body is called by shorter names."""
     if kind == "gpt2":
         save(model.GPT(model.GPTConfig(37, 10, 2, 2, 32)), tmp_path)
     else:
         write_folder(tmp_path, kind, tie_word_embeddings=True)
-    file, name = tmp_path / "model.safetensors", "transformer.wte" if kind == "gpt2" else "model.embed_tokens"
-    tensors, name = {key: t.clone() for key, t in read_safetensors(file).items()}, f"{name}.weight"
-    embedding, tied = tensors[name], load(tmp_path)(X)
-    assert "lm_head.weight" not in tensors
+    name = "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"
+    file, tied = tmp_path / "model.safetensors", load(tmp_path)(X)
+    tensors = {key: t.clone() for key, t in read_safetensors(file).items()}
 
     def loaded(tensors):
         write_safetensors(file, torch.float32, {key: [*t.shape] for key, t in tensors.items()}, iter(tensors.items()))
         return load(tmp_path)
 
-    assert loaded({**tensors, "lm_head.weight": embedding})(X).equal(tied)
-    other = loaded({**tensors, "lm_head.weight": 2 * embedding})
+    assert loaded({**tensors, "lm_head.weight": tensors[name]})(X).equal(tied)
+    other = loaded({**tensors, "lm_head.weight": 2 * tensors[name]})
     assert not other.config.tied and close(other(X).detach(), 2 * tied.detach(), 1e-5)
-    assert other.wte.weight.equal(embedding.float())
-    alone = loaded({**{key: t for key, t in tensors.items() if key != name}, "lm_head.weight": embedding})
     body = loaded({key.partition(".")[2]: t for key, t in tensors.items()})
-    assert alone(X).equal(tied) and body(X).equal(tied) and body.config.tied
+    assert body(X).equal(tied) and body.config.tied
 
 
 def test_what_came_with_weights_goes_out_with_them(tmp_path):
-    """Files, and keys that nobody here knows, whatever --seq-len was: when the run goes on, too, and where a program
-    loads and saves it. What changes is said. Not all of a long context is taken unasked."""
+    """Files, and keys that nobody here knows, whatever --seq-len was: when the run goes on, too. What changes is said.
+    Not all of a long context is taken unasked."""
     theirs, out = tmp_path / "theirs", tmp_path / "out"
     write_folder(theirs, "qwen3", max_position_embeddings=3000)
     path = theirs / "config.json"
-    came = json.loads(path.read_text()) | {"bos_token_id": None, "eos_token_id": [2, 3], "pad_token_id": 4,
-                                           "torch_dtype": "bfloat16", "of_somebody": {"a": [1]}}
+    came = json.loads(path.read_text()) | {"bos_token_id": None, "eos_token_id": [2, 3], "of_somebody": {"a": [1]}}
     path.write_text(json.dumps(came))
-    files = {"LICENSE": b"free", "generation_config.json": b'{"eos_token_id": [2, 3]}\r\n', "tokenizer.json": b"[]"}
+    files = {"LICENSE": b"free", "tokenizer.json": b"[]"}
     (np.arange(4000) % 37).astype(np.uint16).tofile(tmp_path / "x.bin")
     for name in (*files, "pytorch_model.bin", ".hidden"):
         (theirs / name).write_bytes(files.get(name, b"stays"))
@@ -205,12 +200,10 @@ def test_what_came_with_weights_goes_out_with_them(tmp_path):
     new = f"--init-from {theirs} --steps 1"
     assert "sequences of 2048 a step" in (said := ran(f"{flags} {new}".split(), 1, tmp_path / "log"))
     assert "the model knows 3,000 positions, --seq-len takes more" in said and "export" not in said
-    for more in f"--seq-len 8 {new}", f"--seq-len 8 {new}", "--steps 2 --resume":
+    for more in f"--seq-len 8 {new}", "--steps 2 --resume":
         said = ran(f"{flags} --out {out} {more}".split(), 1, tmp_path / "log")
     assert f"export   {', '.join(files)}\n" in said
-    assert "sequences of 8 a step" in said
-    save(load(out / "step-00000002"), out / "saved")
-    for folder in out / "step-00000001", out / "step-00000002", out / "saved":
+    for folder in out / "step-00000001", out / "step-00000002":
         assert json.loads((folder / "config.json").read_text()) == came | {
             "torch_dtype": "float32", "architectures": ["Qwen3ForCausalLM"]}
         assert {name: (folder / name).read_bytes() for name in files} == files
@@ -218,7 +211,7 @@ def test_what_came_with_weights_goes_out_with_them(tmp_path):
 
 
 def test_what_a_run_changes_in_config_json_is_named(tmp_path, monkeypatch):
-    """A GPT-2's positions are cut, and its keys keep their names; those of a Llama say what they said."""
+    """A GPT-2's positions are cut, and its keys keep their names."""
     save(model.GPT(model.GPTConfig(37, 10, 1, 2, 32)), tmp_path)
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"n_positions"', '"max_position_embeddings"'))
@@ -228,13 +221,6 @@ def test_what_a_run_changes_in_config_json_is_named(tmp_path, monkeypatch):
     assert came_with(tmp_path).left_out == {"large.txt": "too large"} and not came_with(tmp_path).files
     config, _ = shortened(*open_hf(tmp_path), 4)
     assert changes(config, torch.float64, came) == {"max_position_embeddings": 4, "dtype": "float64"}
-    for kind in KINDS:
-        write_folder(tmp_path, kind, tie_word_embeddings=True)
-        config, _ = shortened(*open_hf(tmp_path), 4)
-        came = came_with(tmp_path).config | {"architectures": ["X"]}
-        untied = replace(config, tied=False)
-        assert changes(untied, torch.float32, came) == {
-            "tie_word_embeddings": False, "dtype": "float32", "architectures": [kind.capitalize() + "ForCausalLM"]}
 
 
 @parametrize("kind", KINDS)
@@ -252,11 +238,8 @@ def test_transformers_reads_our_llama(tmp_path, kind):
 
 @parametrize("change, words", [
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling is {'rope_type': 'llama3'"),
-    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "only rope_type 'default' is supported"),
     ({"attention_bias": True}, "attention_bias is True, only False is supported"),
-    ({"use_sliding_window": True}, "use_sliding_window is True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "only 'full_attention'"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not one of silu"),
     ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide the 4 heads of num_attention_heads: "
                                  "give num_key_value_heads 2 or 4"),
     ({"rope_theta": 0}, "rope_theta 0.0 must be above 0"),
@@ -277,23 +260,6 @@ def test_a_llama_samples_with_a_cache(change):
     start = torch.tensor([[1, 2], [3, 4]])
     plain, cached = (kind(config).double().generate(start, 15, seed=1) for kind in (model.GPT, CachedGPT))
     assert plain.equal(cached) and plain.shape == (2, 17)
-
-
-def test_kinds_keep_their_sizes():
-    """A config of every kind has what was asked for."""
-    config = resized(model.GPTConfig(n_embd=32), arch="llama", experts=6, n_kv_head=2)
-    assert (config.kv_heads, config.experts, config.activation) == (2, 6, "silu")
-    assert resized(config, experts=0, seq_len=7) == LlamaConfig(seq_len=7, n_embd=32, n_kv_head=2, tied=True)
-
-
-def test_rotary_positions_are_relative():
-    """Logits depend on distances between tokens alone: seven of them may all stand three places later."""
-    config = LlamaConfig(vocab_size=37, seq_len=10, n_layer=1, n_embd=32, n_kv_head=2)
-    net = model.GPT(config).double()
-    here = net(X)
-    net.h["0"].attn.positions = lambda every: every.clamp(max=6) + 3
-    moved = net(X)
-    assert close(moved[:, :7].detach(), here[:, :7].detach()) and not close(moved[:, 7:].detach(), here[:, 7:].detach())
 
 
 def test_sizes_of_presets():

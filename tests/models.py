@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import re
-import shutil
 
 import pytest
 import torch
@@ -84,34 +83,36 @@ def test_hugging_face_folder_round_trip(tmp_path, change):
     assert written.keys() == ours.keys() and all(written[name].equal(t) for name, t in ours.items())
 
 
-def test_files_that_are_not_the_model_s_are_not_read(tmp_path):
-    """The index decides which are, and model.safetensors before it, as in transformers. Sizes may have either name."""
-    net, other = small(), small(seed=4)
-    save(net, tmp_path)
-    tensors, index = read_safetensors(tmp_path / "model.safetensors"), tmp_path / "model.safetensors.index.json"
-    for name in "model_old", "model-00003":
-        save(other, tmp_path / name)
-        shutil.copy(tmp_path / name / "model.safetensors", tmp_path / f"{name}.safetensors")
+def in_shards(folder, net):
+    """Save a model in two files with an index. Returns the index's map."""
+    save(net, folder)
+    tensors = read_safetensors(folder / "model.safetensors")
     shards = {name: f"model-0000{i % 2}.safetensors" for i, name in enumerate(tensors)}
     for shard in {*shards.values()}:
         mine = {name: t for name, t in tensors.items() if shards[name] == shard}
-        write_safetensors(tmp_path / shard, torch.float32, {name: [*t.shape] for name, t in mine.items()},
+        write_safetensors(folder / shard, torch.float32, {name: [*t.shape] for name, t in mine.items()},
                           iter(mine.items()))
-    index.write_text(json.dumps({"weight_map": {name: "model-00003.safetensors" for name in shards}}))
-    assert load(tmp_path)(TOKENS).equal(net(TOKENS))
-    index.write_text(json.dumps({"weight_map": shards}))
-    (tmp_path / "model.safetensors").unlink()
-    path, config = tmp_path / "config.json", (tmp_path / "config.json").read_text()
+    (folder / "model.safetensors").unlink()
+    return shards
+
+
+def test_files_that_are_not_the_model_s_are_not_read(tmp_path):
+    """The index decides which are, and model.safetensors before it, as in transformers. Sizes may have either name."""
+    net, index, path = small(), tmp_path / "model.safetensors.index.json", tmp_path / "config.json"
+    shards = in_shards(tmp_path, net)
+    config = path.read_text()
     for key, name in safe.huggingface.ALSO_CALLED.items():
         config = config.replace(f'"{key}"', f'"{name}"')
     path.write_text(config)
-    assert load(tmp_path)(TOKENS).equal(net(TOKENS))
     others = tmp_path / "others.safetensors"  # what some programs save beside weights
     write_safetensors(others, torch.int32, {"position_ids": [4]}, iter([("position_ids", torch.arange(4))]))
     index.write_text(json.dumps({"weight_map": shards | {"position_ids": others.name}}))
     assert load(tmp_path)(TOKENS).equal(net(TOKENS))
     config, source = safe.huggingface.shortened(*safe.huggingface.open_hf(tmp_path), 4)
     assert source("wpe.weight").equal(net.wpe.weight[:4]) and config.seq_len == 4 and config.inner == net.config.inner
+    other = small(seed=4)
+    save(other, tmp_path)  # beside the shards
+    assert load(tmp_path)(TOKENS).equal(other(TOKENS))
 
 
 def test_weights_that_are_not_read_here_are_refused(tmp_path):
@@ -122,16 +123,6 @@ def test_weights_that_are_not_read_here_are_refused(tmp_path):
     path.write_bytes(written.replace(b'"F32"', b'"C64"', 1))
     with pytest.raises(ValueError, match="in C64, which is not read here"):
         load(tmp_path)
-    path.write_bytes(written)
-    more = tmp_path / "more.safetensors"
-    write_safetensors(more, torch.int32, {"h.0.more": [4]}, iter([("h.0.more", torch.ones(4))]))
-    more = (tmp_path / "more.safetensors").read_bytes().replace(b"I32", b"XYZ")
-    (tmp_path / "more.safetensors").write_bytes(more)  # nobody asks for it, so it may be in any dtype
-    path.rename(tmp_path / "whole.safetensors")
-    index = {name: "whole.safetensors" for name in tensors} | {"h.0.more": "more.safetensors"}
-    index = json.dumps({"weight_map": index}).encode()
-    (tmp_path / "model.safetensors.index.json").write_bytes(b"\xef\xbb\xbf" + index)
-    assert load(tmp_path)(TOKENS).equal(small()(TOKENS))
     write_safetensors(path, torch.int8, {name: [*t.shape] for name, t in tensors.items()}, iter(tensors.items()))
     with pytest.raises(ValueError, match="in torch.int8: give a folder whose weights are not quantized"):
         load(tmp_path)

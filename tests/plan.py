@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-from unittest.mock import patch
 
 
 import bench
@@ -20,7 +19,7 @@ from tests.runs import output_of, parse
 from lessons.overlap import hidden_from, ratios
 from lessons.plan import CHUNK, SPLIT, describe_layout, rows_of
 from further.experts import ExpertsConfig
-from further.schedules import SCHEDULES, zero_bubble_h1
+from further.schedules import SCHEDULES
 from safe.flags import check_layout, model_config, replayable, Settings
 from theory.clock import simulate
 from theory.memory import ROOM, needed_bytes
@@ -34,7 +33,7 @@ MOE = ExpertsConfig(256, 1024, 6, 16, 2048, experts=16, expert_every=2)
 # Machines of bandwidth alone: without latency; and computing in no time, so that nothing hides what is sent.
 FAST = dataclasses.replace(H200, hop=0.0, network_hop=0.0)
 IDLE = dataclasses.replace(FAST, matmul=1e30, attention=1e30, long_attention=1e30, elementwise=1e30, loss=1e30,
-                           hbm=1e30, launch=0.0)
+                           hbm=1e30)
 
 
 def layout(flags="", config=XL):
@@ -93,58 +92,50 @@ def test_computation_hides_traffic_and_fills_the_step():
     assert z3.optimizer == dp.optimizer / 4
     ring = predict(LONG, layout(ALL), FAST)
     assert close(ring.cp, 12 / 4 * BTC * 8 * LINK)  # the last dK and dV
-    s, wide = layout("--pp 8 --micro-batches 8"), dataclasses.replace(EVEN, vocab_size=50257)
-    pp = [predict(dataclasses.replace(wide, tied=tied), s, FAST) for tied in (True, False)]
-    assert close(pp[0].pp - pp[1].pp, 4 * 50257 * 2048 * LINK)  # the tied embedding's gradient, between two
-    # Two experts a token where there was one MLP, in every second block: the products of MLPs half as wide again.
-    ideal = dataclasses.replace(H200, elementwise=math.inf, hbm=math.inf, launch=0.0)
+    tied, untied = (predict(dataclasses.replace(EVEN, vocab_size=50257, tied=tied), layout("--pp 8 --micro-batches 8"),
+                            FAST) for tied in (True, False))
+    assert close(tied.pp - untied.pp, 4 * 50257 * 2048 * LINK)  # its gradient, between two
+
+
+def test_experts_take_as_long_as_wide_mlps():
+    """Two experts a token where there was one MLP, in every second block: the products of MLPs half as wide again. And
+    each rank steps its Nth of all."""
+    ideal = dataclasses.replace(H200, elementwise=math.inf, hbm=math.inf)
     wide = model.GPTConfig(256, 1024, 6, 16, 2048, 6 * 2048)
     moe, dense = (predict(some, layout("--dp 8", some), ideal).compute for some in (MOE, wide))
     assert close(moe, dense, 1e-6)
     one, two = (predict(MOE, layout(f"--dp 8 --zero 1 --ep {ep}", MOE), FAST).optimizer for ep in (1, 2))
-    assert close(one, two, 1e-6)  # each rank's Nth of all
+    assert close(one, two, 1e-6)
 
 
-# Flags, and how much of tp's traffic hides in backward: as long as so many twelfths of the products of a block's
-# forward take. All weight gradients take 12, those of column-parallel layers 7.
+# Flags, and whether backward hides tp's traffic under its weight gradients.
 HIDDEN = """
-    --tp 4                                                     12
-    --tp 4 --dp 2 --zero 1                                     12
-    --tp 4 --pp 2 --micro-batches 4                            12
-    --tp 4 --dtype fp8                                         12
-    --tp 4 --cuda-graphs off                                   12
-    --tp 4 --fast off                                           0
-    --tp 4 --pp 2 --micro-batches 4 --schedule zb-h1            0
-    --tp 4 --sp                                                19
-    --tp 4 --sp --dp 2 --zero 3                                19
-    --tp 4 --sp --pp 2 --micro-batches 4 --schedule zb-h1       7
-    --tp 4 --sp --dtype fp8                                    12
-    --tp 4 --sp --fast off                                      0"""
+    --tp 4                                                     1
+    --tp 4 --sp --dp 2 --zero 3                                1
+    --tp 4 --pp 2 --micro-batches 4                            1
+    --tp 4 --pp 2 --micro-batches 4 --schedule zb-h1           0
+    --tp 4 --sp --fast off                                     0"""
 
 
-@parametrize("flags, twelfths", table(HIDDEN))
-def test_backward_hides_tp_s_traffic_under_products(flags, twelfths):
-    """As long as they last, at most all of it, and not what it takes from their memory."""
+@parametrize("flags, hides", table(HIDDEN))
+def test_backward_hides_tp_s_traffic_under_weight_gradients(flags, hides):
+    """As long as they last, at most half of it, and not what it takes from their memory."""
     s = layout(flags, EVEN)
     matrix_elements = 30 * sum(matrices(EVEN, 4)) / s.pp
     products = 2 * matrix_elements * s.batch_size * 1024 / s.dp / H200.matmul
-    slow = dataclasses.replace(FAST, link=H200.link / 16, elementwise=math.inf, hbm=math.inf, loss=math.inf, launch=0.0)
+    slow = dataclasses.replace(FAST, link=H200.link / 16, elementwise=math.inf, hbm=math.inf, loss=math.inf)
     seen = predict(EVEN, s, dataclasses.replace(slow, matmul=1e20)).tp  # the same stage is the busiest
-    assert close(seen - predict(EVEN, s, slow).tp, int(twelfths) / 12 * products, 1e-5)
-    if twelfths == 12 and not s.sp:
+    assert close(seen - predict(EVEN, s, slow).tp, hides * products, 1e-5)
+    if hides:
         busy = dataclasses.replace(slow, hbm=16 * slow.link)  # what is sent in a second costs memory 4/16 of one
-        into_buckets = matrix_elements * (2 * 2 + 2 * 4) / busy.hbm * s.micro_batches  # in weight gradients, too
-        assert close(seen - predict(EVEN, s, busy).tp, 12 / 16 * (products + into_buckets), 1e-5)
-        assert close(predict(EVEN, s, dataclasses.replace(slow, matmul=1e9)).tp, seen / 2, 0.02)  # f's half is hidden
+        into_messages = matrix_elements * (2 * 2 + 2 * 4) / busy.hbm * s.micro_batches  # in weight gradients, too
+        assert close(seen - predict(EVEN, s, busy).tp, 12 / 16 * (products + into_messages), 1e-5)
+        assert close(predict(EVEN, s, dataclasses.replace(slow, matmul=1e9)).tp, seen / 2, 1e-5)
 
 
-KNOWN = "gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "v-half", "dualpipe-v"
-
-
-@parametrize("schedule, m", [*((name, 8) for name in KNOWN), ("interleaved", 2), ("somebody's", 8)])
-def test_the_lecture_s_bubble_is_that_of_the_clock(schedule, m, monkeypatch):
-    """With fewer micro-batches than ranks, and of a schedule without a formula, it is the clock's."""
-    monkeypatch.setitem(SCHEDULES, "somebody's", zero_bubble_h1)
+@parametrize("schedule, m", [*((name, 8) for name in SCHEDULES if name != "v-min"), ("interleaved", 2)])
+def test_the_lecture_s_bubble_is_that_of_the_clock(schedule, m):
+    """With fewer micro-batches than ranks it is the clock's."""
     machine, v = dataclasses.replace(FAST, elementwise=3e12), 1 + (schedule == "interleaved")  # W <= F, or ZB-H1 idles
     s = dataclasses.replace(layout(f"--pp 4 --micro-batches {m} --virtual-stages {v}"), schedule=schedule)
     stages = theory.clock.stages_in(s, EVEN, 1)
@@ -186,8 +177,8 @@ def test_mfu_of_long_sequences_counts_what_the_mask_leaves():
     """A GPU that does products and attention at its peak has an MFU of 100 %, but for the scores that a backward
     kernel computes again."""
     ideal = dataclasses.replace(H200, matmul=H200.peak, attention=H200.peak, elementwise=math.inf, hbm=math.inf,
-                                loss=math.inf, launch=0.0, long_attention=None)
-    for tokens in (1024, 3072, 3073, 131072):
+                                loss=math.inf, long_attention=None)
+    for tokens in 3072, 3073, 131072:
         config = dataclasses.replace(model.PRESETS["gpt2"], seq_len=tokens)
         scores = config.n_layer * config.n_embd * tokens  # 2 LCT forward and 5 backward are computed
         products = 6 * 12 * config.n_layer * config.n_embd**2 + 6 * config.vocab_size * config.n_embd
@@ -195,20 +186,6 @@ def test_mfu_of_long_sequences_counts_what_the_mask_leaves():
         assert close(mfu(config, speed, ideal.peak), 100 * counted_flops(config) / (products + 7 * scores), 1e-3)
         assert bool(mfu_note(config)) == (tokens > 3072)
     assert 85 < mfu(config, speed, ideal.peak) <= 100
-    assert 430e12 < H200.attention_with(131072) < 450e12 and close(H200.attention_with(512), 220e12)
-
-
-def test_plan_lets_large_micro_batches_hide_launches():
-    """GPT-2, 32 sequences, one GPU, without graphs: the GPU's own work is 56 ms."""
-    config = dataclasses.replace(model.PRESETS["gpt2"], vocab_size=50304)
-
-    def step(batch_size, launch, flags=""):
-        return sum(predict(config, layout(f"--batch-size {batch_size} --cuda-graphs off {flags}"),
-                           dataclasses.replace(H200, launch=launch)))
-
-    assert step(32, 4e-3) == step(32, 0.0) and close(step(32, 0.0), 0.056, 0.02)  # 12 x 4 ms, all ahead of the GPU
-    assert step(8, 4e-3) > 12 * 4e-3 > 3 * step(8, 0.0)  # four times fewer tokens: the GPU waits
-    assert step(8, 4e-3, "--cuda-graphs on") == step(8, 0.0) and step(8, 4e-3, "--recompute block") > 4 / 3 * 12 * 4e-3
 
 
 LARGE = "--n-layer 24 --n-head 96 --n-embd 12288"  # a quarter of GPT-3
@@ -228,8 +205,7 @@ def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
     small = tmp_path / "small.json"
     small.write_text(json.dumps({"machine": dataclasses.asdict(H200) | {"memory": 12 * 2**30}}))
     a = asked(f"plan {flags.replace('SMALL', str(small))} --json {tmp_path / 'plan.json'}")
-    with patch("signal.signal"):  # this process shall survive a pipe that is closed
-        lessons.plan.plan(a, None)
+    lessons.plan.plan(a, None)
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert len(rows) == number and [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)
     for row in rows:
@@ -238,7 +214,6 @@ def test_plan_lists_what_can_run_and_fits(tmp_path, flags, number, holds):
         assert s.schedule not in SPLIT or s.recompute == "none" and s.micro_batches >= s.pp
         ranks = [n / 2**30 for n in needed_bytes(a.config, s)]
         assert row["gib"] == max(ranks) < 0.9 * a.machine.memory / 2**30 and len(ranks) == s.pp
-        assert row["ranks"].split() == [f"{gib:.1f}" for gib in ranks] * (s.pp > 1)
         assert holds(s) and 0 < row["mfu"] < 70 and (row["cp"] > 0) == (s.cp > 1) and (row["ep"] > 0) == (s.ep > 1)
 
 
@@ -259,21 +234,17 @@ def test_plan_runs_no_more_again_than_has_to_be():
     assert any(row["settings"]["recompute_blocks"] and row["settings"]["loss_chunk"] for row in rows)
 
 
-@parametrize("flags, zeros", [("--model gpt2-xl --gpus 16 --batch-size 16", "cp ep"),
-                              ("--init-from FOLDER --gpus 8", "cp ep")])
-def test_plan_begins_with_its_fastest_layout_s_command(tmp_path, flags, zeros):
+@parametrize("flags", ["--model gpt2-xl --gpus 16 --batch-size 16", "--init-from FOLDER --gpus 8"])
+def test_plan_begins_with_its_fastest_layout_s_command(tmp_path, flags):
     """Which train.py takes."""
     write_folder(tmp_path, "qwen3", max_position_embeddings=3000)
     flags = flags.replace("FOLDER", str(tmp_path))
-    with patch("signal.signal"):
-        printed = output_of(bench.main, *f"plan {flags} --top 3 --json {tmp_path}/plan.json".split())
+    printed = output_of(bench.main, *f"plan {flags} --top 3 --json {tmp_path}/plan.json".split())
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     torchrun, _, words = printed.partition("\n")[0].partition(" train.py ")
     s, a = parse(words.split()), asked(f"plan {flags}")
     each, nodes = (int((re.findall(rf"--{name} (\d+)", torchrun) or [1])[0]) for name in ("nproc_per_node", "nnodes"))
-    config, _ = model_config(s)
     s.device = "cpu"
-    assert config == a.config and check_layout(s, config, a.gpus, 8) == a.gpus == each * nodes and each <= 8
-    assert describe_layout(s) == rows[0]["layout"] and s.batch_size == a.batch_size and s.dtype == "bf16"
-    assert rows == sorted(rows, key=lambda row: (row["ms"], row["gib"]))
-    assert not any(row[axis] for row in rows for axis in zeros.split())
+    assert model_config(s)[0] == a.config and check_layout(s, a.config, a.gpus, 8) == a.gpus == each * nodes
+    assert each <= 8 and describe_layout(s) == rows[0]["layout"]
+    assert (s.batch_size, s.dtype) == (a.batch_size, "bf16")

@@ -133,9 +133,6 @@ REFUSED = {
     lessons.demos.main: """
         tensor --ranks 0                    | --ranks
         links --ranks 1                     | --ranks 1: one process has nobody to send to; give --ranks 2
-        together --break nosuch             | nosuch is no function of the five files or of further/: give e.g.
-        together --rank 1                   | --rank 1 is for --break: give --break all_reduce, too
-        together --break isend --rank 4     | --rank 4: there are ranks 0 to 3: give --rank 0
         together --dp 3                     | give e.g. --dp 2 --tp 2 --pp 1
         types --ep 3                        | --ep 3 does not divide both --dp 2 and the
         types --dp 3 --cp 2 --zero 1 --zero-within 3 | --zero-within 3 cuts through the ranks of --cp or --ep

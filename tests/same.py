@@ -1,7 +1,6 @@
 """`python -m lessons same`: right layouts are the same, faults are seen, placed and named. `mutate`: what tests see."""
 
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -123,16 +122,14 @@ FAULTS = [  # an adapter, what stands there, what somebody wrote, what the tool 
     ("fsdp_tp", "return t.chunk(2)[dist.get_rank() // 2]", "return t.chunk(2)[0]",
      "note: part(t) gives no rank sample 6"),
     ("pipeline", "loss_fn=loss", "loss_fn=loss, scale_grads=False", "x 4 = micro-batches"),
-    ("tensor", "module in net.attn, net.up, net.head", "module in net.attn, net.head",
+    ("tensor", "module in net.attn, net.up", "module in net.attn,",
      "norm, is right: terms of a sum over tp, which nobody has added up before attn.proj"),
-    ("tensor", "G.apply(z.sum(-1)).log()", "z.sum(-1).log()", "the gradient of what head returns: off by"),
     ("tensor", "        dist.all_reduce(shared, group=pairs[dist.get_rank() // 2])\n", "",
      "the gradient of what attn.qkv returns: off by"),
     ("hard", "mean.backward()\n", "mean.backward(); net.module.turn.grad.imag = 0\n",
      "    gradients: turn: off by 1.0e+00"),
     ("cp", "        dist.all_reduce(grad)\n", "", "the gradient of what qkv returns: off by"),
-    ("cp --dtype fp64 fp32", "grad.contiguous()", "grad.to(torch.bfloat16).to(grad.dtype)",
-     "NOT THE SAME: although the same in fp64 and bf16"),
+    ("cp --dtype fp32", "grad.contiguous()", "grad.to(torch.bfloat16).to(grad.dtype)", "gradients: qkv."),
     ("vocabulary", "softmax = z.exp() / sums[0, :, None]", "softmax = z.exp()",
      "the gradient of what 2 returns: off by"),
     ("vocabulary", "(1 + 2 * Z * log[:, None])", "1", "the gradient of what 2 returns: off by"),
@@ -161,21 +158,18 @@ def in_new_python(flags, size, log, codes, folder, **_):
 
 
 @parametrize("name, flags", [("ddp", ()), ("fsdp_tp", ()), ("pipeline", ("--dtype", "bf16")),
-                             ("tensor", ()), ("hard", ()),
-                             ("cp", ("--dtype", "fp64", "fp32", "bf16")), ("zero", ()),
-                             ("vocabulary", ("--dtype", "fp64", "fp32"))])
+                             ("tensor", ()), ("hard", ()), ("cp", ("--dtype", "fp32")), ("cp", ("--dtype", "bf16")),
+                             ("zero", ()), ("vocabulary", ())])
 def test_right_models_of_others_are_the_same(tmp_path, name, flags):
-    text = said(tmp_path, name, 0, *flags, start=ran if flags else in_new_python)
+    text = said(tmp_path, name, 0, *flags, start=in_new_python if name == "ddp" else ran)
     assert text.endswith("\nSAME\n"), text
     assert not re.search("on no rank|0 of 0", text), text
 
 
-def test_where_a_cast_is_no_copy_decides_nothing(tmp_path):
-    """Nor does it hide what is wrong in 16 bits, too."""
-    text = said(tmp_path, "alias", 0)
-    assert "more: zero" in text and "\nSAME: in bf16." in text, text
-    text = said(tmp_path, "alias", 1, change=("g / 2", "g / 4"))
-    assert text.count("    gradients: ") == 3 and text.endswith("\nNOT THE SAME\n"), text
+def test_where_nobody_has_a_gradient_its_update_decides(tmp_path):
+    """And finds it in p.grad, where it was."""
+    text = said(tmp_path, "zero", 0, change=("own = []", "own = []\ngrad = lambda p: None"))
+    assert text.endswith("\nSAME\n") and "gradients" not in text and "14 of 14 updates" in text, text
 
 
 @parametrize("name, old, new, words", FAULTS, ids=range(len(FAULTS)))
@@ -195,19 +189,12 @@ def test_an_adapter_that_cannot_run_is_refused_in_a_line(tmp_path, old, new, wor
 
 
 def test_what_nobody_can_compare_is_said(tmp_path):
-    """Dropout; weights that parallelize has drawn; for programs."""
+    """Dropout; weights that parallelize has drawn."""
     drops = "net.register_forward_hook(lambda m, a, o: nn.functional.dropout(o)); net = nn"
     text = said(tmp_path, "ddp", 2, change=("net = nn", drops))
     assert "NOT COMPARED: the model draws random numbers" in text
-    text = said(tmp_path, "ddp", 2, "--json", change=("net = nn", "net[1].up.reset_parameters(); net = nn"))
-    found = json.loads(text)
-    assert found["same"] is None and found["why"] == "parallelize(net) has not taken net's weights"
-
-
-def test_a_test_may_call_it():
-    """From a process that has done anything."""
-    found = same.check(ADAPTERS / "zero.py")
-    assert found["same"] is True and found["runs"]["fp64"]["says"][0].endswith(" 14 of 14 gradients equal")
+    text = said(tmp_path, "ddp", 2, change=("net = nn", "net[1].up.reset_parameters(); net = nn"))
+    assert "NOT COMPARED: parallelize(net) has not taken net's weights" in text
 
 
 @parametrize("name, counts, code", [("blind", "3 faults: 1 seen, 0 hang, 1 survive, 1 not reached", 1),

@@ -52,16 +52,14 @@ class Timeline(NamedTuple):
     peak: list          # `held_at_once`
 
 
-def most_held(actions, sizes=None, waiting={}):
-    """The most activations that a list holds at once, behind an F: each from its F to its B or W. sizes: {stage: that
-    of its activations}; None: each counts 1. waiting: {stage: of what its I keeps for W besides}."""
+def most_held(actions, sizes=None):
+    """The most activations that a list holds at once: each from its F to its B or W. sizes: {stage: that of its
+    activations}; None: each counts 1."""
     held = most = 0
     for kind, stage, _ in actions:
         size = sizes[stage] if sizes else 1
-        more = waiting.get(stage, 0)
-        held += {"F": size, "B": -size, "I": more, "W": -size - more}.get(kind, 0)
-        if kind == "F":
-            most = max(most, held)
+        held += {"F": size, "B": -size, "W": -size}.get(kind, 0)
+        most = max(most, held)
     return most
 
 

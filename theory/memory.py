@@ -12,43 +12,37 @@ from further.llama import of_some_heads
 from further.pieces import matrices
 from further.shared import shared_plan
 from model import GPT, GPTConfig
-from parallel import gpt2_plan, is_matrix, master_dtype, planned, RowParallelLinear
+from parallel import gpt2_plan, is_matrix, master_dtype, planned
 from theory.clock import is_fast, lists_of, most_held, stages_in
-from theory.traffic import (
-    blocks_of, chunks_of, contents, runs_again, shards_of, tokens_of, widths)
+from theory.traffic import blocks_of, contents, runs_again, shards_of, tokens_of, widths
 
 
 # ----------------------------------------------------------------------------------------- memory: predicted and in use
 
-def memory_bytes(config, s, rank=0, fused=True, load=1.0, micro_batches=None):
+def memory_bytes(config, s, rank=0, load=1.0, micro_batches=None):
     """Predicted bytes of a pipeline rank of a layout: {"parameters", "gradients", "optimizer", "activations"}.
 
     All but activations are what is left when a step ends. `most_in_a_step` has what the list holds besides.
 
     s: train.py's settings. optimizer: AdamW's two moments, Muon's one, and float32 master weights if layers compute in
     bf16 or fp16. activations: the most that the rank holds at once, by its list of actions for so many `micro_batches`
-    (None: all) and the activation_bytes of each of its stages. fused: our cross-entropy kernel computes the loss. load:
-    tokens of a rank's experts over an equal share.
+    (None: all) and the activation_bytes of each of its stages. load: tokens of a rank's experts over an equal share.
+
+    Where PyTorch computes a loss in 16 bits, sorts tokens for experts, or takes the mask of --pack, as on a CPU, it
+    keeps more than is counted here. So does the reference, where W comes after I.
     """
     stages = stages_in(s, config, rank)
     narrow, wide = widths(s)
-    whole = mine = muons = 0  # elements on this rank; of these its optimizer steps; of these Muon
-    for (experts, matrices), n in elements_of(config, s, stages.values()).items():
-        copies = s.dp * s.cp // s.ep if experts else shards_of(s)
-        part = n / copies if s.zero else n
-        whole += n
-        mine += part
-        muons += part * (matrices and s.optimizer == "muon")
+    whole, mine, muons = elements_kept(config, s, stages.values())
     masters = wide * mine if wide > narrow else 0
     actions = lists_of(s.schedule, s.pp, micro_batches or s.micro_batches, s.virtual_stages)[rank]
-    sizes = {stage: activation_bytes(config, s, [run], fused, load) for stage, run in stages.items()}
-    waiting = {} if is_fast(s) else {stage: output_bytes(config, s, run) for stage, run in stages.items()}
+    sizes = {stage: activation_bytes(config, s, [run], load) for stage, run in stages.items()}
     return {
         # ZeRO-3's are whole in a step alone, but for the row that the optimizer steps
         "parameters": int(narrow * whole if s.zero < 3 else 0 if masters else wide * mine),
         "gradients": int(wide * (mine if s.zero else whole)),
         "optimizer": int(wide * (2 * mine - muons) + masters),
-        "activations": most_held(actions, sizes, waiting)}
+        "activations": most_held(actions, sizes)}
 
 
 PLAN = {**gpt2_plan(None, None), **expert_plan(None, None), **shared_plan(GPTConfig(), None, None)}  # of what is cut
@@ -59,9 +53,9 @@ def elements_of_piece(config, tp, i):
     """How many elements of a piece are on one of tp ranks: {(experts', of a block's matrices): number}."""
     count = Counter()
     for name, param in GPT(config, seed=None, pieces=[i]).named_parameters():
-        layer, _, leaf = name.rpartition(".")
+        layer = name.rpartition(".")[0]
         how = planned(layer, PLAN)
-        whole = how in (None, of_some_heads) or is_row_parallel(how) and leaf == "bias"
+        whole = how in (None, of_some_heads) or name.endswith("c_proj.bias")  # which is added to the sum
         matrix = is_matrix(param) and name.startswith("h.")  # Muon leaves tables to AdamW
         count[".experts." in name, matrix] += param.numel() / (1 if whole else tp)
     return count
@@ -80,48 +74,45 @@ def elements_of(config, s, runs):
     return total
 
 
-def is_row_parallel(how):
-    """Whether an entry of a plan puts a RowParallelLinear there, or what an edition has in its place."""
-    kind = getattr(how, "func", None)
-    return isinstance(kind, type) and issubclass(kind, RowParallelLinear)
+def elements_kept(config, s, runs):
+    """(elements of all parameters of a rank's runs of pieces; of these its optimizer steps; of these Muon)"""
+    whole = mine = muons = 0
+    for (experts, matrices), n in elements_of(config, s, runs).items():
+        copies = s.replicas // s.ep if experts else shards_of(s)
+        part = n / copies if s.zero else n
+        whole += n
+        mine += part
+        muons += part * (matrices and s.optimizer == "muon")
+    return whole, mine, muons
 
 
-def activation_bytes(config, s, pieces, fused=True, load=1.0):
+def activation_bytes(config, s, pieces, load=1.0):
     """Bytes that autograd keeps from a micro-batch's forward to its backward.
 
     Blocks keep `block_bytes`. The embedding keeps its positions once; if the vocabulary is cut, also row numbers and a
-    mask, 9 bytes a token. The head keeps its input, LN of it, and the logits. PyTorch's loss keeps a float32 log-
-    softmax instead of the logits. The loss of a cut vocabulary keeps them as they are, and so does a `fused` one, which
-    writes the gradient over them. Every loss keeps the targets, 8 bytes a token; all but PyTorch's keep three float32
-    numbers a token, too. With --loss-chunk it keeps the gradients of LN's output and of the head's weight, and no
-    logits. Where W comes after I, more than this is kept: the output gradients that W needs (`output_bytes`).
+    mask, 9 bytes a token. The head keeps its input, LN of it, and the logits, over which the loss writes their
+    gradient; of the loss a token keeps its target and three float32 numbers. With --loss-chunk the head keeps the
+    gradients of LN's output and of its weight, and no logits.
     """
     tokens = tokens_of(config, s)
     c = config.n_embd
     width, wide = widths(s)
-    tp = s.tp
     again = {*blocks_of(config, runs_again(config, s, pieces))}
     kinds = Counter((bool(config.experts) and config.has_experts(i - 1), i in again)
                     for i in blocks_of(config, pieces))
-    blocks = sum(n * block_bytes(config, s, *kind, fused, load) for kind, n in kinds.items())
+    blocks = sum(n * block_bytes(config, s, *kind, load) for kind, n in kinds.items())
     _, _, first, head = contents(config, pieces)
-    positions = config.seq_len / s.cp / tokens  # of a sequence, over the tokens of all sequences
-    logits = config.vocab_size / tp * (width if fused or tp > 1 else max(width, 4))
-    ids = 8 * positions * (config.arch == "gpt2") + 9 * (tp > 1)
-    targets = 8 + 12 * (fused or tp > 1)
-    of_loss = wide * table_elements(config, s) if s.loss_chunk else tokens * (logits + targets)
-    last = (c * width + norm_bytes(config, s, c, fused, True)) / (tp if s.sp else 1) + c * width
-    return int(blocks + tokens * (first * ids + head * last) + head * of_loss)
+    positions = config.seq_len / s.cp * (config.arch == "gpt2")
+    ids = 8 * positions + 9 * tokens * (s.tp > 1)
+    if s.loss_chunk:
+        loss = wide * table_elements(config, s)
+    else:
+        loss = tokens * (config.vocab_size / s.tp * width + 8 + 3 * 4)
+    last = (c * width + norm_bytes(config, s)) / (s.tp if s.sp else 1) + c * width
+    return int(blocks + first * ids + head * (tokens * last + loss))
 
 
-def output_bytes(config, s, run):
-    """Bytes of the gradients of all pieces' outputs, which the reference's I keeps for W."""
-    blocks, _, first, head = contents(config, [run])
-    passed = (blocks + first) * config.n_embd / (s.tp if s.sp else 1)
-    return int(tokens_of(config, s) * widths(s)[0] * (passed + head * config.vocab_size / s.tp))
-
-
-def block_bytes(config, s, routed, again, fused, load):
+def block_bytes(config, s, routed, again, load):
     """Bytes that autograd keeps of a block. routed: it has experts. again: backward runs what --recompute names again;
     what that computes exists for one block at a time, and is not counted.
 
@@ -134,9 +125,8 @@ def block_bytes(config, s, routed, again, fused, load):
                                                         head by head for itself and by token for the projection
         MLP before and after GeLU                       2 inner / tp
 
-    Each norm also keeps `norm_bytes`, and attention a float32 number a head. No (T, T) matrix is kept, but the mask of
-    --pack where no kernel of ours runs. Of a Llama q, k, v are (H + 2 H/G) D, the MLP is 2 inner before and inner after
-    (and unless a kernel of fast/ computes it, the gate's result, too), and cos and sin of each position are D float32
+    Each norm also keeps `norm_bytes`, and attention a float32 number a head. No (T, T) matrix is kept. Of a Llama q, k,
+    v are (H + 2 H/G) D, the MLP is 2 inner before and inner after, and cos and sin of each position are D float32
     numbers. Experts have `routed_bytes`.
 
     --recompute block keeps x alone. mlp drops what the MLP has inside. In every block mlp also drops the norms'
@@ -154,18 +144,16 @@ def block_bytes(config, s, routed, again, fused, load):
     gathers = s.sp and not is_fast(s)
     eight = s.dtype == "fp8"
     norms_go = s.recompute == "mlp" and not eight
-    tuned = fused and is_fast(s)
     hidden = config.hidden / s.tp
-    attention = attention_bytes(config, s, fused) + eight * config.heads_width / s.tp
-    mlp = mlp_width(config, tuned) * width / s.tp - eight * hidden * (width - 1)
+    attention = attention_bytes(config, s) + eight * config.heads_width / s.tp
+    mlp = mlp_width(config, s) * width / s.tp - eight * hidden * (width - 1)
     if routed:  # the router keeps LN(x), too
-        mlp = routed_bytes(config, s, load, tuned) + config.shared_experts * mlp
+        mlp = routed_bytes(config, s, load) + config.shared_experts * mlp
         mlp += bool(config.shared_experts and gathers) * c * width
     elif norms_go:
         mlp -= hidden * width
     of_attention, of_mlp = matrices(config, s.tp) if eight else (0, 0)
-    norms = norm_bytes(config, s, c, fused, True) + norm_bytes(config, s, c, fused)
-    kept = 2 * own + norms / tokens_cut
+    kept = 2 * own + 2 * norm_bytes(config, s) / tokens_cut
     weights = 0
     parts = [(attention, of_attention, gathers)]
     if not again:  # else the MLP runs again
@@ -178,26 +166,21 @@ def block_bytes(config, s, routed, again, fused, load):
     return tokens * kept + weights
 
 
-def norm_bytes(config, s, n, fused, first=False):
-    """Bytes that a norm keeps of a row of n numbers besides x: mean and rstd, or rstd. PyTorch has no kernel of
-    RMSNorm on CPUs; there also x rstd, and x in float32 in place of x. first: x is a piece's input, which is
-    kept all the same."""
-    width = widths(s)[0]
+def norm_bytes(config, s):
+    """Bytes that a norm keeps of a token besides its input: mean and 1/std, or 1/std alone. PyTorch has no kernel of
+    RMSNorm on CPUs: there it also keeps x/std, here counted in float32."""
     if config.arch == "gpt2":
         return 8
-    in_place = width >= 4 or not first
-    fused = fused and is_fast(s)
-    return 4 + (not fused and s.device == "cpu") * n * (2 * max(width, 4) - width * in_place)
+    return 4 + 4 * config.n_embd * (s.device == "cpu" and not is_fast(s))
 
 
-def attention_bytes(config, s, fused):
+def attention_bytes(config, s):
     """Bytes a token that attention keeps for backward."""
     width = widths(s)[0]
-    positions = config.seq_len / s.cp / tokens_of(config, s)
     twice = s.cp > 1 and (s.cp_kind != "ring" or config.n_head > s.tp)
-    mask = config.seq_len * s.cp * width * (s.pack and not fused and (s.cp == 1 or s.cp_kind == "ulysses"))
     heads = ((config.qkv_width + (1 + twice) * config.heads_width) * width + 4 * config.n_head) / s.tp
-    return heads + (config.arch == "llama") * max(width, 4) * config.head_dim * positions + mask
+    positions = config.seq_len / s.cp / tokens_of(config, s)  # of a sequence, over the tokens of all sequences
+    return heads + (config.arch == "llama") * max(width, 4) * config.head_dim * positions
 
 
 def table_elements(config, s):
@@ -205,23 +188,22 @@ def table_elements(config, s):
     return config.vocab_size * config.n_embd / s.tp
 
 
-def mlp_width(config, fused):
+def mlp_width(config, s):
     """Elements of the hidden layer that a token keeps: before the activation and after, and of PyTorch's SwiGLU the
     gate."""
-    return config.up_width + config.hidden * (1 + (config.arch == "llama" and not fused))
+    return config.up_width + config.hidden * (1 + (config.arch == "llama" and not is_fast(s)))
 
 
-def routed_bytes(config, s, load, fused):
+def routed_bytes(config, s, load):
     """Bytes a token that a router and k experts keep for backward:
 
-                                                                         elements                 if `fused`: int32
+                                                                         elements
         router    each expert's score, and its place (int64) in order    E float32, E int64
                   the input in float32                                   C, if layers have 16 bits
                   k chosen scores, their sum, and the k weights          2k + 1
-        sorting   where each row comes from, and where it goes           3k int64                 k
-                  the same where rows are received from other ranks      2k int64, times `load`   k, times `load`
+        sorting   where each row comes from                              k int32
+                  the same where rows are received from other ranks      k int32, times `load`
         experts   rows received, MLP before and after GeLU               k (C + 2 inner / tp), times `load`
-                  (of a Llama 3 inner, and one more if not `fused`)
                   outputs that come back to be weighed                   k C
 
     A rank routes 1 / tokens_cut of the tokens. If tokens_cut > 1, it also keeps the k weights of all tokens.
@@ -230,14 +212,10 @@ def routed_bytes(config, s, load, fused):
     k = config.top_k
     width = widths(s)[0]
     tokens_cut = s.tp if s.sp else 1
-    travel = s.ep > 1
     wide = max(width, 4)
-    rows = k * load * (c + mlp_width(config, fused) / s.tp) * width + k * c * width
+    rows = k * load * (c + mlp_width(config, s) / s.tp) * width + k * c * width
     router = config.experts * (wide + 8) + (2 * k + (k > 1)) * wide + (wide > width) * (4 - width) * c
-    if fused:
-        sorting = 4 * (tokens_cut > 1) + 4 + 4 * load * travel
-    else:
-        sorting = 24 + 16 * load * travel + width * (wide > width)
+    sorting = 4 * (tokens_cut > 1) + 4 + 4 * load * (s.ep > 1)
     return rows + router / tokens_cut + k * sorting
 
 
@@ -297,10 +275,9 @@ def needed_bytes(config, s):
     i = min(config.expert_every, config.n_layer) if config.experts else 1
     again, kept = (activation_bytes(config, some, [range(i, i + 1)])  # of a block with experts
                    for some in (dataclasses.replace(s, recompute="none"), s))
+    chunk = widths(s)[0] * (s.loss_chunk + config.n_embd) * config.vocab_size / s.tp  # and its term of dW
     few = min(s.micro_batches, 3 * s.pp)  # of the schedules that are WORTH it more change no peak
-    narrow, _ = widths(s)
-    chunk = narrow * (max(chunks_of(config, s)) + config.n_embd) * config.vocab_size / s.tp  # and its term of dW
     ranks = [stages_in(s, config, rank) for rank in range(s.pp)]
-    return [max(again - kept, contents(config, stages.values())[3] * chunk * (s.loss_chunk > 0))
+    return [max(again - kept, contents(config, stages.values())[3] * chunk * bool(s.loss_chunk))
             + besides(config, s, stages) + sum(memory_bytes(config, s, rank, micro_batches=few).values())
             for rank, stages in enumerate(ranks)]

@@ -14,10 +14,10 @@ import torch
 import parallel
 from further.pieces import matrices
 from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
-from theory.memory import elements_of, elements_of_piece, table_elements
+from theory.memory import elements_kept, elements_of, table_elements
 from theory.traffic import (
-    AGAIN, HALVES, MEANWHILE, chunks_of, contents, in_two_levels, Message, messages, messages_of_unit,
-    recomputed, sent, shards_of, tokens_of, widths)
+    contents, GATHER, HALVES, in_two_levels, Message, messages, recomputed, SCATTER, sent, shards_of, tokens_of,
+    widths)
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -48,7 +48,6 @@ class Machine:
     elementwise: float    # bytes/s of a block's other operations, by `passes`' bytes; above hbm where they are fused
     loss: float           # logits/s through cross-entropy, forward and backward
     hbm: float            # bytes/s of a copy, read plus written
-    launch: float         # s that the CPU takes to issue a block's kernels, forward and backward; CUDA graphs take 0
     link: float = None         # bytes/s from one GPU to another of its node
     hop: float = None          # s of latency of a collective inside a node
     network: float = None      # bytes/s from one GPU to another node; None: not known
@@ -68,20 +67,18 @@ RATES = {  # field of Machine: in words, times what
     "matmul": ("products {:,.0f} GFLOP/s", 1e-9), "attention": ("causal attention {:,.0f} GFLOP/s", 1e-9),
     "long_attention": ("of long sequences {:,.0f} GFLOP/s", 1e-9), "hbm": ("copies {:,.0f} GB/s", 1e-9),
     "elementwise": ("a block's other operations {:,.0f} GB/s", 1e-9), "loss": ("loss {:,.0f} logits/us", 1e-6),
-    "launch": ("{:.2f} ms to launch a block", 1e3), "link": ("links in a node {:.1f} GB/s", 1e-9),
+    "link": ("links in a node {:.1f} GB/s", 1e-9),
     "hop": ("{:.0f} us a collective there", 1e6), "network": ("network {:.1f} GB/s a GPU", 1e-9),
     "network_hop": ("{:.0f} us a collective over it", 1e6)}
 
 # `peak` is the datasheet's, `memory` what CUDA reports. Rates were measured on four GPUs of a kind, but those that are
-# `estimated`. (`launch` is the host's: 1.7 ms where the H200s were, 4.3 ms where the H100s were.) --machine FILE takes
-# rates that you have measured. All are of bf16.
+# `estimated`. --machine FILE takes rates that you have measured. All are of bf16.
 H200 = Machine(
     "H200", peak=989e12, memory=150e9, matmul=710e12, attention=220e12, long_attention=450e12, elementwise=5.9e12,
-    loss=3.4e11, hbm=4.07e12, launch=1.7e-3, link=330e9, hop=2.7e-5, network=45e9)
+    loss=3.4e11, hbm=4.07e12, link=330e9, hop=2.7e-5, network=45e9)
 H100 = dataclasses.replace(
     H200, name="H100", memory=85e9, matmul=720.7e12, attention=274.3e12, long_attention=430e12, elementwise=4.08e12,
-    loss=4.798e11, hbm=2.761e12, link=333.8e9, hop=5e-5,
-    estimated=("long_attention", "launch", "network", "network_hop"))
+    loss=4.798e11, hbm=2.761e12, link=333.8e9, hop=5e-5, estimated=("long_attention", "network", "network_hop"))
 MACHINES = {"h200": H200, "h100": H100}
 
 
@@ -158,7 +155,7 @@ def operations(config, tokens):
 
 def block_seconds(config, s, machine, routed):
     """(F, I, W, what I takes more where it runs a part of the block again): seconds that the GPU computes in one block
-    for one micro-batch. routed: the block has experts. Norms run again in every block, whatever --recompute-blocks."""
+    for one micro-batch. routed: the block has experts."""
     narrow, wide = widths(s)
     tokens = tokens_of(config, s)
     met = here = 1  # MLPs: a token's, this rank's
@@ -168,32 +165,28 @@ def block_seconds(config, s, machine, routed):
     product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
     f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp, s.ep, routed))
-    into_buckets = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
+    into_messages = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
     dropped = tokens * narrow * (4 * config.n_embd + (config.up_width + config.hidden) / s.tp) / machine.elementwise
     f += scores
-    i += 2.5 * scores + dropped * (s.recompute == "mlp")
-    w += into_buckets
+    i += 2.5 * scores + dropped * (s.recompute == "mlp")  # norms run again in every block
     again = {"none": 0.0, "mlp": 2 * met * mlp * tokens / machine.matmul, "block": f}[s.recompute]
-    return f, i, w, again
+    return f, i, w + into_messages, again
 
 
 def stage_seconds(config, s, machine, stages):
     """(F, I, W): seconds of one micro-batch on a rank with these stages, in layout s, each kind of work at its rate.
 
-    Without CUDA graphs the CPU issues every kernel, ahead of the GPU where it can: while the GPU computes the head, the
-    CPU already issues backward. So a micro-batch takes the GPU's seconds or the CPU's, whichever are more, summed over
-    all blocks and the head. (A block with experts takes the CPU longer than is counted here.)
+    They are the GPU's. A step that no CUDA graph replays takes longer where the CPU issues kernels more slowly.
     """
     tokens = tokens_of(config, s)
     blocks, routed, _, head = contents(config, stages.values())
     twice, twice_routed = recomputed(config, s, stages.values())
-    f = i = w = 0.0
+    seconds = [0.0, 0.0, 0.0]
     for with_experts, n, n_again in (False, blocks - routed, twice - twice_routed), (True, routed, twice_routed):
         if n:
-            each_f, each_i, each_w, again = block_seconds(config, s, machine, with_experts)
-            f += n * each_f
-            i += n * each_i + n_again * again
-            w += n * each_w
+            *each, again = block_seconds(config, s, machine, with_experts)
+            seconds = [total + n * one for total, one in zip(seconds, each)]
+            seconds[1] += n_again * again
     if head:
         logits = tokens * config.vocab_size / s.tp
         product = 2 * config.n_embd * logits / machine.matmul
@@ -201,13 +194,10 @@ def stage_seconds(config, s, machine, stages):
         parts = product + loss / 3, product + loss * 2 / 3, product
         if s.loss_chunk:  # all in F; each chunk's term of dW is written, read, and added to the sum
             narrow, wide = widths(s)
-            terms = len(chunks_of(config, s)) * table_elements(config, s) * (2 * narrow + 2 * wide) / machine.hbm
+            terms = tokens / s.loss_chunk * table_elements(config, s) * (2 * narrow + 2 * wide) / machine.hbm
             parts = sum(parts) + terms, 0.0, 0.0
-        f, i, w = (a + b for a, b in zip((f, i, w), parts))
-    if not blocks or s.cuda_graphs == "on":
-        return f, i, w
-    slow = max(1.0, machine.launch * (blocks + twice / 3) / (f + i + w))
-    return slow * f, slow * i, slow * w
+        seconds = [total + part for total, part in zip(seconds, parts)]
+    return seconds
 
 
 def attention_seconds(config, s, machine):
@@ -262,13 +252,13 @@ def context_seconds(config, s, machine, stages, spent):
     A rank of a ring sends keys and values on while it computes with them, in N-1 of N steps. In backward dK and dV
     follow a step behind, so nothing hides the last ones. Nothing hides Ulysses' all-to-alls.
     """
+    total = spent["cp"].total()
     if s.cp == 1 or s.cp_kind == "ulysses":
-        return spent["cp"].total()
+        return total
     again = recomputed(config, s, stages.values())[0] * (s.recompute == "block")
     runs = 3.5 * contents(config, stages.values())[0] + again  # of attention's forward; backward takes 2.5 times
     over = runs * s.micro_batches * attention_seconds(config, s, machine) * (s.cp - 1) / s.cp
-    loss = spent["cp"]["loss"]
-    return loss + max(spent["cp"]["their gradients"] / (s.cp - 1), spent["cp"].total() - loss - over)
+    return max(spent["cp"]["their gradients"] / (s.cp - 1), total - over)
 
 
 # Hidden traffic still costs time, because it takes memory bandwidth from the computation. A byte that is sent is read
@@ -279,23 +269,20 @@ MOVED = 4
 
 
 def groups_of(s):
-    """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost."""
+    """{axis of a Message: (ranks in its groups, distance of neighbours)}, tp innermost. Other axes carry a few numbers.
+    """
     replicas = s.replicas
     shards = shards_of(s)
-    each = replicas * s.tp
-    every = replicas * s.tp * s.pp
+    between = replicas * s.tp  # stages
     return {
         "tp": (s.tp, 1),
         "cp": (s.cp, s.tp),
         "ep": (s.ep, s.tp * s.cp),
-        "dp_cp": (replicas, s.tp),
         "shard": (shards, s.tp),
         "replicate": (replicas // shards, s.tp * shards),
         "same_experts": (replicas // s.ep, s.tp * s.ep),
-        "pp": (min(s.pp, 2), each),
-        "embedding": (min(s.pp, 2), every // 2),
-        "world": (every, 1),
-        "all": (every, 1)}
+        "pp": (min(s.pp, 2), between),
+        "embedding": (min(s.pp, 2), s.pp * between // 2)}
 
 
 def seconds_by_axis(config, s, machine, items):
@@ -304,7 +291,7 @@ def seconds_by_axis(config, s, machine, items):
     touched = Counter()
     groups = groups_of(s)
     for item in items:
-        n, distance = groups[item.axis]
+        n, distance = groups.get(item.axis, (1, 1))
         if n == 1:
             continue
         local = max(1, machine.node // distance)
@@ -316,35 +303,37 @@ def seconds_by_axis(config, s, machine, items):
 
 
 def messages_of_parameters(config, s, stages):
-    """Messages of G and A of this rank's pieces, and of the sum of a tied embedding's ends."""
+    """Messages of G and A of this rank's pieces, as with_weights places them, each as large as the mean piece, and of
+    the sum of a tied embedding's ends."""
     pieces = [i for run in stages.values() for i in run]
-    last = config.n_layer + 1
-    both_ends = config.tied and 0 in pieces and last in pieces
-    for i in pieces:
-        sizes = Counter()
-        for (experts, _), n in elements_of_piece(config, s.tp, i).items():
-            sizes["same_experts" if experts else "shard"] += n / (s.ep if experts else 1)
-        sizes["shard"] -= table_elements(config, s) * (both_ends and i == last)
-        for axis, n in sizes.items():
-            yield from messages_of_unit(s, axis, int(n), 1 if i in (0, last) else 2)
-    if config.tied and not both_ends and (ends := pieces.count(0) + pieces.count(last)):
-        kept = table_elements(config, s) // (shards_of(s) if s.zero else 1)
-        yield Message("tied embedding", "all_reduce", "embedding", int(kept), widths(s)[1], ends)
+    ends = pieces.count(0) + pieces.count(config.n_layer + 1)
+    m = s.micro_batches
+    narrow, wide = widths(s)
+    gathers = {0: 0, 3: m * (2 * len(pieces) - ends)}.get(s.zero, len(pieces))
+    averages = len(pieces) * (m if s.zero > 1 else 1)
+    shards = shards_of(s) if s.zero else 1
+    elements = Counter()
+    for (experts, _), n in elements_of(config, s, stages.values()).items():
+        elements["same_experts" if experts else "shard"] += int(n / len(pieces))
+    for axis, n in elements.items():
+        yield Message("weights", GATHER, axis, n, narrow, gathers)
+        yield Message("gradients", SCATTER if s.zero else "all_reduce", axis, n, wide, averages)
+    yield Message("averages of shards", "all_reduce", "replicate", elements["shard"] // shards, wide, len(pieces))
+    if config.tied and ends == 1:
+        yield Message("tied embedding", "all_reduce", "embedding", int(table_elements(config, s) / shards), wide)
 
 
 def data_seconds(s, spent, touched, count, forward, backward):
     """Seconds of data parallelism's traffic that computation does not hide. count: pieces on a rank; forward, backward:
     seconds of a micro-batch.
 
-    A G is one computation ahead, so nothing hides the first one; then forward hides those of ZeRO-1 and 2, and each
-    computation one of ZeRO-3's. Nobody waits for an A, and backward hides all but the last one.
+    A G is one computation ahead, so nothing hides the first one; then forward hides those of ZeRO-1 and 2, and all
+    computation those of ZeRO-3. Nobody waits for an A, and backward hides all but the last one.
     """
     m = s.micro_batches
     gather, reduce = (spent["shard"][what] + spent["same_experts"][what] for what in ("weights", "gradients"))
     if s.zero == 3:
-        one = gather / m / (2 * count - 1)
-        send = reduce / m
-        seen = m * (max(one, count * one - forward) + max(send / count, (count - 1) * one + send - backward))
+        seen = max((gather / 2 + reduce) / (m * count), gather + reduce - m * (forward + backward))
     else:
         seen = max(reduce / count, reduce - (m if s.zero == 2 else 1) * backward)
         seen += max(gather / count, gather - forward)
@@ -354,39 +343,24 @@ def data_seconds(s, spent, touched, count, forward, backward):
 
 
 def tensor_seconds_saved(config, s, machine, stages, spent, touched):
-    """Seconds of a micro-batch's backward that hiding tensor parallelism's traffic saves, hidden traffic's cost taken
-    off. In fast/'s edition a column-parallel layer, y = x W^T, sends beside products:
-
-        tp             dx, added up            beside the weight gradients of its sublayer, which wait for that
-        sp             dx, reduce-scattered    beside the same; where they do not wait, but for FP8, its own alone
-        sp, but FP8    x, gathered again       beside dy W
-
-    An I leaves all of them to W.
-    """
-    if s.tp == 1 or not is_fast(s):
+    """Seconds of a micro-batch's backward that fast/ saves, because backward's half of tensor parallelism's traffic
+    travels beside the weight gradients of its sublayer; hidden traffic's cost is taken off. Where backward comes in
+    halves, an I leaves the weight gradients to W."""
+    if s.tp == 1 or not is_fast(s) or halves_backward(s.schedule, s.pp, s.virtual_stages):
         return 0.0
-    m = s.micro_batches
-    tokens = tokens_of(config, s)
     blocks, routed, _, _ = contents(config, stages.values())
-    columns = config.n_embd * (blocks * config.qkv_width + (blocks - routed) * config.up_width) / s.tp
-    product = 2 * columns * tokens / machine.matmul  # dy W; dy^T x takes as long
-    if halves_backward(s.schedule, s.pp, s.virtual_stages):
-        gradients = 0.0
-    else:
-        gradients = (blocks - routed) * block_seconds(config, s, machine, False)[2]
-    tp = spent["tp"]
-    hidden = min((tp["f, backward"] * (not s.sp) + tp[MEANWHILE]) / m, gradients) + min(tp[AGAIN] / m, product)
-    return hidden * (1 - min(1.0, touched["tp"] / tp.total()))
+    gradients = (blocks - routed) * block_seconds(config, s, machine, False)[2]
+    total = spent["tp"].total()
+    return min(total / 2 / s.micro_batches, gradients) * (1 - min(1.0, touched["tp"] / total))
 
 
 def predict(config, s, machine):
     """Costs of a training step of train.py in layout s."""
     m = s.micro_batches
-    narrow, wide = widths(s)
     stages = max((stages_in(s, config, rank) for rank in range(s.pp)),
                  key=lambda stages: sum(stage_seconds(config, s, machine, stages)))
     f, i, w = stage_seconds(config, s, machine, stages)
-    items = list(messages(config, s, stages, messages_of_parameters(config, s, stages)))
+    items = messages(config, s, stages, messages_of_parameters(config, s, stages))
     spent, touched = seconds_by_axis(config, s, machine, items)
 
     tp = spent["tp"].total()
@@ -401,13 +375,12 @@ def predict(config, s, machine):
     # Ranks wait for transfers where the pipeline fills and drains, once a stage, and at the end for a tied embedding's
     # gradient.
     pp = spent["pp"]["activations"] / m * (s.pp - 1) + spent["embedding"].total()
-
-    # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
-    copies = {False: shards_of(s), True: s.dp * s.cp // s.ep} if s.zero else {False: 1, True: 1}
-    stepped = sum(n / copies[experts] for (experts, _), n in elements_of(config, s, stages.values()).items())
-    optimizer = stepped * (8 * wide + narrow * (narrow < wide)) / machine.hbm
     pieces = sum(map(len, stages.values()))
     dp = data_seconds(s, spent, touched, pieces, f + waits, i + w + waits - saved)
+    # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
+    narrow, wide = widths(s)
+    _, stepped, _ = elements_kept(config, s, stages.values())
+    optimizer = stepped * (8 * wide + narrow * (narrow < wide)) / machine.hbm
     return Costs(m * (f + i + w), tp - m * saved, cp, ep, idle, pp, dp, optimizer)
 
 

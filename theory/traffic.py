@@ -7,27 +7,19 @@ p pipeline ranks. Read with: CS336 lecture 7; Ultra-Scale Playbook, the chapters
 from collections import Counter
 from typing import NamedTuple
 
-import torch
-
 import parallel
 from theory.clock import halves_backward, is_fast, stage_to_rank_in
 
 
-def sent(op, elements, width, n, rank=0, small=0, switched=False):
+def sent(op, elements, width, n, rank=0, switched=False):
     """Bytes that rank `rank` of n sends in one collective. elements: of the whole tensor that is gathered or scattered,
-    of `width` bytes each; where ranks have uneven parts a tuple, how many each has, or is sent. The root is rank 0.
+    of `width` bytes each. The root is rank 0.
 
     Rings and, if a switch joins all ranks (`switched`), direct exchange send (N-1)/N k for half an all-reduce, k =
-    elements x width. Up to `small` bytes an all-reduce is log2(N) rounds of the whole tensor. In a binomial tree each
-    rank sends the whole to the roots of its subtrees. A barrier has log2(N) rounds of a byte.
+    elements x width. In a binomial tree each rank sends the whole to the roots of its subtrees. A barrier has log2(N)
+    rounds of a byte.
     """
-    if isinstance(elements, tuple):
-        kept = (rank + 1) % n if op == "all_gather" else rank  # a ring passes on all but its right neighbour's
-        return width * (sum(elements) - elements[kept])
     k = elements * width
-    if op == "all_reduce" and k <= small:
-        core = 1 << (n.bit_length() - 1)  # the largest power of two; each rank beyond it sends once, to one below
-        return k if rank >= core else k * (core.bit_length() - 1 + (rank + core < n))
     if op == "all_reduce":  # N need not divide K: the last chunks are one element shorter
         chunk = [width * (elements // n + (c % n < elements % n)) for c in (rank, rank + 1)]
         return k - chunk[0] + ((n - 1) * chunk[0] if switched else k - chunk[1])
@@ -59,9 +51,9 @@ class Message(NamedTuple):
     what: str
     op: str
     axis: str
-    elements: object  # as `sent` takes them
-    width: int        # bytes an element
-    times: int = 1    # how often in a step
+    elements: int   # as `sent` takes them
+    width: int      # bytes an element
+    times: int = 1  # how often in a step
 
 
 # ------------------------------------------------------------------------------------------------- sizes of a layout
@@ -137,114 +129,74 @@ def messages_of_list(actions, net):
             if unit.trained:
                 op = SCATTER if unit.zero else "all_reduce"
                 yield Message("gradients", op, names[unit.group], unit.weights.numel(), unit.mine.itemsize)
-    yield from messages_of_sums(net)
-    if muon := getattr(net.optimizer, "matrices", {}):
-        yield from messages_of_muon(muon)
-
-
-def messages_of_muon(matrices):
-    """Messages of Muon's step, which gathers each matrix that tp has cut. On GPUs in 16 bits."""
-    for param, parts in matrices.items():
-        width = 2 if param.is_cuda and param.dtype == torch.float32 else param.itemsize
-        for part in parts:
-            if part.group:
-                elements = torch.distributed.get_world_size(part.group) * (part.here.stop - part.here.start)
-                yield Message("matrices", GATHER, "tp", elements, width)
-
-
-def messages_of_sums(net):
-    """Messages of gradients that are added up, or averaged, behind the list: of what this rank steps."""
-    names = {group: name for name, group in vars(net.groups).items()}
-    for unit in [unit for unit in net.units if unit.trained]:
+    for unit in net.units:
         row = unit.mine.numel(), unit.mine.itemsize
-        if net.groups.replicate and unit.group is net.groups.shard:
+        if unit.trained and net.groups.replicate and unit.group is net.groups.shard:
             yield Message("averages of shards", "all_reduce", "replicate", *row)
-        for group in unit.partial_over:
+        for group in unit.partial_over if unit.trained else ():
             yield Message("sums of gradients", "all_reduce", names[group], *row)
-
-
-def messages_of_unit(s, axis, elements, gathers=2):
-    """Messages of G and A of a unit, where there is no list to read them off. gathers: how often ZeRO-3 gathers it for
-    a micro-batch, once if its B needs no weights, or follows its F."""
-    m = s.micro_batches
-    narrow, wide = widths(s)
-    if s.zero:
-        yield Message("weights", GATHER, axis, elements, narrow, m * gathers if s.zero == 3 else 1)
-        yield Message("gradients", SCATTER, axis, elements, wide, m if s.zero > 1 else 1)
-        elements //= shards_of(s)
-    else:
-        yield Message("gradients", "all_reduce", axis, elements, wide)
-    if axis == "shard" and shards_of(s) < s.replicas:
-        yield Message("averages of shards", "all_reduce", "replicate", elements, wide)
 
 
 # ------------------------------------------------------------------------------------------ what F and B of pieces send
 #
-#     piece                 F                          B                              of B times tokens
+#     piece                 F                          B                                   of B times tokens
 #     embedding             g
-#     block                 f g f g                    the same backwards             x: C; experts' rows: k C
-#     block with experts    f g f, rows, rows, g       the same backwards
+#     block                 f g f g                    the same backwards                  x: C
+#     block with experts    f g f, rows, rows, g       the same backwards                  rows of experts: k C
 #     head and loss         f, three numbers a token   f
-#     attention with --cp   keys and values            keys, values, their gradients
+#     attention with --cp   keys and values            keys, values, their gradients       2 C a head of keys
 #
-#     tp    f    -                                         all-reduce of dx
-#           g    all-reduce of terms                       -
-#     sp    f    all-gather of x                           reduce-scatter of dx
-#           g    reduce-scatter of terms                   all-gather of dy
-
-# Beside backward's products, with async_op, in fast/.
-AGAIN, MEANWHILE = "activations gathered again", "gradients scattered meanwhile"
-
+#     tp    f    -                                     all-reduce of dx
+#           g    all-reduce of terms                   -
+#     sp    f    all-gather of x                       reduce-scatter of dx, all-gather of x, which F has not kept
+#           g    reduce-scatter of terms               all-gather of dy
+#
+# What backward runs again sends again: all f's, and all g's but the last one, whose result it does not need.
 
 def messages_of_tensors(config, s, stages):
-    """Messages of tensor parallelism, f's and g's. Shared experts have an f and a g of their own."""
+    """Messages of tensor parallelism, f's and g's. Shared experts have an f and a g of their own. In the reference f
+    keeps what it has gathered; in fast/ experts and FP8 do."""
     m = s.micro_batches
     narrow, wide = widths(s)
     blocks, routed, first, last = contents(config, stages.values())
     twice, twice_routed = recomputed(config, s, stages.values())
     shared = bool(config.experts and config.shared_experts)
-    sublayers = m * (2 * blocks + shared * routed)
-    times = backward_runs(s)
-    # What backward runs again: all f's, and all g's but the last one, whose result it does not need.
-    again = times * m * (twice * (s.recompute == "block") + shared * twice_routed)
+    backwards = backward_runs(s) * m
+    sublayers = 2 * blocks + shared * routed
+    again = twice * (s.recompute == "block") + shared * twice_routed
+    forward = m * sublayers + backwards * again
     for rows in chunks_of(config, s):
         yield Message("loss: the maximum", "all_reduce", "tp", rows, wide, m * last)
         yield Message("loss: two sums", "all_reduce", "tp", 2 * rows, wide, m * last)
     x = tokens_of(config, s) * config.n_embd
-    reduce = SCATTER if s.sp else "all_reduce"
-    # fast/ sends what it can beside products. It gathers again what f has gathered, but experts and FP8 have kept it.
-    beside = (sublayers - m * routed) * (is_fast(s) and s.sp)
-    yield Message("embedding, head", reduce, "tp", x, narrow, m * (first + times * last))
-    yield Message("g, forward", reduce, "tp", x, narrow, sublayers + again)
-    yield Message("f, backward", reduce, "tp", x, narrow, times * sublayers - beside)
+    ends = m * first + backwards * last
+    yield Message("sums", SCATTER if s.sp else "all_reduce", "tp", x, narrow, ends + forward + backwards * sublayers)
     if s.sp:
-        yield Message("embedding, head", GATHER, "tp", x, narrow, m * (first + last))
-        yield Message("f, forward", GATHER, "tp", x, narrow, sublayers + again + times * m * twice)
-        yield Message("g, backward", GATHER, "tp", x, narrow, times * sublayers)
-        yield Message(AGAIN, GATHER, "tp", x, narrow, beside * (s.dtype != "fp8"))
-        yield Message(MEANWHILE, SCATTER, "tp", x, narrow, beside)
+        gathered_again = m * (sublayers - routed) * (is_fast(s) and s.dtype != "fp8")
+        yield Message("x and dy", GATHER, "tp", x, narrow,
+                      m * (first + last) + forward + backwards * (twice + sublayers) + gathered_again)
 
 
 def messages_of_context(config, s, stages):
     """Messages of context parallelism. Recomputing runs attention's forward again, with both of Ulysses' all-to-alls,
     because c_proj's weight gradient needs the second one's result."""
-    yield Message("loss", "all_reduce", "cp", 1, widths(s)[1])
     narrow, wide = widths(s)
+    yield Message("loss", "all_reduce", "cp", 1, wide)
     heads, keys = (tokens_of(config, s) * n * config.head_dim // s.tp for n in (config.n_head, config.kv_heads))
-    times = backward_runs(s)
-    forwards = s.micro_batches * contents(config, stages.values())[0]
-    twice = s.micro_batches * recomputed(config, s, stages.values())[0] * (s.recompute == "block")
-    both = forwards + times * (forwards + twice)  # forwards and backwards: keys and values travel in each
+    backwards = backward_runs(s) * s.micro_batches
+    blocks = contents(config, stages.values())[0]
+    again = recomputed(config, s, stages.values())[0] * (s.recompute == "block")
+    both = s.micro_batches * blocks + backwards * (blocks + again)  # keys and values travel forward and backward
     if s.cp_kind == "ring":
         yield Message("keys and values", "isend", "cp", 2 * keys, narrow, (s.cp - 1) * both)
-        yield Message("their gradients", "isend", "cp", 2 * keys, wide, (s.cp - 1) * times * forwards)
+        yield Message("their gradients", "isend", "cp", 2 * keys, wide, (s.cp - 1) * backwards * blocks)
     else:
         yield Message("heads for tokens", "all_to_all_single", "cp", heads + 2 * keys, narrow, both)
         yield Message("tokens for heads", "all_to_all_single", "cp", heads, narrow, both)
 
 
-def messages_of_experts(config, s, stages, rows):
-    """Messages of a rank's blocks with experts. stages, rows: as for `messages`.
+def messages_of_experts(config, s, stages):
+    """Messages of a rank's blocks with experts, if each expert gets equally many rows.
 
     Rows of C elements travel to their expert and back, in forward and in backward. Recomputing an MLP or a block runs
     its forward again, the way back included, because the gradients of the gates need the rows that came back. Before
@@ -252,25 +204,18 @@ def messages_of_experts(config, s, stages, rows):
     """
     narrow, wide = widths(s)
     choices = config.top_k * tokens_of(config, s)
+    backwards = backward_runs(s) * s.micro_batches
     routed = contents(config, stages.values())[1]
-    again = recomputed(config, s, stages.values())[1]
-    times = backward_runs(s)
-    passes = s.micro_batches * routed  # through blocks, forward
-    forwards = passes + times * s.micro_batches * again
+    forwards = s.micro_batches * routed + backwards * recomputed(config, s, stages.values())[1]
     if s.ep > 1:
         yield Message("counts of rows", "all_to_all_single", "ep", config.experts, 8, forwards)
-        for i, ways in enumerate(rows or [(choices, choices)]):
-            runs = 1 + times * (i % routed < again) if rows else forwards
-            for way in ways:
-                elements = tuple(n * config.n_embd for n in way) if rows else way * config.n_embd
-                yield Message("rows", "all_to_all_single", "ep", elements, narrow, runs)
-                yield Message("gradients of rows", "all_to_all_single", "ep", elements, narrow,
-                              times if rows else times * passes)
+        yield Message("rows", "all_to_all_single", "ep", choices * config.n_embd, narrow,
+                      2 * (forwards + backwards * routed))
     if s.sp:  # f gathers choices and gates, too
         yield Message("choices", GATHER, "tp", choices, 8, forwards)
         yield Message("gates", GATHER, "tp", choices, wide, forwards)
     if s.tp > 1:
-        yield Message("gradients of gates", SCATTER if s.sp else "all_reduce", "tp", choices, wide, times * passes)
+        yield Message("gradients of gates", SCATTER if s.sp else "all_reduce", "tp", choices, wide, backwards * routed)
     for axis in ("dp_cp", "pp") + ("tp",) * s.sp:
         yield Message("loads", "all_reduce", axis, config.n_layer * config.experts, 8)
 
@@ -286,17 +231,12 @@ def messages_of_pipeline(config, s, stages):
     yield Message("loss", "all_reduce", "pp", 1, wide)
 
 
-def messages(config, s, stages, of_parameters, rows=None):
-    """All Messages of one rank in a training step of train.py in layout s.
-
-    stages: this rank's {number: pieces}.
-    of_parameters: messages of weights and gradients, of messages_of_list or messages_of_unit.
-    rows: how many rows this rank sends to each rank of ep and gets from each, for each forward in order: [((to rank 0,
-        to rank 1, ...), (from rank 0, ...)), ...]; None: equally many for each expert.
-    """
+def messages(config, s, stages, of_parameters):
+    """All Messages of one rank in a training step of train.py in layout s. stages: this rank's {number: pieces}.
+    of_parameters: messages of weights and gradients, as messages_of_list's."""
     yield from of_parameters
     if config.experts:
-        yield from messages_of_experts(config, s, stages, rows)
+        yield from messages_of_experts(config, s, stages)
     if s.tp > 1:
         yield from messages_of_tensors(config, s, stages)
     if s.cp > 1:

@@ -2,10 +2,8 @@
 
 import functools
 import json
-import math
 import os
 
-import numpy as np
 import torch
 import torch.distributed as torch_dist
 
@@ -17,7 +15,6 @@ from fast.edition import FusedBlock
 from fast.nccl import Direct
 from further.kinds import resized
 from lessons.bench.timing import interleaved, readable
-from model import GPTConfig
 from further.bad_input import reject
 from theory import speed
 from theory.speed import MACHINES, Machine, matrices, passes
@@ -37,7 +34,7 @@ def sent_in(link, op, elements, width):
         return sum(times * sent_in(link.inside if near else link.between, part, count, width)
                    for times, part, count, near in in_two_levels(op, elements, link.inside.size, link.between.size,
                                                                  link.inside.rank))
-    return sent(op, elements, width, link.size, link.rank, 0, isinstance(link, Direct))
+    return sent(op, elements, width, link.size, link.rank, isinstance(link, Direct))
 
 
 # ---------------------------------------------------------------------------------------------------------- the machine
@@ -65,14 +62,14 @@ def both_ways(function, *inputs):
 def measure_machine(device, dtype, config):
     """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links. (Those of FP8
     are not measured: its steps are predicted as bf16's.) All ranks measure at once, because in training, too, they
-    share power. On CUDA the GPU's computing is replayed, so that `launch` alone depends on the CPU."""
+    share power. On CUDA the computing is replayed, so that a slow CPU changes nothing."""
     dtype = parallel.PRECISIONS[dtype]
     config = resized(config, experts=0)  # rates are a dense block's
     cuda, n, c, t = device.type == "cuda", dist.get_world_size(), config.n_embd, config.seq_len
     b = max(1, (32768 if cuda else 1024) // t)  # so much that no GPU waits for its CPU
     random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
 
-    block, tiny = (FusedBlock(some, 0).to(device, dtype) for some in (config, GPTConfig(n_embd=32, n_head=1)))
+    block = FusedBlock(config, 0).to(device, dtype)
     targets = torch.zeros(b, t, dtype=torch.int64, device=device)
     k = min(b * t, 8192)  # tokens of a step on one GPU; with more, products are faster
     a, wide, up = random(k, c), random(k, config.hidden), random(c, config.hidden)
@@ -84,8 +81,8 @@ def measure_machine(device, dtype, config):
             b, t, config.n_head // config.kv_heads + 2, config.kv_heads, config.head_dim)),
         "loss": both_ways(lambda z: parallel.cross_entropy(z, targets, config.vocab_size),
                           random(b, t, config.vocab_size))}
-    others = {"copy": lambda: target.copy_(source), "launch": both_ways(tiny, random(1, 16, 32))}
-    seconds = interleaved(replays_of(computing, device) | others, device, 5, calls=3)
+    copying = {"copy": lambda: target.copy_(source)}
+    seconds = interleaved(replays_of(computing, device) | copying, device, 5, calls=3)
     products = b * t / k * seconds["products"] * sum(matrices(config)) / (c * config.hidden)  # all of a block
     rest = seconds["block"] - seconds["attention"] - products
     name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
@@ -98,16 +95,17 @@ def measure_machine(device, dtype, config):
         attention=7 * b * t * t * config.heads_width / seconds["attention"],
         elementwise=sum(passes(config)) * b * t * dtype.itemsize / max(rest, 0.05 * seconds["block"]),
         loss=b * t * config.vocab_size / seconds["loss"], hbm=2 * source.nbytes / seconds["copy"],
-        launch=seconds["launch"], link=link, hop=hop)
+        link=link, hop=hop)
 
 
 def measure_links(device):
     """(seconds of latency, bytes/s) of a collective of all ranks, from a short and a long all-reduce."""
     n = dist.get_world_size()
-    tensors = [torch.zeros(1 << log, device=device) for log in ((11, 26) if device.type == "cuda" else (8, 21))]
-    seconds = interleaved({2 * (n - 1) / n * t.nbytes: functools.partial(dist.all_reduce, t) for t in tensors}, device,
-                          5, calls=5)
-    return fit([1, 1], [*seconds], [*seconds.values()])
+    short, long = (torch.zeros(1 << log, device=device) for log in ((11, 26) if device.type == "cuda" else (8, 21)))
+    calls = {name: functools.partial(dist.all_reduce, t) for name, t in (("short", short), ("long", long))}
+    seconds = interleaved(calls, device, 5, calls=5)
+    more = 2 * (n - 1) / n * (long.nbytes - short.nbytes)
+    return seconds["short"], more / (seconds["long"] - seconds["short"])
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives
@@ -127,16 +125,6 @@ def calls_of(op, size, device):
                  "all_gather_into_tensor": (whole, part), "all_to_all_single": (other, whole), "reduce": (whole, 0)}[op]
     return {who: functools.partial(getattr(module, op), *arguments)
             for who, module in (("us", dist), ("torch_us", torch_dist))}, count
-
-
-def fit(messages, sizes, seconds):
-    """Fit seconds = a messages + bytes / b; returns (a, b), seconds a message and bytes a second. Errors are relative,
-    so that short times count as much as long ones. a is 0, or b infinite, where the times do not show it."""
-    m, k, t = (np.asarray(x, float) for x in (messages, sizes, seconds))
-    a, per_byte = np.linalg.lstsq(np.stack([m / t, k / t], 1), np.ones(len(t)), rcond=None)[0]
-    if a < 0:
-        return 0.0, float(np.mean(k / t))
-    return float(a), float(1 / per_byte) if per_byte > 0 else math.inf
 
 
 def load_machine(a):

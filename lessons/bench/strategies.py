@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import math
 import statistics
@@ -12,16 +11,14 @@ from collections import Counter, defaultdict
 import numpy as np
 import torch
 import torch.distributed as torch_dist
-import torch.nn.functional as F
 
 import collectives as dist
 import kernels
-import model
 import parallel
 import train
-from fast import attention, hopper, linear, norm, run
+from fast import norm, run
+from fast.edition import Fast
 from fast.graphs import RecordedPipeline
-from fast.nccl import Direct, NodeLink
 from further.kinds import resized
 from further.schedules import HalvedPipeline, SCHEDULES
 from further.text import Bytes
@@ -97,33 +94,15 @@ def make_trainer(config, s, device):
     return Timed(s, config, peers.random_source(config, device), (tokens, tokens, Bytes()), device)
 
 
-@contextlib.contextmanager
-def routes_of_rows():
-    """Inside, record for each forward through experts of several ranks how many rows this rank sends to each expert,
-    and how many come for each of its own from each rank: int64 (E) and (N, E/N), flat. Forwards that backward runs
-    again are not recorded."""
-    routes, send = [], dist.all_to_all_single
-
-    def recorded(incoming, counts, *args, **more):
-        backward = torch._C._current_graph_task_id() != -1  # one is running
-        if counts.dtype == torch.int64 and not args and not backward:
-            routes.append((counts, incoming))
-        return send(incoming, counts, *args, **more)
-
-    with patched([(dist, "all_to_all_single", recorded)]):
-        yield routes
-
-
-def predicted_traffic(trainer, routes):
-    """{collective: bytes} that this rank sends in a step, by its list and by formulas. routes: the step's, by
-    `routes_of_rows`."""
+def predicted_traffic(trainer):
+    """{collective: bytes} that this rank sends in a step, by its list and by formulas: of experts, if each gets equally
+    many tokens."""
     s, net = trainer.s, trainer.net
     rank = net.mesh.get_coordinate()[0]
-    rows = [[tuple(counts.view(s.ep, -1).sum(1).tolist()) for counts in ways] for ways in routes]
     where = vars(net.groups) | {"world": None, "all": trainer.control}
     total = Counter()
     for item in messages(trainer.config, s, stages_in(s, trainer.config, rank),
-                         messages_of_list(net.lists(s.micro_batches)[rank], net), rows):
+                         messages_of_list(net.lists(s.micro_batches)[rank], net)):
         total[item.op] += item.times * sent_in(dist.link_of(where[item.axis]), item.op, item.elements, item.width)
     return {op: n for op, n in total.items() if n}
 
@@ -211,21 +190,12 @@ def never(*args, **more):
 
 def pieces():
     """{piece of fast/: [(object, attribute, what stands in its place), ...]}, as for `patched`"""
-    norms = [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", norm.add_and_norm)]
     return {
         "graphs": [(RecordedPipeline, "run", HalvedPipeline.run)],                  # kernels launched one by one
         "kernels": [(kernels, "on_triton", never)],                                 # PyTorch's operations
-        "tuning": [*norms, *plain_kernels(                                          # the reference's
-            F.linear, parallel.RowParallelLinear, kernels.flash_attention, kernels.attention_forward,
-            kernels.attention_backward)],
-        "norm": norms,
-        "addition": plain_kernels(model.Block),                                     # added to x, and then the norm
-        "specialized": [(attention, "specialized_takes", never), (hopper, "specialized_takes", never)],  # Triton's
-        "reading": [(run, "look", Plain.look)],                                     # a step waits for its own norm
-        "padding": [(linear, "pads", never)],                                       # of GPT-2's 50257 tokens
-        "adamw": [(run, "AdamW", functools.partial(torch.optim.AdamW, fused=True))],  # PyTorch's
+        "norm": [*plain_kernels(kernels.LayerNorm), (norm, "add_layer_norm", norm.add_and_norm)],  # the reference's
+        "adamw": [(run, "parts", lambda s, device: {"edition": Fast, **Plain.parts(s, device)})],  # PyTorch's
         "links": [(dist.LINKS, "ours", Watched)],                                   # rings
-        "windows": [(NodeLink, "window", Direct.window)],                           # NCCL's messages
         "fp8": [(run, "use_fp8", lambda stage: None)]}                              # of --dtype fp8: bf16
 
 
@@ -315,11 +285,10 @@ def memory_and_traffic(trainer):
               for kinds in (predicted_bytes(trainer, trainer.seen.share),
                             measured_bytes(trainer, trainer.seen))]
     trainer.step(2)
-    with routes_of_rows() as routes:
-        dist.reset_traffic()
-        trainer.step(2)
+    dist.reset_traffic()
+    trainer.step(2)
     counted = sum(t.bytes for t in dist.traffic().values())
-    formula = sum(predicted_traffic(trainer, routes).values())
+    formula = sum(predicted_traffic(trainer).values())
     return {"memory": memory[0], "memory_measured": memory[1],
             "traffic": formula / 2**20, "traffic_counted": counted / 2**20}
 

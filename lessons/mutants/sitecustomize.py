@@ -42,9 +42,9 @@ def line_of(frame):
 
 def note(line):
     """A line of the file `lines`: where, and which tests run in any of pytest's processes."""
-    running = [name for name in os.listdir(FOLDER) if name.startswith("now.")]
-    for name in running or [""]:
-        test = open(os.path.join(FOLDER, name)).read() if name else ""
+    for name in [name for name in os.listdir(FOLDER) if name.startswith("now.")]:
+        with open(os.path.join(FOLDER, name)) as file:
+            test = file.read()
         if (line, test) not in noted:
             noted.add((line, test))
             with open(os.path.join(FOLDER, "lines"), "a") as file:
@@ -55,6 +55,19 @@ def outputs(first):
     return first if isinstance(first, (list, tuple)) else [first]
 
 
+def alone(name, out, mine, rank, n):
+    """Writes what this rank would have alone: its part of its own terms, or its own numbers in each place."""
+    if "scatter" in name:
+        parts = mine if len(mine) > 1 else mine[0].flatten().tensor_split(n)
+        out[0].copy_(parts[rank].view_as(out[0]))
+        return
+    places = out if len(out) > 1 or "to_all" in name else out[0].flatten().tensor_split(n)
+    for t in places:
+        own = mine[0].flatten()[:t.numel()]
+        if len(own) == t.numel():
+            t.copy_(own.view_as(t))
+
+
 def wrong(real, bound, dist):
     """The call with the fault."""
     if FAULT != "stale" or before:  # the first call has none before it
@@ -63,23 +76,17 @@ def wrong(real, bound, dist):
     if FAULT == "skip":
         return [] if real.__name__ == "batch_isend_irecv" else Done()
     values, group = [*bound.arguments.values()], bound.arguments.get("group")
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    n = dist.get_world_size(group)
     asynchronous = bound.arguments.pop("async_op", False)
     if FAULT == "alone":
-        out, mine = outputs(values[0]), outputs(values[1])
-        parts = mine if len(mine) > 1 else [*mine[0].flatten().tensor_split(n)]
-        if "scatter" in real.__name__:
-            out[0].copy_(parts[rank].view_as(out[0]))
-        else:
-            for t in [*out[0].flatten(0).tensor_split(n)] if len(out) == 1 and "to_all" not in real.__name__ else out:
-                t.copy_(mine[0].reshape(-1)[:t.numel()].view_as(t)) if mine[0].numel() >= t.numel() else None
-    else:
-        real(*bound.args, **bound.kwargs)
-        for i, t in enumerate(outputs(values[0])):
-            t = t.detach()
-            last = before.get((i, t.shape), t)
-            before[i, t.shape] = t.clone()
-            t.copy_(t * n if FAULT == "times" else last)
+        alone(real.__name__, outputs(values[0]), outputs(values[1]), dist.get_rank(group), n)
+        return Done() if asynchronous else None
+    real(*bound.args, **bound.kwargs)
+    for i, t in enumerate(outputs(values[0])):
+        t = t.detach()
+        last = before.get((i, t.shape), t)
+        before[i, t.shape] = t.clone()
+        t.copy_(t * n if FAULT == "times" else last)
     return Done() if asynchronous else None
 
 
@@ -92,12 +99,12 @@ def wrapped(real, dist):
         inside.call = True
         try:
             bound = inspect.signature(real).bind(*args, **options)
-            alone = not line or dist.get_world_size(bound.arguments.get("group")) == 1  # then no fault changes anything
-            if not alone and not TARGET:
+            counts = line and dist.get_world_size(bound.arguments.get("group")) > 1  # else no fault changes anything
+            if counts and not TARGET:
                 note(f"{line}\t{real.__name__}")
-            if alone or f"{line} {real.__name__}" != TARGET:
-                return real(*args, **options)
-            return wrong(real, bound, dist)
+            if counts and f"{line} {real.__name__}" == TARGET:
+                return wrong(real, bound, dist)
+            return real(*args, **options)
         finally:
             inside.call = False
     return called
