@@ -16,7 +16,6 @@ from lessons import lecture8, zero
 from lessons.demos import main
 from lessons.bench.timing import of_all_ranks, patched
 from lessons.step import settings_of
-from model import GPTConfig
 from tests.pool import close, in_new_process, on_plain, on_ranks, parametrize
 from tests.runs import output_of
 
