@@ -43,8 +43,8 @@ class Settings(Flags):
                             "Perfetto; kernels that CUDA graphs replay show as graph launches")
     fast: str = flag("auto", "the same numbers sooner, by what fast/ has in place of the reference; auto: on GPUs",
                      choices=["auto", "on", "off"])
-    cuda_graphs: str = flag("auto", "replay a step from one CUDA graph, so that the CPU does not launch each kernel; auto: "
-                                    "on GPUs, with --experts only in bf16 and with --ep 1",
+    cuda_graphs: str = flag("auto", "replay a step from one CUDA graph, so that the CPU does not launch each kernel; "
+                                    "auto: on GPUs, with --experts only in bf16 and with --ep 1",
                             choices=["auto", "off", "on"])
     deterministic: bool = flag(False, "attention's backward adds up in a fixed order where it would not, so that runs "
                                       "are equal to the bit; for Hopper GPUs, head dim 128 and 2,048 tokens or more")

@@ -108,7 +108,7 @@ TRAFFIC = """
 @parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_every_strategy_sends_what_the_table_says(size):
-    """Each of the experts gets all tokens, because the table says what equal loads send. Step 0 would measure memory."""
+    """Each expert gets all tokens, because the table says what equal loads send. Step 0 would measure memory."""
     for case in TRAFFIC.strip().splitlines():
         if math.prod(map(int, re.findall(r"--[dtpc]p (\d)", case))) != size:
             continue

@@ -335,7 +335,7 @@ def begin_three_times(rank, port, agent):
         time.sleep(0.1 * (rank == 0))  # rank 1 must not connect to what rank 0 was before
         dist.initialize("cpu", 7, safe.launch.settled_rendezvous)
         groups = torch.distributed.group.WORLD, dist.new_group([0, 1])
-        waits = [dist.link_of(group).timeout for group in groups]
+        waits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
         for group in groups:
             dist.all_reduce(t := torch.ones(2) + rank, group=group)
             assert t.eq(3).all()
