@@ -207,8 +207,9 @@ def test_receives_that_are_posted_late_come_in_the_order_of_their_sends(schedule
 @on_gpus
 @on_ranks(2)
 def test_a_recorded_step_takes_as_much_memory_as_a_launched_one():
-    """But for a few units and PyTorch's own room for products. Twelve blocks travel one after the other, twice."""
-    config = sized(n_layer=12, n_embd=512)
+    """But for a few units and PyTorch's own room for products, 32 MiB a stream, which units of 48 MiB dwarf. Twelve
+    blocks travel one after the other, twice."""
+    config = sized(n_layer=12, n_embd=1024)
     net = small_gpt(config, dp=2, zero=3)
     net.pipeline.records = True
     batch = [[t.to(net.device)] for t in tokens_of(0)]
