@@ -719,10 +719,13 @@ class NoLink:
 
 
 def link_of(group):
-    """The Link that serves this group."""
+    """The Link that serves this group. TypeError for what is no group, a DeviceMesh or a list of ranks."""
     if group is torch_dist.GroupMember.NON_GROUP_MEMBER:
         return NoLink()
-    group = group or torch_dist.group.WORLD
+    group = torch_dist.group.WORLD if group is None else group
+    if not isinstance(group, torch_dist.ProcessGroup):
+        raise TypeError(f"group must be a process group, not a {type(group).__name__}: give mesh.get_group(\"dp\"), say, "
+                        "or new_group(ranks)")
     if "in use" not in process.links[group]:
         use(group, "ours")
     return process.links[group]["in use"]

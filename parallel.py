@@ -1323,7 +1323,8 @@ def clip_grad_norm_(parameters, max_norm, scale=1.0):
     number is all-reduced over all ranks, so each element of the model counts once.
     """
     parameters = list(parameters)
-    square = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
+    device = parameters[0].device if parameters else torch.distributed.group.WORLD.bound_device_id  # None: the CPU
+    square = torch.zeros((), dtype=torch.float64, device=device)
     grads = defaultdict(list)  # how often they count -> gradients
     for param in parameters:
         if param.grad is not None:

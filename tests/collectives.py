@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from torch.utils._pytree import tree_map
 
 import collectives as dist
+import parallel
 from further.letters import tensors_in
 from tests.links import carried, served_by
 from tests.pool import is_plain, needs_kernels, on_both, on_plain, on_ranks, parametrize
@@ -390,6 +391,14 @@ def test_no_number_is_cast_or_repeated_in_silence():
         for name, *given in calls:
             with pytest.raises(ValueError, match="elements|dtype|for each rank"):
                 getattr(dist, name)(*given)
+
+
+@on_both
+@on_ranks(1)
+def test_what_is_no_group_is_refused_in_a_line():
+    for group, kind in (parallel.make_mesh(torch.get_default_device().type, dp=1), "DeviceMesh"), ([0], "list"):
+        with pytest.raises(TypeError, match=f"not a {kind}: give mesh.get_group"):
+            dist.all_reduce(torch.ones(1), group=group)
 
 
 @on_plain
