@@ -334,7 +334,7 @@ def layer_norm(x, weight, bias, eps=1e-5):
 #     attention_backward_kv_kernel    one program: keys j     loop over i, the rows that see j      dV_j += P_ij^T dO_i
 #                                                                                                   dK_j += dS_ij^T Q_i
 #
-# further/by_hand.py has forward and backward so in PyTorch: `attention_in_blocks`, `attention_backward_in_blocks`.
+# further/by_hand.py has forward so in PyTorch: `attention_in_blocks`.
 #
 # Traffic: Q, K, V read once and O written once is 8 T D bytes a head in bf16; blocks of K and V come again for every
 # block of rows, but from L2. FLOPs: 4 Tq Tk D a head forward, half that under a causal mask, whose blocks above the

@@ -622,9 +622,9 @@ class Unit:
         return stepped
 
     def kept(self, param):
-        """For checkpoints: (the stepped tensor, which of its numbers, which of the flat parameter's these are)."""
+        """For checkpoints: (the stepped tensor, which of the flat parameter's numbers it has)."""
         low, high = (at - self.starts[param] for at in self.here(param))
-        return self.stepped[param], slice(None), slice(low, high) if low < high else slice(0)
+        return self.stepped[param], slice(low, high) if low < high else slice(0)
 
 
 def params_together(pieces, group, apart=lambda param: None):

@@ -40,36 +40,25 @@ WHOLE = "tokenizer.json"  # all of a tokenizer in one file
 
 # --------------------------------------------------------------------------------------------------- pieces and letters
 
-@functools.cache
-def kinds_of_letters():
-    r"""What `re` calls \p{L}, \p{N}, Unicode's \s, and one or more of all others.
+# The patterns that cut a text into pieces: GPT-2's, Llama 3's, and Qwen 2 and 3's.
+GPT2S = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA_3S = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+            r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWENS = LLAMA_3S.replace("{1,3}", "")
 
-    Python's `re` has no \p{L}. Its \w is \p{L}, \p{N} and "_"; its \s is Unicode's White_Space and four more.
+
+@functools.cache
+def compiled(pattern):
+    r"""One of these patterns, as Python's `re` spells it, which has no \p{L} and no \p{N}.
+
+    Its \w is \p{L}, \p{N} and "_"; its \s is Unicode's White_Space and four more.
     """
     kinds = "".join(unicodedata.category(chr(i))[0] for i in range(0x110000))
     numbers = "".join(f"{chr(run.start())}-{chr(run.end() - 1)}" for run in re.finditer("N+", kinds))
-    return rf"[^\W_{numbers}]", f"[{numbers}]", r"[^\S\x1c-\x1f]", r"(?:[^\w\s]+|[_\x1c-\x1f]+)"
-
-
-@functools.cache
-def piece_pattern():
-    r"""GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-    letter, number, space, other = kinds_of_letters()
-    return re.compile(rf"'s|'t|'re|'ve|'m|'ll|'d| ?{letter}+| ?{number}+| ?{other}+"
-                      rf"|{space}+(?![\S\x1c-\x1f])|{space}+")
-
-
-PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
-           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-DIGITS = {PATTERN.replace("DIGITS", "{1,3}"): 3, PATTERN.replace("DIGITS", ""): 1}  # Llama 3's pattern, Qwen's
-
-
-@functools.cache
-def later_pattern(digits):
-    """PATTERN, as `re` spells it, with so many digits in a piece."""
-    letter, number, space, other = kinds_of_letters()
-    return re.compile(rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|(?:[^\w\r\n]|_)?{letter}+|{number}{{1,{digits}}}"
-                      rf"| ?{other}+[\r\n]*|{space}*[\r\n]+|{space}+(?![\S\x1c-\x1f])|{space}+")
+    ours = {
+        r"[^\s\p{L}\p{N}]+": r"(?:[^\w\s]+|[_\x1c-\x1f]+)+", r"[^\r\n\p{L}\p{N}]": r"(?:[^\w\r\n]|_)",
+        r"\p{L}": rf"[^\W_{numbers}]", r"\p{N}": f"[{numbers}]", r"\S": r"[\S\x1c-\x1f]", r"\s": r"[^\S\x1c-\x1f]"}
+    return re.compile(re.sub("|".join(map(re.escape, ours)), lambda found: ours[found[0]], pattern))
 
 
 # The letter for each byte, as both files spell tokens: a printable byte's own, and for others U+0100 and on, so that no
@@ -102,7 +91,7 @@ GPT2 = EVERY | {
 LATER = EVERY | {
     "normalizer.type": [None, "NFC"], "pre_tokenizer.type": ["Sequence"], "pre_tokenizer.pretokenizers.2": [None],
     **{f"pre_tokenizer.pretokenizers.{key}": fine for key, fine in {
-        "0.type": ["Split"], "0.pattern.Regex": [*DIGITS], "0.behavior": ["Isolated"], "0.invert": [None, False],
+        "0.type": ["Split"], "0.pattern.Regex": [LLAMA_3S, QWENS], "0.behavior": ["Isolated"], "0.invert": [None, False],
         "1.type": ["ByteLevel"], "1.add_prefix_space": [False], "1.use_regex": [False]}.items()}}
 
 
@@ -146,7 +135,7 @@ def read_whole(folder):
     return dict(files={WHOLE: text}, numbers=numbers, end=end, begin=begin_of(whole), composed=composed,
                 merges=[pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]],
                 special=[end, *(token["content"] for token in whole["added_tokens"])],
-                digits=DIGITS.get(value_at(whole, "pre_tokenizer.pretokenizers.0.pattern.Regex"), 0),
+                pattern=value_at(whole, "pre_tokenizer.pretokenizers.0.pattern.Regex") or GPT2S,
                 takes_whole=bool(model.get("ignore_merges")))
 
 
@@ -180,7 +169,7 @@ class Tokenizer:
     encode(text) gives what the package tokenizers does without special tokens, tokens_of(texts) what it does with.
     Special tokens are taken as a whole where a text has them; of those that begin alike, the longest comes first."""
     begin = ""           # stands before each text
-    digits = 0           # at most in a piece, in later patterns than GPT-2's
+    pattern = GPT2S      # of a piece
     composed = False     # whether a text is normalized first
     takes_whole = False  # whether a piece that is a token is not merged
 
@@ -234,7 +223,7 @@ class Tokenizer:
 
     def pieces(self, text):
         text = unicodedata.normalize("NFC", text) if self.composed else text
-        return (later_pattern(self.digits) if self.digits else piece_pattern()).findall(text)
+        return compiled(self.pattern).findall(text)
 
     def encode(self, text):
         numbers = []

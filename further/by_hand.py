@@ -1,7 +1,8 @@
-"""By hand: activations, layer norm and flash attention in PyTorch's operations, and their derivatives without autograd.
+"""By hand: activations and layer norm in PyTorch's operations, and their derivatives without autograd; flash attention.
 
 The math stands in kernels.py, at the heads of "activations", "layer norm" and "attention". Its kernels compute the
-same: activations and layer norm in one pass, attention in the same loops over blocks.
+same: activations and layer norm in one pass, attention in the same loop over blocks. (kernels.py has attention's
+derivative by hand, too: `attention_backward_reference`, of whole matrices, and of blocks a simple kernel.)
 
     python -m lessons kernels    errors against float64
 """
@@ -51,7 +52,8 @@ def attention_in_blocks(q, k, v, size):
         l = torch.zeros_like(m)                                  # the sum of exp(score - m)
         acc = torch.zeros_like(q[rows])                          # the sum of exp(score - m) V
         for keys in torch.arange(rows[-1] + 1).split(size):      # later keys no row sees
-            s = block_of_scores(q, k, rows, keys)
+            s = q[rows] @ k[keys].T / math.sqrt(q.shape[1])
+            s = s.masked_fill(keys > rows[:, None], -math.inf)   # which the row does not see
             m_new = torch.maximum(m, s.amax(1))
             p = torch.exp(s - m_new[:, None])
             alpha = torch.exp(m - m_new)                         # l and acc were computed with the old m
@@ -61,33 +63,3 @@ def attention_in_blocks(q, k, v, size):
         o[rows] = acc / l[:, None]
         lse[rows] = m + l.log()
     return o, lse
-
-
-def block_of_scores(q, k, rows, keys):
-    """S of these rows and keys; -inf where a row does not see a key."""
-    s = q[rows] @ k[keys].T / math.sqrt(q.shape[1])
-    return s.masked_fill(keys > rows[:, None], -math.inf)
-
-
-def attention_backward_in_blocks(q, k, v, o, lse, do, size):
-    """(dQ, dK, dV) of the same head. A block of P is made again from L. The two outer loops are the two kernels."""
-    scale = 1 / math.sqrt(q.shape[1])
-    delta = (do * o).sum(1)
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    blocks = torch.arange(len(q)).split(size)
-
-    def p_and_ds(rows, keys):
-        p = torch.exp(block_of_scores(q, k, rows, keys) - lse[rows, None])
-        dp = do[rows] @ v[keys].T
-        return p, p * (dp - delta[rows, None])
-
-    for n, rows in enumerate(blocks):                            # attention_backward_q_kernel: these rows' dQ
-        for keys in blocks[:n + 1]:
-            _, ds = p_and_ds(rows, keys)
-            dq[rows] += ds @ k[keys] * scale
-    for n, keys in enumerate(blocks):                            # attention_backward_kv_kernel: these keys' dK and dV
-        for rows in blocks[n:]:
-            p, ds = p_and_ds(rows, keys)
-            dv[keys] += p.T @ do[rows]
-            dk[keys] += ds.T @ q[rows] * scale
-    return dq, dk, dv

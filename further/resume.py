@@ -34,9 +34,9 @@ from further.folder import (
     hf_config, read_safetensors, source_of, sync_folder, write_file, write_folder, write_safetensors)
 from further.kinds import resized, shapes_of_all
 from further.text import Bytes
-from further.whole import MOMENTS, put_together, set_updates, whole_tensor
+from further.whole import MOMENTS, set_updates, whole_tensor
 from further import whole
-from model import buffers, GPTConfig, shapes
+from model import GPTConfig, shapes
 from parallel import master_dtype
 
 
@@ -90,14 +90,8 @@ def whole_tensors(trainer):
 
 
 def whole_parameter(net, name, key=None):
-    """A parameter of a ParallelGPT as one process would hold it, in the master dtype; with `key`, what the optimizer
-    keeps of it (zeros before its first step); or a buffer. Call it on all ranks."""
-    shape = shapes_of_all(net.config)[name]
-    if name not in buffers(net.config):
-        return whole_tensor(net, name, shape, key)
-    own = [dict(piece.named_buffers()).get(name) for piece in net.pieces.values()]
-    own = [buffer.view(-1) for buffer in own if buffer is not None] or [torch.empty(0, device=net.device)]
-    return put_together(shape, slice(len(own[0])), own[0].float(), [net.groups.pp])
+    """A parameter or a buffer of a ParallelGPT, as whole.py's `whole_tensor`."""
+    return whole_tensor(net, name, shapes_of_all(net.config)[name], key)
 
 
 def save(trainer, done, run=None, said=None, beside=None):

@@ -81,7 +81,7 @@ def on_rank(sizes, m, frozen=(), seeds=False, **options):
         net.step()
         dist.all_reduce(loss, dist.ReduceOp.AVG, mesh.get_group("dp"))
         losses.append(loss.item())
-    return losses, norms, whole_state(net, keys=())["weights"]
+    return losses, norms, whole_state(net)["weights"]
 
 
 HALVED = dict(schedule=zero_bubble_h1, pipeline=HalvedPipeline)

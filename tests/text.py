@@ -21,7 +21,7 @@ import torch
 import safe.data
 import model
 import train
-from further.bpe import DIGITS, END, FILES, later_pattern, LETTERS, piece_pattern, Tokenizer
+from further.bpe import compiled, END, FILES, GPT2S, LETTERS, LLAMA_3S, QWENS, Tokenizer
 from further.llama import LlamaConfig
 from further.sampling import CachedGPT
 from further.resume import checkpoints, open_checkpoint
@@ -48,7 +48,7 @@ def kind_of(letter):
 def test_each_code_point_belongs_to_the_kind_that_unicode_says():
     """A letter goes on a word, a digit a number, and so on; no other goes on (tried where kinds meet, and below
     U+3000)."""
-    match, before = piece_pattern().match, {"L": "a", "N": "1", "other": "!", "space": "\n"}
+    match, before = compiled(GPT2S).match, {"L": "a", "N": "1", "other": "!", "space": "\n"}
     kinds = [kind_of(chr(i)) for i in range(sys.maxunicode + 1)]
     wrong = [hex(i) for i, kind in enumerate(kinds) if match(before[kind] + chr(i)).end() != 2]
     meet = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
@@ -65,7 +65,7 @@ PIECES = [  # of texts, by GPT-2's pattern
 
 @parametrize("pieces", PIECES)
 def test_a_text_is_cut_as_by_gpt2_s_pattern(pieces):
-    assert piece_pattern().findall(pieces.replace("|", "")) == pieces.split("|")
+    assert compiled(GPT2S).findall(pieces.replace("|", "")) == pieces.split("|")
 
 
 LATER_PIECES = [  # by Llama 3's pattern in the package tokenizers; Qwen's cuts each number once more
@@ -77,9 +77,9 @@ LATER_PIECES = [  # by Llama 3's pattern in the package tokenizers; Qwen's cuts 
 @parametrize("pieces", LATER_PIECES)
 def test_a_text_is_cut_as_by_llama_3_s_and_qwen_s_pattern(pieces):
     text, pieces = pieces.replace("|", ""), pieces.split("|")
-    assert later_pattern(3).findall(text) == pieces
+    assert compiled(LLAMA_3S).findall(text) == pieces
     digits = [[*piece] if kind_of(piece[0]) == "N" else [piece] for piece in pieces]
-    assert later_pattern(1).findall(text) == sum(digits, [])
+    assert compiled(QWENS).findall(text) == sum(digits, [])
 
 
 # -------------------------------------------------------------------------------------------------------- vocabularies
@@ -144,8 +144,7 @@ def test_a_tokenizer_json_has_the_tokens_of_the_two_files(tmp_path, merges):
 def later_json(folder, digits=3, normalizer=None, **model):
     """As json_of, of Llama 3's or Qwen's kind, whose texts begin with "<pád>"."""
     whole = json.loads(json_of(folder))
-    pattern, = [pattern for pattern, n in DIGITS.items() if n == digits]
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": {1: QWENS, 3: LLAMA_3S}[digits]}, "behavior": "Isolated", "invert": False}
     begin = {"id": "<pád>", "ids": [whole["added_tokens"][1]["id"]], "tokens": ["<pád>"]}
     return json.dumps(whole | {
         "normalizer": normalizer,
