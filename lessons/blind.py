@@ -255,7 +255,7 @@ def draw(found, path):
     pathlib.Path(path).write_text(svg_of(Frame(cells, "", (), names, 90, 365)))
 
 
-def demo_blind(out):
+def demo_blind(out=None):
     """Which of seven habits would have seen each bug that shipped, and each mutant of a collective."""
     if out:
         check_picture(out, "--out")

@@ -2,15 +2,13 @@
 
 import argparse
 import dataclasses
-import json
+import inspect
 import math
 import os
 import re
 import sys
-import statistics
 import time
-from collections import Counter, defaultdict
-from functools import partial
+from collections import Counter
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,7 +22,7 @@ from further.experts import count_of_each, ExpertsConfig
 from further.lists import check
 from further.schedules import SCHEDULES
 from lessons import kernels, links, mutate, pages, puzzles, same
-from lessons.bench.timing import off, readable, say, say_in_order, traffic_of
+from lessons.bench.timing import off, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.compiled import demo_compile
 from lessons.explore import explore
@@ -35,17 +33,16 @@ from lessons.machine import demo_machine
 from lessons.measuring import demo_measuring
 from lessons.overlap import demo_overlap
 from lessons.path import demo_path
-from lessons.plan import KINDS
-from lessons.pictures import ring_states, ring_steps, spans_of
+from lessons.pictures import ring_states, ring_steps
 from lessons.sampling import demo_sampling
-from lessons.step import demo_step
+from lessons.step import demo_step, settings_of
 from lessons.together import demo_together
 from lessons.zero import demo_zero
 from model import GPT, PRESETS, GPTConfig, shapes
 from parallel import lower, make_mesh, tensor_parallel
 import safe
 from safe import launch
-from safe.flags import check_layout, dashed, gpus_here, Parser, refuse, Settings
+from safe.flags import dashed, gpus_here, Parser, refuse
 from further.bad_input import BadInput
 from theory.clock import bubble, draw, simulate
 from theory.speed import MACHINES
@@ -163,53 +160,32 @@ def flops_of_a_parameter():
         loss.backward()
     count = net.config.parameters() - 16 * 256  # positions multiply nothing
     return count / 1e6, *(flops / 16 / count for flops in (forward, counted.get_total_flops() - forward))
-def costs_of(spans):
-    """[F, I, W]: medians of what they take. A B that ran whole counts half as I, half as W."""
-    times = defaultdict(list)
-    for action, start, end in sum(spans, []):
-        times[action.kind].append(end - start)
-    half = statistics.median(times.pop("B", [0])) / 2
-    return [statistics.median(times.get(kind, [half])) for kind in "FIW"]
-
-
-def costs_in(trace):
-    """The median times of F, I and W in a trace of train.py, with a sum of 3."""
-    advice = "train.py --pp 2 --micro-batches 4 --trace FOLDER writes FOLDER/trace.json, which can be read"
-    with readable(f"--trace {trace}", advice), open(trace) as file:
-        costs = costs_of(spans_of(json.load(file)))
-        return [3 * cost / sum(costs) for cost in costs]
 
 
 DRAWN = "gpipe", "1f1b", "interleaved", "zb-h1"
 
 
-def demo_pipeline(stages, micro_batches, virtual_stages, schedule=None, trace=None):
+def demo_pipeline(stages=4, micro_batches=8, virtual_stages=2, schedule=""):
     """Schedules: grids, bubbles, activations. Four of them, or the one that --schedule names."""
     p, m = stages, micro_batches
-    costs = costs_in(trace) if trace else (1, 1, 1)
     odd = {"v-half": -(p % 2) / 2, "v-min": 0.5 if p % 3 == 0 else -0.5}  # what the formula leaves out
-    if not trace:
-        print("F, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1,\n"
-              "from its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and\n"
-              "F0/5 runs micro-batch 0 through stage 5. -- is the rest of an action, .. idle.")
-    for name in [schedule] if schedule else SCHEDULES if trace else DRAWN:
+    print("F, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1,\n"
+          "from its F to its B or W. If a rank has v stages, a column is 1/v units, an activation counts 1/v, and\n"
+          "F0/5 runs micro-batch 0 through stage 5. -- is the rest of an action, .. idle.")
+    for name in [schedule] if schedule else DRAWN:
         v = virtual_stages if name == "interleaved" else 1
         lists = SCHEDULES[name](p, m, v)
         check(lower(lists), m)
-        formula, timeline = bubble(name, p, v, 1, 1, 1), simulate(lists, *costs)
+        formula, timeline = bubble(name, p, v, 1, 1, 1), simulate(lists)
         holds = formula is not None and m >= p
         said = f"{max(formula + odd.get(name, 0), 0):g} by the formula | " if holds else ""
         idle = max(timeline.idle)
         print(f"\n{name}: idle {said}{idle:.4g} simulated, bubble "
               f"{100 * idle / timeline.length:.0f} % of {timeline.length:g}; peak activations "
               + " ".join(f"{n:g}" for n in timeline.peak))
-        if not trace:
-            print(draw(timeline))
+        print(draw(timeline))
     if m < p:
         print("\nThe lecture's formulas hold for as many micro-batches as stages, or more.")
-    if trace:
-        print("\nF, I and W take {:.2f}, {:.2f} and {:.2f} units of time, as in the trace; in the formulas each takes "
-              "1.".format(*costs))
 
 
 def both_ways(module, op, x, dy):
@@ -248,16 +224,12 @@ def demo_tensor():
             f"  relative error, off from one rank's result: Y {off(Y_cut, Y):.0e}, dX {off(dX_cut, dX):.0e}")
 
 
-def demo_types(**flags):
+def demo_types(s, ranks):
     """Letters of a step on all ranks, one after the other: replicated, varying, a term of a sum or of a mean."""
-    start, cut, m = time.perf_counter(), flags["tp"] * flags["cp"], flags["micro_batches"]
-    s = Settings(device="cpu", fast="off", vocab_size=64, seq_len=4 * cut, n_head=2 * cut, n_embd=16 * cut,
-                 n_layer=2 * flags["pp"], experts=2 * flags["ep"] * (flags["ep"] > 1),
-                 batch_size=2 * flags["dp"] * m, **flags)
+    start = time.perf_counter()
     config = config_of(s)
-    x, y = (tokens.chunk(m) for tokens in torch.randint(64, (2, 2 * m, config.seq_len)))
-    ranks = check_layout(s, config, 1, 1)
-    steps, wrong = check_letters(config, layout_of(s), range(ranks), x, y)
+    tokens = torch.randint(config.vocab_size, (2, s.batch_size // s.dp, config.seq_len))
+    steps, wrong = check_letters(config, layout_of(s), range(ranks), *(t.chunk(s.micro_batches) for t in tokens))
     sent = Counter()
     for step in steps.values():
         for (axis, what, place), times in step.sent.items():
@@ -284,7 +256,7 @@ def context_work(rank, other, n, kind):
     return f"{queries} x {keys}: {blocks:g}" if blocks else "idle", blocks
 
 
-def demo_context(ranks):
+def demo_context(ranks=4):
     """A sequence cut over ranks: who computes what in each step."""
     n = ranks
     print(f"N = {n} ranks share a sequence of 2N = {2 * n} chunks. Keys and values go round to the right, so in step s "
@@ -338,56 +310,31 @@ def demo_experts():
         "other rank, so that the\nother rank knows how many rows it will receive.")
 
 
-def positive(text, least=1):
-    if not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}, e.g. 4")
+def positive(text):
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1, e.g. 4")
     return int(text)
 
 
-DEMOS = {  # name: (function, {flag: what it is if left out})
-    "sizes": (demo_sizes, {}),
-    "machine": (demo_machine, {"model": "gpt2-xl", "machine": "h100"}),
-    "kernels": (kernels.main, {}),
-    "compile": (demo_compile, {}),
-    "collectives": (demo_collectives, {"ranks": 4}),
-    "step": (demo_step, {"dp": 2, "tp": 1, "pp": 1, "zero": 0, "micro_batches": 1, "schedule": "1f1b"}),
-    "zero": (demo_zero, {"ranks": 2, "model": "gpt2-xl", "dp": 8}),
-    "tensor": (demo_tensor, {"ranks": 2}),
-    "types": (demo_types, {"dp": 2, "tp": 2, "sp": False, "cp": 1, "cp_kind": "ring", "ep": 1, "pp": 1, "zero": 0,
-                           "zero_within": None, "schedule": "1f1b", "virtual_stages": 1, "micro_batches": 1}),
-    "pipeline": (demo_pipeline, {"stages": 4, "micro_batches": 8, "virtual_stages": 2, "schedule": "",
-                                 "trace": None}),
-    "context": (demo_context, {"ranks": 4}),
-    "experts": (demo_experts, {"ranks": 2}),
-    "measuring": (demo_measuring, {"ranks": 2}),
-    "links": (links.demo_links, {"ranks": 2}),
-    "lecture8": (demo_lecture8, {"ranks": 2}),
-    "ladder": (demo_ladder, {}),
-    "sampling": (demo_sampling, {"model": "tiny", "steps": 60}),
-    "overlap": (demo_overlap, {"model": "gpt2-xl", "ranks": 8, "tokens": 8192, "machine": "h200"}),
-    "together": (demo_together, {"dp": 2, "tp": 2, "pp": 1}),
-    "path": (demo_path, {"dp": 2, "tp": 2, "pp": 1, "zero": 0}),
-    "blind": (demo_blind, {"out": None}),
-    "pages": (pages.pages, {"out": "runs/site", "show": None, "assets": None}),
-    "explore": (explore, {"port": 0})}
-TYPES = {"port": int, "zero": int, "zero_within": positive,
-         "steps": partial(positive, least=0)}  # else a text, or positive
+DEMOS = {  # an argument of the function is a flag of the command line
+    "sizes": demo_sizes, "machine": demo_machine, "kernels": kernels.main, "compile": demo_compile,
+    "collectives": demo_collectives, "step": demo_step, "zero": demo_zero, "tensor": demo_tensor, "types": demo_types,
+    "pipeline": demo_pipeline, "context": demo_context, "experts": demo_experts, "measuring": demo_measuring,
+    "links": links.demo_links, "lecture8": demo_lecture8, "ladder": demo_ladder, "sampling": demo_sampling,
+    "overlap": demo_overlap, "together": demo_together, "path": demo_path, "blind": demo_blind,
+    "pages": pages.pages, "explore": explore}
+ON_RANKS = {  # how many, if --ranks is left out; each is a process and runs the demo
+    demo_collectives: 4, demo_tensor: 2, demo_experts: 2, demo_measuring: 2, demo_lecture8: 2, links.demo_links: 2}
+OF_A_LAYOUT = demo_step, demo_types, demo_together, demo_path  # their flags are train.py's
 HELP = {  # of the flags
     "model": "preset of the GPT", "machine": "whose rates count", "ranks": "how many", "dp": "replicas",
-    "tp": "ranks each layer is cut over", "pp": "ranks the layers are spread over", "stages": "of the pipeline",
-    "micro_batches": "of a step", "virtual_stages": "stages a rank, of the schedule interleaved",
-    "trace": "a trace.json of train.py --trace: its times in place of units", "tokens": "on each rank",
+    "stages": "of the pipeline", "micro_batches": "of a step", "schedule": "of the pipeline",
+    "virtual_stages": "stages a rank, of the schedule interleaved", "tokens": "on each rank",
     "out": "file for the picture, an .svg; of pages, their folder",
-    "zero": "stage of ZeRO",
-    "sp": "sequence parallelism", "cp": "ranks each sequence is cut over", "cp_kind": "of context parallelism",
-    "ep": "ranks of dp that share out experts, which the blocks have then", "schedule": "of the pipeline",
-    "zero_within": "ranks that ZeRO shards over; left out, all of dp x cp",
     "show": "a picture of the pages, step by step in the terminal, e.g. ring",
     "assets": "write README's and docs' pictures into this folder, as SVG",
     "steps": "of training before", "port": "of the page; 0: a free one"}
-# Each rank is a process and runs the demo.
-ON_RANKS = (demo_collectives, demo_tensor, demo_experts, demo_measuring, demo_lecture8,
-            links.demo_links)
+CHOICES = {"model": PRESETS, "machine": MACHINES, "schedule": SCHEDULES}
 
 
 BY_STOP = {  # of docs/reading.md
@@ -419,31 +366,55 @@ def listing(parsers):
     return "\n".join(lines + [f"  {text:30}{names}" for text, names in BY_TEXT.items()])
 
 
-def main():
+def flags_of(demo):
+    """{flag: what it is if left out}"""
+    if demo in OF_A_LAYOUT:
+        return {}
+    if demo in ON_RANKS:
+        return {"ranks": ON_RANKS[demo]}
+    return {name: argument.default for name, argument in inspect.signature(demo).parameters.items()}
+
+
+def parser_of_all():
     parser = Parser(prog="python -m lessons", formatter_class=argparse.RawDescriptionHelpFormatter)
     lessons = parser.add_subparsers(required=True, metavar="LESSON")
-    for name, (demo, flags) in DEMOS.items():
+    for name, demo in DEMOS.items():
         lesson = lessons.add_parser(name, description=demo.__doc__)
         lesson.set_defaults(demo=demo)
-        for flag, default in flags.items():
-            if default is False:
-                lesson.add_argument(dashed(flag), action="store_true", help=HELP[flag])
-                continue
+        for flag, default in flags_of(demo).items():
             told = HELP[flag] + f" (default: {default})" * bool(default)
-            kind = TYPES.get(flag, positive if isinstance(default, int) else str)
-            choices = {"model": [*PRESETS], "machine": [*MACHINES],
-                       "zero": range(4), "cp_kind": KINDS, "schedule": [*SCHEDULES]}.get(flag)
-            lesson.add_argument(dashed(flag), type=kind, default=default, choices=choices, help=told)
-        if demo is demo_step:
-            lesson.add_argument("more", nargs="*", help="behind --, further flags of train.py")
+            kind = {"port": int}.get(flag, positive if isinstance(default, int) else str)
+            lesson.add_argument(dashed(flag), type=kind, default=default, choices=CHOICES.get(flag), help=told)
     puzzles.add_to(lessons)
     same.add_to(lessons.add_parser("same", description=same.main.__doc__)).set_defaults(demo=same.main)
     mutate.add_to(lessons.add_parser("mutate", description=mutate.mutate.__doc__)).set_defaults(demo=mutate.mutate)
     parser.description = listing(lessons.choices)
+    return parser
+
+
+def run_on_ranks(demo, ranks):
+    """Starts so many processes, unless torchrun has. Each runs the demo."""
+    if "RANK" not in os.environ:
+        launch.start_again(ranks)
+    on_links = demo is links.demo_links
+    (fast if on_links else safe).on()  # ranks name what fails; the numbers are equal
+    device = "cuda" if on_links and gpus_here() >= ranks else "cpu"
+    dist.initialize(device, rendezvous=launch.settled_rendezvous)  # also where this machine's name does not resolve
+    demo()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main():
+    parser = parser_of_all()
     if len(sys.argv) == 1:
         return parser.print_help()
     try:
         launch.started()
+        demo = DEMOS.get(sys.argv[1])
+        if demo in OF_A_LAYOUT:
+            parser = Parser(prog=f"python -m lessons {sys.argv[1]}", description=demo.__doc__, add_help=False)
+            return demo(*settings_of(parser, sys.argv[2:]))
         flags = vars(parser.parse_args())
         demo = flags.pop("demo")
         if demo is links.demo_links:
@@ -452,12 +423,4 @@ def main():
             return demo(**flags)
     except BadInput as problem:
         refuse(parser.prog, problem)
-    ranks = flags.pop("ranks")
-    if "RANK" not in os.environ:
-        launch.start_again(ranks)
-    (fast if demo is links.demo_links else safe).on()  # ranks name what fails; the numbers are equal
-    device = "cuda" if demo is links.demo_links and gpus_here() >= ranks else "cpu"
-    dist.initialize(device, rendezvous=launch.settled_rendezvous)  # also where this machine's name does not resolve
-    demo(**flags)
-    dist.barrier()
-    dist.destroy_process_group()
+    run_on_ranks(demo, **flags)

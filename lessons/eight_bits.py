@@ -25,36 +25,29 @@ GROUP = 64
 
 
 @triton.jit
-def _few_rows(x, w, scale, y, rows, width, out, R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """BN columns of y = scale x w^T, all rows: w is read once, and in registers it gets x's dtype."""
-    row, column, k = tl.arange(0, R)[:, None], tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    x += row * width + k                                                                      # (R, BK)
-    w += column[:, None].to(tl.int64) * width + k                                             # (BN, BK)
-    total = tl.zeros((R, BN), tl.float32)
-    for start in range(0, width, BK):
-        some = tl.load(x + start, (row < rows) & (k < width - start), 0)
-        tile = tl.load(w + start, (column[:, None] < out) & (k < width - start), 0)
-        total = dot(some, tl.trans(exact(tile).to(some.dtype)), total)
-    total *= tl.load(scale + column, column < out, 0)
-    tl.store(y + row * out + column, total, (row < rows) & (column < out))
-
-
-@triton.jit
-def _few_rows_of_four(x, w, scale, y, rows, width, out, R: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """BN columns of y = x (scale w)^T, group after group. The halves of a byte meet the halves of x's columns."""
-    HALF: tl.constexpr = GROUP // 2
+def _few_rows(x, w, scale, y, rows, width, out, R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+              PACKED: tl.constexpr):
+    """BN columns of y = x (scale w)^T, all rows: w is read once, and in registers it gets x's dtype. BK columns of x at
+    a time, in halves. PACKED: these meet the halves of w's bytes, and have a scale of their own."""
+    HALF: tl.constexpr = BK // 2
     row, column, k = tl.arange(0, R)[:, None], tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, HALF)
     x += row * width + k                                                                      # (R, HALF)
-    w += column[:, None].to(tl.int64) * (width // 2) + k                                      # (BN, HALF)
-    scale += column * (width // GROUP)                                                        # (BN)
+    w += column[:, None].to(tl.int64) * (width // 2 if PACKED else width) + k                 # (BN, HALF)
+    scale += column * (width // BK if PACKED else 1)                                          # (BN)
     total = tl.zeros((R, BN), tl.float32)
-    for group in range(width // GROUP):
-        first = tl.load(x + group * GROUP, row < rows, 0)
-        second = tl.load(x + group * GROUP + HALF, row < rows, 0)
-        both = tl.load(w + group * HALF, column[:, None] < out, 0).to(tl.int32)
-        part = dot(first, tl.trans((both << 28 >> 28).to(first.dtype)))                       # repeats the sign
-        part = dot(second, tl.trans((both >> 4).to(first.dtype)), part)
-        total += part * tl.load(scale + group, column < out, 0)
+    for block in range(tl.cdiv(width, BK)):
+        left = width - block * BK
+        first = tl.load(x + block * BK, (row < rows) & (k < left), 0)
+        second = tl.load(x + block * BK + HALF, (row < rows) & (k < left - HALF), 0)
+        if PACKED:
+            both = tl.load(w + block * HALF, column[:, None] < out, 0).to(tl.int32)
+            low, high = both << 28 >> 28, both >> 4                                           # repeats the sign
+        else:
+            low = exact(tl.load(w + block * BK, (column[:, None] < out) & (k < left), 0))
+            high = exact(tl.load(w + block * BK + HALF, (column[:, None] < out) & (k < left - HALF), 0))
+        part = dot(first, tl.trans(low.to(first.dtype)))
+        part = dot(second, tl.trans(high.to(first.dtype)), part)
+        total += part * tl.load(scale + (block if PACKED else 0), column < out, 0)
     tl.store(y + row * out + column, total, (row < rows) & (column < out))
 
 
@@ -63,9 +56,10 @@ def few_rows(x, w, scale):
     scale (out) of ones."""
     (rows, width), out = x.shape, len(w)
     y = x.new_empty(rows, out)
-    kernel, columns, last, stages = (_few_rows, 64, 256, 3) if scale.dim() == 1 else (_few_rows_of_four, 32, GROUP, 6)
-    kernel[(triton.cdiv(out, columns),)](x, w, scale, y, rows, width, out, 16, columns, last, num_warps=4,
-                                         num_stages=stages)
+    packed = scale.dim() > 1
+    columns, block, stages = (32, GROUP, 6) if packed else (64, 256, 3)
+    _few_rows[(triton.cdiv(out, columns),)](x, w, scale, y, rows, width, out, 16, columns, block, packed, num_warps=4,
+                                            num_stages=stages)
     return y
 
 

@@ -201,7 +201,7 @@ def server_at(port):
     return server
 
 
-def explore(port):
+def explore(port=0):
     """Lists to edit and run, in a browser on this machine."""
     with server_at(port) as server:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does

@@ -74,9 +74,10 @@ def show(title, cases, label, count):
         print(f"  {label.format(case):34}{count(case)}")
 
 
-def demo_machine(model, machine):
+def demo_machine():
     """What a GPU does with warps, waves, tiles and memory, counted."""
-    rates, i = MACHINES[machine], torch.arange(1 << 15)
+    rates = MACHINES["h100"]
+    model = "gpt2-xl"
     weights = 2 * PRESETS[model].parameters()
 
     def level(name):
@@ -101,6 +102,7 @@ def demo_machine(model, machine):
          lambda stride: "{:2} sectors, {:.1%} of their bytes are used".format(n := sectors(apart(stride)), 4 / n))
     show(f"shared memory: {BANKS} banks, one word of 4 bytes each at once", (1, 2, 32, 33), "stride {}",
          lambda stride: f"passes: {bank_passes(apart(stride))}")
+    i = torch.arange(1 << 15)
     x = torch.randn(len(i), generator=torch.Generator().manual_seed(0)) > 0
     ways = {"x > 0, x random": x, "x > 0, x sorted": x.sort()[0], "thread % 4": i % 4, "warp % 4": i // WARP % 4}
     show("divergence: passes of a warp through an `if` (timed by python -m lessons ladder)", ways, "{}",

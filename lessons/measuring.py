@@ -89,20 +89,12 @@ def kept_by(node):
 
 def nodes_of(output):
     """The graph's nodes in the order of forward, parameters' own left out: {node: [the nodes that made its inputs]}."""
-    found = {}
-
-    def visit(node):
-        if node is None or node in found or node.name().endswith("AccumulateGrad"):
-            return
-        found[node] = None  # begun
-        makers = [maker for maker, _ in node.next_functions]
-        for maker in makers:
-            visit(maker)
-        del found[node]
-        found[node] = [maker for maker in makers if maker in found]
-
-    visit(output.grad_fn)
-    return found
+    found, todo = {}, [output.grad_fn]
+    while todo:
+        node = todo.pop()
+        found[node] = [maker for maker, _ in node.next_functions if maker and maker.next_functions]
+        todo += [maker for maker in found[node] if maker not in found]
+    return dict(sorted(found.items(), key=lambda item: item[0]._sequence_nr()))
 
 
 def graph(config):
@@ -133,46 +125,46 @@ class Allocator:
     with its free neighbours. Free blocks that lie apart cannot serve one large tensor: then a new segment is reserved,
     though there were bytes enough. (PyTorch's rules for small tensors are left out.)
 
-    segments: lists of blocks [bytes, whether it is in use], from the first to the last byte.
+    segments: a pair each, (bytes, {first byte of a tensor: the byte behind its last}).
     """
 
     def __init__(self):
         self.segments = []
 
+    def free_blocks(self):
+        """[(bytes, its segment's number, its first byte)]"""
+        found = []
+        for number, (size, tensors) in enumerate(self.segments):
+            edges = [0, *sorted([*tensors.keys(), *tensors.values()]), size]
+            found += [(end - first, number, first) for first, end in zip(edges[::2], edges[1::2]) if end > first]
+        return found
+
     def allocate(self, wanted):
-        """The block."""
-        fits = [(block[0], i, j) for i, segment in enumerate(self.segments) for j, block in enumerate(segment)
-                if not block[1] and block[0] >= wanted]
-        _, i, j = min(fits, default=(0, len(self.segments), 0))
+        """The tensor's place: (its segment's number, its first byte)."""
+        fits = [block for block in self.free_blocks() if block[0] >= wanted]
         if not fits:
-            self.segments.append([[-(-wanted // (2 * MIB)) * 2 * MIB, False]])
-        block = [wanted, True]
-        rest = self.segments[i][j][0] - wanted
-        self.segments[i][j:j + 1] = [block] + [[rest, False]] * (rest > 0)
-        return block
+            self.segments.append((-(-wanted // (2 * MIB)) * 2 * MIB, {}))
+            return self.allocate(wanted)
+        _, number, first = min(fits)
+        self.segments[number][1][first] = first + wanted
+        return number, first
 
-    def free(self, block):
-        block[1] = False
-        for segment in self.segments:
-            for j in range(len(segment) - 1, 0, -1):
-                if not segment[j][1] and not segment[j - 1][1]:
-                    segment[j - 1][0] += segment.pop(j)[0]
+    def free(self, number, first):
+        del self.segments[number][1][first]
 
-    def blocks(self, used):
-        return [n for segment in self.segments for n, in_use in segment if in_use in used]
+
+WIDTHS = [768, 2304, 3072] * 8 + [50257]  # numbers a token: in each of 8 blocks x, q, k, v and the MLP's; then logits
 
 
 def allocations(lengths):
-    """Serve what steps keep of sequences of these lengths: in each of 8 blocks x, q, k, v and the MLP's, then float32
-    logits of 50,257 numbers a token; backward frees them in the other order."""
-    allocator, most = Allocator(), 0
+    """Serve what steps of sequences of these lengths keep, in float32; backward frees it in the other order."""
+    allocator = Allocator()
     for tokens in lengths:
-        kept = [allocator.allocate(4 * tokens * width) for width in [768, 2304, 3072] * 8 + [50257]]
-        most = max(most, sum(allocator.blocks([True])))
-        for block in reversed(kept):
-            allocator.free(block)
-    free = allocator.blocks([False])
-    return f"tensors at most {size(most):>11}, reserved {size(sum(free)):>11} in {len(free)} pieces"
+        places = [allocator.allocate(4 * tokens * width) for width in WIDTHS]
+        for place in reversed(places):
+            allocator.free(*place)
+    most, reserved = 4 * max(lengths) * sum(WIDTHS), sum(size for size, _ in allocator.segments)
+    return f"tensors at most {size(most):>11}, reserved {size(reserved):>11} in {len(allocator.segments)} segments"
 
 
 # ----------------------------------------------------------------------------------------------------------------- fp16

@@ -36,7 +36,7 @@ pp      L/N layers          BTC between two ranks              deep models, slow
 """
 
 
-def demo_overlap(model, ranks, tokens, machine):
+def demo_overlap(model="gpt2-xl", ranks=8, tokens=8192, machine="h200"):
     """Traffic's seconds over those of the products that can hide it, and with how many tokens they do."""
     config, rates, n = PRESETS[model], MACHINES[machine], ranks
     k, c, layers = config.parameters(), config.n_embd, config.n_layer

@@ -356,7 +356,7 @@ def write_assets(folder):
         pathlib.Path(folder, f"{name}.svg").write_text(svg_of(draw()))
 
 
-def pages(out, show, assets):
+def pages(out="runs/site", show=None, assets=None):
     """The reference as HTML, prose beside code, with pictures that one steps through."""
     if show:
         return in_terminal(show)

@@ -3,17 +3,15 @@
     python -m lessons path --dp 2 --tp 2
 """
 
-import argparse
 import os
 import sys
+from functools import partial
 from threading import current_thread
-
-import numpy as np
-import torch
 
 import train
 from further import together
 from lessons.puzzles import HERE
+from lessons.step import one_step
 
 ROOMS = "train.py", "parallel.py", "model.py", "collectives.py", "further", "fast"
 
@@ -50,13 +48,6 @@ def calls_of(frame):
     return found[::-1]
 
 
-def step(arguments):
-    """One step of a small GPT, on this rank."""
-    s = train.parse(argparse.ArgumentParser(add_help=False), train.Flags, arguments)
-    data = *train.split(np.arange(4000) % 251), train.Bytes()
-    train.Trainer(s, train.config_of(s), None, data, torch.device("cpu")).step(0)
-
-
 def show(paths):
     """As a tree: of each path only what differs from the one before."""
     before = ()
@@ -67,12 +58,10 @@ def show(paths):
         before = names
 
 
-def demo_path(dp, tp, pp, zero):
+def demo_path(s, ranks):
     """The calls of a step: from Trainer.step to each collective of rank 0, and from there to Link.exchange."""
-    flags = (f"--dp {dp} --tp {tp} --pp {pp} --zero {zero} --micro-batches 2 --batch-size {4 * dp} --seq-len 16 "
-             f"--n-layer {2 * pp} --n-head {2 * tp} --n-embd {16 * tp}")
     world = Calls()
-    together.run(dp * tp * pp, lambda: step(flags.split()), world)
+    together.run(ranks, partial(one_step, s), world)
     print("a function, and the line at which it calls the next one; a path that comes again is left out\n")
     show(world.above)
     print()

@@ -14,14 +14,13 @@ import torch.nn.functional as F
 
 import collectives as dist
 import parallel
-import train
 from further import together
 from further.schedules import SCHEDULES
 from lessons.drawer import Cell, COLOURS, Frame, GREY, moved, stacked, START
-from lessons.step import name_of, Watch
-from model import GPTConfig
+from lessons.step import name_of, settings_of, watched
 from parallel import goes_to, names_of, result_of
 from safe.files import check_file
+from safe.flags import Parser
 from theory.clock import simulate
 
 
@@ -87,17 +86,7 @@ def draw_ring():
 
 # ----------------------------------------------------------------------------------------------------------------- ZeRO
 
-def zero3_step():
-    """A step of ZeRO-3 on this rank, of a GPT of one block: rows as lessons/step.py has them. Call on all ranks, which
-    average their gradients."""
-    config = GPTConfig(n_layer=1, n_embd=32, tied=False)
-    layout = train.Layout(dp=dist.get_world_size(), zero=3)
-    net = train.parallelize(config, layout, "cpu", optimizer=functools.partial(torch.optim.SGD, lr=0.1))
-    net.pipeline.around = watch = Watch(net.pipeline)
-    x = torch.arange(32).view(2, 16)
-    net.forward_backward([x], [x])
-    return watch.rows
-
+OF_ZERO = "--dp 4 --zero 3 --arch llama --n-layer 1".split()  # a Llama's head is not tied to its embedding
 
 PIECES = "embedding", "block", "head"
 LETTERS = {  # of a list: what the action does with a piece
@@ -127,7 +116,8 @@ def zero_frame(says, held, row_now=None):
 
 def zero_frames():
     """A step of ZeRO-3, action by action: what rank 0 then has of each piece. All four do the same."""
-    rows = together.run(4, zero3_step)[0]
+    s, ranks = settings_of(Parser(add_help=False), OF_ZERO)
+    _, rows, _ = together.run(ranks, functools.partial(watched, s), together.World(worker="eager"))[0]
     averaged, frames = set(), [zero_frame(
         "Four ranks train one model, each on its own part of the batch. Of each piece's weights (upper row) rank r "
         "keeps quarter r. There are no gradients yet (lower row). What a rank does is this list: "
@@ -237,17 +227,10 @@ def lanes(spans, says="", unit=24.0, wrong={}, pitch=1):
 
 
 def on_clock(lists):
-    """Lists on theory's clock, where G, D and A take no time: (a frame, the Timeline)."""
-    timeline = simulate([[action for action in actions if action.kind in "FBIW"] for actions in lists])
-    spans = []
-    for actions, row in zip(lists, map(iter, timeline.spans)):
-        merged = []
-        for action in actions:
-            now = merged[-1][2] if merged else 0.0
-            merged.append((action, now, now) if action.kind in "GDA" else next(row))
-        spans.append(merged)
-    shortest = min(end - start for row in timeline.spans for _, start, end in row)
-    return lanes(spans, "", max(900 / timeline.length, 24 / shortest), pitch=2), timeline
+    """Lists on theory's clock: (a frame, the Timeline)."""
+    timeline = simulate(lists)
+    shortest = min(end - start for row in timeline.spans for _, start, end in row if end > start)
+    return lanes(timeline.spans, "", max(900 / timeline.length, 24 / shortest), pitch=2), timeline
 
 
 def pipeline_frames():

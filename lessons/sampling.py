@@ -119,9 +119,9 @@ def forward(net, tokens, seen):
     return call
 
 
-def demo_sampling(model, steps):
+def demo_sampling(steps=60):
     """Sampling: prefill and decode, the cache, batches, weights of 8 and 4 bits; what launches cost."""
-    device, config = torch.device("cuda" if torch.cuda.is_available() else "cpu"), PRESETS[model]
+    device, config = torch.device("cuda" if torch.cuda.is_available() else "cpu"), PRESETS["tiny"]
     net, held_out = trained(config, steps, device)
     net = net.bfloat16() if device.type == "cuda" else net
     unfused, T, dtype = copy.deepcopy(net), config.seq_len // 2, net.wte.weight.dtype
@@ -129,7 +129,7 @@ def demo_sampling(model, steps):
         block.mlp.activation = gelu_reference
     nets = {str(dtype)[6:]: net, "int8, a scale a row": with_bits(net, 8), "int4, a scale a group": with_bits(net, 4)}
     text = torch.randint(config.vocab_size, (64, T + 1), device=device)
-    say(f"{model} after {steps} steps, {dtype}, {device.type}; {T} tokens, then one more")
+    say(f"tiny after {steps} steps, {dtype}, {device.type}; {T} tokens, then one more")
     table("one sequence", ["a weight serves"], {
         "prefill: all tokens at once": (forward(net, text[:1, :T], 0), T, T),
         "decode: one more, with the cache": (forward(net, text[:1], T), 1, 1),

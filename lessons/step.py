@@ -2,11 +2,14 @@
 
     python -m lessons step --dp 2 --zero 3
     python -m lessons step --dp 1 --pp 2 --micro-batches 3 --schedule zb-h1
-    python -m lessons step --dp 1 --tp 2 -- --sp --recompute block           further flags of train.py
+    python -m lessons step --dp 1 --tp 2 --sp --recompute block
+
+Its flags are train.py's, and so are those of the lessons types, path and together.
 """
 
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +17,22 @@ import torch
 import collectives as dist
 import train
 from further import together
-from safe.flags import check_layout, Parser, Settings
+from safe.flags import check_layout, Settings
+
+# Of the lessons of a layout, before their command lines.
+SMALL = ("--dp 2 --batch-size 8 --seq-len 16 --n-layer 2 --n-head 4 --n-embd 32 --device cpu --fast off").split()
+
+
+def settings_of(parser, words):
+    """(train.py's settings for a step of a small GPT, how many ranks they take)"""
+    s = train.parse(parser, Settings, SMALL + words)
+    return s, check_layout(s, train.config_of(s), 1, 1)
+
+
+def trainer_of(s):
+    """Of a small GPT in a layout, on this rank."""
+    data = *train.split(np.arange(4000) % 251), train.Bytes()
+    return train.Trainer(s, train.config_of(s), None, data, torch.device("cpu"))
 
 
 class Watch:
@@ -59,11 +77,15 @@ def sent():
     return {name: log.bytes for name, log in dist.traffic().items()}
 
 
-def step(s):
+def one_step(s):
+    """On this rank; its loss."""
+    return trainer_of(s).step(0).loss
+
+
+def watched(s):
     """One step of a small GPT on this rank: (its place in the pipeline, rows as Watch has them, {collective: bytes that
     the step sends beside its list}). Others than the first of each stage of the pipeline do the same as these: None."""
-    data = *train.split(np.arange(4000) % 251), train.Bytes()
-    trainer = train.Trainer(s, train.config_of(s), None, data, torch.device("cpu"))
+    trainer = trainer_of(s)
     net = trainer.net
     net.pipeline.around = watch = Watch(net.pipeline)
     dist.reset_traffic()
@@ -75,20 +97,9 @@ def step(s):
     return (rank, watch.rows, +beside) if dist.get_rank() == net.mesh.mesh[rank].min() else None
 
 
-def settings_of(dp, tp, pp, zero, micro_batches, schedule, more):
-    """(train.py's settings for a step of a small GPT, how many ranks they take). more: further flags of train.py."""
-    flags = (f"--dp {dp} --tp {tp} --pp {pp} --zero {zero} --micro-batches {micro_batches} --schedule {schedule} "
-             f"--batch-size {dp * micro_batches} --seq-len 16 --n-layer {max(2, 2 * pp - 2)} --n-head 4 --n-embd 32 "
-             "--device cpu --fast off")
-    s = train.parse(Parser(add_help=False), Settings, flags.split() + more)
-    return s, check_layout(s, train.config_of(s), 1, 1)
-
-
-def demo_step(dp, tp, pp, zero, micro_batches, schedule, more):
-    """The list of a step: what each rank does, in which order, what is there meanwhile, and what it sends. Further
-    flags are train.py's, e.g. --sp, --recompute block."""
-    s, ranks = settings_of(dp, tp, pp, zero, micro_batches, schedule, more)
-    stages = [*filter(None, together.run(ranks, lambda: step(s), together.World(worker="eager")))]
+def demo_step(s, ranks):
+    """The list of a step: what each rank does, in which order, what is there meanwhile, and what it sends."""
+    stages = [*filter(None, together.run(ranks, partial(watched, s), together.World(worker="eager")))]
     several = s.micro_batches > 1
     for rank, rows, _ in stages:
         print(f"rank {rank}   " + " ".join(name_of(action, several) for action, *_ in rows))

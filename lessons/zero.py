@@ -211,7 +211,7 @@ def activation_table():
     print("Here there is no dropout, and no T x T scores are kept.")
 
 
-def demo_zero(ranks, model, dp):
+def demo_zero(ranks=2, model="gpt2-xl", dp=8):
     """Data parallelism and ZeRO 0 to 3: messages, bytes sent and kept, the list of a step, GPT-2 XL's bytes."""
     side_by_side(ranks)
     zero_table(model, dp)

@@ -74,7 +74,7 @@ source = triton.compiler.ASTSource(
 compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3})
 print("half", compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
 for dtype in "i8", "bf16":
-    sizes = {"R": 16, "BN": 32, "BK": 256}
+    sizes = {"R": 16, "BN": 32, "BK": 256, "PACKED": False}
     types = {"x": "*bf16", "w": f"*{dtype}", "scale": "*fp32", "y": "*bf16"} | dict.fromkeys(sizes, "constexpr")
     names = _few_rows.arg_names
     source = triton.compiler.ASTSource(

@@ -84,8 +84,8 @@ def program_of(line):
 @parametrize("page", PAGES)
 def test_commands_of_a_page_are_understood(page, monkeypatch, capsys):
     class OnlyParses(safe.flags.Parser):
-        def parse_args(self):
-            super().parse_args()
+        def parse_args(self, *words):
+            super().parse_args(*words)
             sys.exit(0)
 
     monkeypatch.setattr(lessons.demos, "Parser", OnlyParses)

@@ -16,6 +16,7 @@ from lessons import lecture8, zero
 from lessons.demos import main
 from lessons.bench.timing import of_all_ranks, patched
 from lessons.step import settings_of
+from safe.flags import Parser
 from tests.pool import close, in_new_process, on_plain, on_ranks, parametrize
 from tests.runs import output_of
 
@@ -75,7 +76,7 @@ def test_the_printed_list_is_with_weights_and_its_bytes_are_the_traffic(words, c
     assert actions == [f"{a}/{a.stage}" if several else f"{a.kind}{a.stage}" for a in right]
     assert "the norm: all_reduce 40 B\n" in printed
     if several:
-        s, _ = settings_of(2, 1, 1, stage, 2, "1f1b", [])
+        s, _ = settings_of(Parser(add_help=False), words.split())
         sent = Counter()
         for op, nbytes in re.findall(r"(\w+) ([\d,]+) B", printed.partition("sent\n")[2]):
             sent[op] += int(nbytes.replace(",", ""))

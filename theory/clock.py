@@ -70,7 +70,8 @@ def held_at_once(lists):
 
 
 def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0):
-    """Give each action of lists without transfers a start and an end: a Timeline. Messages take no time.
+    """Give each action of lists without transfers a start and an end: a Timeline. Messages take no time, nor do G, D
+    and A.
 
     A cost is the time that a micro-batch takes on all v stages of a rank, so one stage takes 1/v of it. An activation
     is held from the end of its F to the end of its B or W.
@@ -84,7 +85,7 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0):
     end = {}                    # of each result
     for r, action in in_order(lists):
         start = max([clock[r], *(end[result] for result in needs(action, stage_to_rank))])
-        end[result_of(action)] = clock[r] = start + cost[action.kind]
+        end[result_of(action)] = clock[r] = start + cost.get(action.kind, 0)
         spans[r].append((action, start, clock[r]))
     length = max(clock)
     idle = [length - sum(end - start for _, start, end in row) for row in spans]
