@@ -116,6 +116,8 @@ def tree(link, root, group_root):
         rank 4    (0, [(5, 1)], 2)
     """
     root = torch_dist.get_group_rank(link.group, root or 0) if group_root is None else group_root
+    if not 0 <= root < link.size:
+        raise ValueError(f"rank {root} is not in a group of {link.size}")
     v = (link.rank - root) % link.size
     lowest_bit = v & -v  # the largest power of two that divides v; 0 at the root
     parent = (link.rank - lowest_bit) % link.size if v else None
@@ -448,7 +450,7 @@ class Handle:
     wrong in the operation as an exception. On GPUs the current stream waits, and Python goes on."""
 
     def __init__(self, wait=lambda: None, is_completed=lambda: True):
-        self.wait = wait
+        self.wait = lambda timeout=None: wait()  # the timeout that counts is the group's
         self.is_completed = is_completed
 
 
@@ -708,7 +710,7 @@ def make_link(group, comm):
 def say_what_is_faster(backend):
     if backend == "nccl" and get_rank() == 0:
         print("collectives.py: these are the reference's loops of send and recv; `import fast; fast.on()`, before any "
-              "group is made, is as fast as NCCL", file=sys.stderr)
+              "group is made, is about as fast as NCCL", file=sys.stderr)
 
 
 class NoLink:
@@ -785,9 +787,3 @@ def destroy_process_group(group=None):
     torch_dist.destroy_process_group(group)
     if group is None:
         reset_traffic()
-
-
-def __getattr__(name):
-    """Python asks for names that are not here."""
-    has = ", ".join(n for n in torch_dist.distributed_c10d.__all__ if n in globals())
-    raise AttributeError(f"collectives.py has no {name}. Of torch.distributed it has {has}")

@@ -338,7 +338,8 @@ def layer_norm(x, weight, bias, eps=1e-5):
 #
 # Traffic: Q, K, V read once and O written once is 8 T D bytes a head in bf16; blocks of K and V come again for every
 # block of rows, but from L2. FLOPs: 4 Tq Tk D a head forward, half that under a causal mask, whose blocks above the
-# diagonal are never visited. That is T / 2 FLOPs a byte, or T / 4: the tensor cores are the limit.
+# diagonal are never visited. That is T / 2 FLOPs a byte, or T / 4: on an H100, from about 1,050 tokens on, the tensor
+# cores are the limit.
 # Backward as written above is 5 matmuls to forward's 2. We do 7, because both kernels make S and dP. One kernel for all
 # adds up dQ over programs in memory, in another order every run (`simple_attention_backward_kernel`, fast/hopper.py).
 #
@@ -416,8 +417,8 @@ def at_least_float32(x):
 
 
 @triton.jit
-def simple_attention_kernel(q_ptr, k_ptr, v_ptr, o_ptr, scale, T, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Causal O of BLOCK queries of one head. q, k, v, o: contiguous (heads, T, D)."""
+def simple_attention_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, scale, T, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Causal O and L of BLOCK queries of one head. q, k, v, o: contiguous (heads, T, D); lse: L (heads, T)."""
     block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64) * T * D + tl.arange(0, D)[None, :]       # (1, D): its first row
     rows = block * BLOCK + tl.arange(0, BLOCK)[:, None]                           # (BLOCK, 1)
@@ -438,21 +439,14 @@ def simple_attention_kernel(q_ptr, k_ptr, v_ptr, o_ptr, scale, T, D: tl.constexp
         acc = acc * alpha[:, None] + dot(p.to(v.dtype), v)                        # (BLOCK, D)
         m = m_new
     tl.store(o_ptr + head + rows * D, acc / l[:, None], rows < T)
-
-
-def simple_attention(q, k, v):
-    """Causal attention, forward alone, of contiguous q, k, v (B, H, T, D): (B, H, T, D)."""
-    B, H, T, D = q.shape
-    o = torch.empty_like(q)
-    simple_attention_kernel[triton.cdiv(T, 32), B * H](q, k, v, o, 1 / math.sqrt(D), T, D, 32)
-    return o
+    tl.store(lse_ptr + tl.program_id(1) * T + rows, (m + tl.log(l))[:, None], rows < T)
 
 
 @triton.jit
-def simple_attention_backward_kernel(q_ptr, k_ptr, v_ptr, do_ptr, l_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, scale, T,
+def simple_attention_backward_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, scale, T,
                                      D: tl.constexpr, BLOCK: tl.constexpr):
     """dK and dV of BLOCK keys of one head, and their terms of dQ. 5 matmuls a block. Programs add up dQ in memory, in
-    another order every run, because each has a term of every later row's. l: the L above, (heads, T), as delta."""
+    another order every run, because each has a term of every later row's. lse, delta: (heads, T)."""
     block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64) * T
     columns = tl.arange(0, D)[None, :]
@@ -467,9 +461,9 @@ def simple_attention_backward_kernel(q_ptr, k_ptr, v_ptr, do_ptr, l_ptr, delta_p
         there = (head + rows) * D + columns
         q = tl.load(q_ptr + there, rows < T, 0)
         do = tl.load(do_ptr + there, rows < T, 0)
-        l = tl.load(l_ptr + head + rows, rows < T, float("inf"))                  # inf past the end: P is 0
+        lse = tl.load(lse_ptr + head + rows, rows < T, float("inf"))              # inf past the end: P is 0
         delta = tl.load(delta_ptr + head + rows, rows < T, 0)                     # (BLOCK, 1)
-        p = tl.where(keys.T <= rows, tl.exp(dot(q, k.T) * scale - l), 0.0)        # (BLOCK, BLOCK)
+        p = tl.where(keys.T <= rows, tl.exp(dot(q, k.T) * scale - lse), 0.0)      # (BLOCK, BLOCK)
         ds = (p * (dot(do, v.T) - delta) * scale).to(q.dtype)
         dv += dot(p.to(do.dtype).T, do)
         dk += dot(ds.T, q)
@@ -478,14 +472,27 @@ def simple_attention_backward_kernel(q_ptr, k_ptr, v_ptr, do_ptr, l_ptr, delta_p
     tl.store(dv_ptr + here, dv, keys < T)
 
 
-def simple_attention_backward(q, k, v, o, l, do):
-    """(dQ, dK, dV) of simple_attention, float32. do: contiguous."""
-    B, H, T, D = q.shape
-    grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-    delta = (do.float() * o).sum(3)
-    simple_attention_backward_kernel[triton.cdiv(T, 32), B * H](
-        q, k, v, do, l, delta, *grads, 1 / math.sqrt(D), T, D, 32)
-    return grads
+class SimpleAttention(torch.autograd.Function):
+    """Causal attention of contiguous q, k, v (B, H, T, D): (B, H, T, D)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        B, H, T, D = q.shape
+        o = torch.empty_like(q)
+        lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+        simple_attention_kernel[triton.cdiv(T, 32), B * H](q, k, v, o, lse, 1 / math.sqrt(D), T, D, 32)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        B, H, T, D = q.shape
+        grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+        delta = (do.float() * o).sum(3)
+        simple_attention_backward_kernel[triton.cdiv(T, 32), B * H](
+            q, k, v, do.contiguous(), lse, delta, *grads, 1 / math.sqrt(D), T, D, 32)
+        return tuple(grad.to(do.dtype) for grad in grads)
 
 
 # What the model runs can do more: keys may be more or fewer than queries, heads of queries may share keys (G), a row

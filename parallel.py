@@ -3,11 +3,12 @@
     mesh        which ranks form which group: axes (pp, dp, cp, tp), tensor parallel innermost
     data        replicas average their gradients: one all-reduce a parameter
     a step      is a list of actions; ZeRO 1 to 3 are where three letters stand in it
-    pipeline    pieces are spread over ranks: GPipe and 1F1B write the lists, `lower` adds the transfers
     units       what G, D and A do: weights and gradients of a piece travel as one message
     tensor      every matrix is cut by columns or rows; a sublayer costs one all-reduce forward, g, and one backward, f
+    pipeline    pieces are spread over ranks: GPipe and 1F1B write the lists, `lower` adds the transfers
     running     `Pipeline` runs any list; `Parallel` is a model whose pieces run so
     norm        one gradient norm over any combination
+    edition     which layers and functions `parallelize` takes; fast/ has others
 
 train.py makes a GPT's pieces, and puts all this together in an order that works: `parallelize`.
 
@@ -21,6 +22,7 @@ as in model.py. Read with: CS336 lectures 7 and 8; Ultra-Scale Playbook, the cha
 
 import copy
 import functools
+import inspect
 import itertools
 import math
 from collections import defaultdict, deque
@@ -187,222 +189,16 @@ def with_weights(actions, zero, lookups=(), shared={}):
         if zero >= 1 and piece not in whole and (action.kind == "F" or piece not in lookups):
             before[max(0, n - 1)].append(action._replace(kind="G"))
             whole.add(piece)
-        if zero == 3 and piece in whole and [piece] != [following.stage for following in actions[n + 1:n + 2]]:
+        stays = n + 1 < len(actions) and actions[n + 1].stage == piece  # as the last piece, from F to B
+        if zero == 3 and piece in whole and not stays:
             after[n].append(action._replace(kind="D"))
             whole.remove(piece)
         if action.kind in ("B", "W"):
-            for averaged in [piece, *shared.get(piece, [])]:
-                last[averaged, action.micro_batch if zero >= 2 else None] = n
+            for averaged in [piece, *shared.get(piece, [])]:  # stages 0 and 1: one A a piece, behind its last B
+                last[averaged, action.micro_batch if zero >= 2 else None] = n  # 2 and 3: one for each micro-batch
     for (piece, _), n in last.items():
         after[n].append(Action("A", piece, actions[n].micro_batch))
     return [one for n, action in enumerate(actions) for one in [*before[n], action, *after[n]]]
-
-
-def into_pieces(actions, pieces_of):
-    """A rank's actions of stages as actions of pieces: F goes through the stage's pieces, and backward comes back
-    through them. pieces_of: of each stage the range of its pieces."""
-    return [Action(kind, piece, i) for kind, stage, i in actions
-            for piece in (pieces_of[stage] if kind == "F" else reversed(pieces_of[stage]))]
-
-
-# ----------------------------------------------------------------------------------- pipeline: layers spread over ranks
-#
-# Each rank holds a stage, a run of consecutive layers. A batch passes through all stages in m micro-batches, so that p
-# ranks can compute at the same time. Each rank idles, in all, as long as a micro-batch and its gradient need for the
-# other p-1 stages: (p-1) (F + B), of the times that a stage takes for a micro-batch's forward and backward. This is the
-# bubble. Micro-batches go between neighbours alone: B T C elements forward, and as many backward. CS336 lecture 7.
-# Lecture 8's loop, which receives, computes and sends: `gpipe_step` of lessons/lecture8.py.
-#
-# GPipe holds activations of all m micro-batches. 1F1B runs the same forwards and backwards in another order, and rank r
-# holds those of p - r. So that one loop can run any order, a schedule is data, a list of actions for each rank:
-#
-#     F2    forward of micro-batch 2 through a stage
-#     B2    its backward: the gradients of the stage's weights, and that of its input, which the stage before waits for
-#
-# 1F1B for p = 4, m = 6, drawn as if B took as long as F; dots are the bubble:
-#
-#     rank 0    F0 F1 F2 F3 .. .. .. B0 F4 B1 F5 B2 .. B3 .. B4 .. B5
-#     rank 1    .. F0 F1 F2 .. .. B0 F3 B1 F4 B2 F5 B3 .. B4 .. B5 ..
-#     rank 2    .. .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 F5 B4 .. B5 .. ..
-#     rank 3    .. .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .. .. ..
-#
-# Functions write the lists, `lower` adds the transfers, and `Pipeline` runs them. Stage s is on rank s here. Schedules
-# of further/schedules.py idle less: ranks have several stages, and a B is split in two. further/lists.py checks lists.
-
-def gpipe(p, m, v=1):
-    """All forwards, then all backwards. Huang et al., "GPipe" (2019). (v: other schedules have v stages a rank.)"""
-    return [whole_batch("F", r, m) + whole_batch("B", r, m) for r in range(p)]
-
-
-def whole_batch(kind, stage, m):
-    return [Action(kind, stage, i) for i in range(m)]
-
-
-def one_f_one_b(p, m, v=1):
-    """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
-
-    A micro-batch is away for (p-r) (F + B): through p-r ranks forward and back. In that time the rank can run p-r F and
-    p-r B, so p-r micro-batches keep it busy. Narayanan et al., "PipeDream-2BW" (2020), call it PipeDream-Flush.
-    """
-    return [alternate(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
-
-
-def alternate(forwards, ahead, backwards):
-    """First `ahead` forwards (warm-up). Then, until no backward is left: one forward if any is left, one backward
-    (steady state; when no forward is left, cool-down)."""
-    actions = forwards[:ahead]
-    left = deque(forwards[ahead:])
-    for backward in backwards:
-        if left:
-            actions.append(left.popleft())
-        actions.append(backward)
-    return actions
-
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
-
-
-def ranks_of_stages(lists):
-    """Which rank each stage of a schedule is on, {stage: rank}."""
-    stage_to_rank = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
-    return dict(sorted(stage_to_rank.items()))
-
-
-def stages_on(rank, stage_to_rank):
-    return [stage for stage, its_rank in stage_to_rank.items() if its_rank == rank]
-
-
-def needs(action, stages):
-    """The actions whose results an F or a B computes with: B0 of stage 0 with the activations of its own F0, and with
-    the gradient that B0 of stage 1 has made. stages: all that there are. (I and W: halves of a B, further/schedules.py)
-    """
-    kind, s, i = action
-    of_backward = [Action("F", s, i), Action("B", s + 1, i)]
-    needed = {"F": [Action("F", s - 1, i)], "B": of_backward, "I": of_backward, "W": [Action("B", s, i)]}.get(kind, [])
-    return [action for action in needed if action.stage in stages]  # not before the first one, or after the last
-
-
-def result_of(action):
-    """The action under whose name others know what this one makes: an I makes what a B makes for the stage before.
-    Nobody waits for a W or a transfer: None."""
-    if action.kind == "I":
-        return action._replace(kind="B")
-    return action if action.kind in ("F", "B") else None
-
-
-def goes_to(action):
-    """The stage that waits for what an F or a B makes. (After the last stage's F, or the first's B, a number that no
-    stage has.)"""
-    return action.stage + (1 if action.kind[-1] == "F" else -1)
-
-
-def in_order(lists, can_run=None):
-    """All ranks' lists as one, in an order in which they can run: [(rank, action)].
-
-    In each turn, each rank runs its next action if all that it needs was made in earlier turns. ScheduleError if no
-    rank can go on. 1F1B for p = 2, m = 2:
-
-        turn       1   2   3   4   5   6
-        rank 0    F0  F1   .  B0   .  B1    in turn 3, its B0 still needs the result of rank 1's B0
-        rank 1     .  F0  B0  F1  B1
-
-    can_run(action, done, waiting): another rule; done: all actions so far and their results; waiting: all ranks' next
-    actions.
-    """
-    stages = ranks_of_stages(lists)
-    can_run = can_run or (lambda action, done, waiting: done.issuperset(needs(action, stages)))
-    at = [0] * len(lists)  # how far each rank has come
-    done = set()
-    order = []
-    while unfinished := [rank for rank, actions in enumerate(lists) if at[rank] < len(actions)]:
-        waiting = {lists[rank][at[rank]] for rank in unfinished}
-        turn = [rank for rank in unfinished if can_run(lists[rank][at[rank]], done, waiting)]
-        if not turn:
-            stuck = [f"rank {rank} waits at {names_of(lists[rank], rank)[at[rank]]}" for rank in unfinished]
-            raise ScheduleError(lists, {rank: at[rank] for rank in unfinished},
-                                f"deadlock: no rank can go on: {', '.join(stuck)}")
-        for rank in turn:
-            action = lists[rank][at[rank]]
-            order.append((rank, action))
-            done |= {action, result_of(action)}
-            at[rank] += 1
-    return order
-
-
-class ScheduleError(ValueError):
-    """Lists that cannot run. Its text is the reason and the lists, with an arrow before action at[rank] of each rank in
-    `at`."""
-
-    def __init__(self, lists, at, why):
-        self.lists = lists
-        self.at = at
-        lines = [why]
-        for rank, actions in enumerate(lists):
-            cells = names_of(actions, rank) + ["end"]
-            if rank in at:
-                cells.insert(at[rank], "->")
-            lines.append(f"rank {rank}  " + " ".join(cells))
-        super().__init__("\n".join(lines))
-
-
-def names_of(actions, rank):
-    """A rank's actions as text. Unless stage `rank` is its only one, F0/2 is F0 of stage 2, RF0/2 receives its result.
-    """
-    numbered = {action.stage for action in actions if action.kind[0] not in "SR"} != {rank}
-    return [f"{action}/{action.stage}" if numbered else str(action) for action in actions]
-
-
-def lower(lists):
-    """Lower lists to what runs: add the transfers. A result that another rank needs is sent as soon as it is made. The
-    send is appended to its rank's list, the receive to the other's, after all that the other has run so far. (A receive
-    only posts a buffer, so it may stand early.) 1F1B for p = 2, m = 2, before and after:
-
-        rank 0    F0 F1 B0 B1        F0 SF0 F1 SF1 RB0 B0 RB1 B1
-        rank 1    F0 B0 F1 B1        RF0 RF1 F0 B0 SB0 F1 B1 SB1
-
-    RF1 stands before F0, because in turn 2 of `in_order` rank 0's F1 comes before rank 1's F0.
-    Why there is no deadlock: number the transfers as they are appended. Each list then has them in rising order:
-
-        rank 0    F0 S1 F1 S2 R3 B0 R4 B1          S1: transfer 1 is sent
-        rank 1    R1 R2 F0 B0 S3 F1 B1 S4
-
-    Suppose that all ranks wait. Take the lowest transfer that is not done. Before it, its two ranks have transfers that
-    are done, and computations. Each computation can run, because what it needs was computed on that rank, or came by a
-    lower transfer. So both ranks reach this transfer, and do not wait.
-    """
-    stage_to_rank = ranks_of_stages(lists)
-    lowered = [[] for _ in lists]
-    for rank, action in in_order(lists):
-        lowered[rank].append(action)
-        if result := result_of(action):
-            add_transfer(lowered, result, rank, stage_to_rank.get(goes_to(result)))
-    return lowered
-
-
-def add_transfer(lowered, result, rank, other):
-    """Let a rank send an action's result to another rank. other: None if nobody waits for it."""
-    if other not in (None, rank):
-        lowered[rank].append(result._replace(kind="S" + result.kind))
-        lowered[other].append(result._replace(kind="R" + result.kind))
-
-
-def carried(transfer):
-    """The action whose result a send or a receive carries: F0 of SF0 and of RF0."""
-    return transfer._replace(kind=transfer.kind[1])
-
-
-def even_runs(pieces, stages):
-    """Cut a chain of pieces into as many runs of about equal length: [range of the first stage's pieces, ...]."""
-    if stages > pieces:
-        raise ValueError(f"{stages} stages are more than {pieces} pieces: give at most {pieces} stages, p ranks of the "
-                         f"pipeline times `stages`")
-    starts = [pieces * stage // stages for stage in range(stages + 1)]
-    return [range(start, end) for start, end in itertools.pairwise(starts)]
-
-
-def ranks_of_pieces(runs, stage_to_rank):
-    """{piece: its rank}. runs: as of even_runs."""
-    return {piece: stage_to_rank[stage] for stage, run in enumerate(runs) for piece in run}
 
 
 # --------------------------------------------------------------------------------- units: what G, D and A do to a piece
@@ -664,7 +460,8 @@ def make_units(pieces, group, zero, dtype):
 #          └─ X ─ A_1 ─ GeLU ─ B_1 ─ Y_1 ─┘        g: forward all-reduce, backward identity (dY reaches each term as is)
 #
 # Ranks hold one of three things in place of a tensor: all the same (X, Y), each its columns (X A), or each a term of
-# the sum (Y_r, and of X's gradient each rank's columns of A have made a term). f and g make the first of the third.
+# the sum (Y_r, and of X's gradient each rank's columns of A have made a term). Where ranks have terms, g in forward and
+# f in backward add them up, so that all have the same.
 # A parameter that is the same on all ranks may have terms of a gradient, too: the weight of a norm that saw some of the
 # tokens. Its `placement.partial_over` says over which ranks these must be added up before the step.
 # `python -m lessons types` follows this through a step, in one process.
@@ -777,8 +574,10 @@ class VocabParallelEmbedding(nn.Module):
         refuse_unlike(embedding, nn.Embedding)
         self.g = g
         self.cut = Cut(group, 0)
-        self.weight = local_parameter(embedding.weight, self.cut)
         self.rows = embedding.num_embeddings
+        if self.rows < self.cut.size:
+            raise ValueError(f"an embedding of {self.rows} rows cannot be cut over {self.cut.size} ranks")
+        self.weight = local_parameter(embedding.weight, self.cut)
         self.first = self.cut.first(self.rows)
 
     def forward(self, tokens):                                                                # (...)
@@ -889,13 +688,231 @@ def planned(name, plan):
 
 
 def tensor_parallel(module, group, plan=None):
-    """Put this rank's slices in place of the layers that the plan names; left out, it is a GPT's `gpt2_plan`. N must
-    divide the heads. Parameters stay the objects that they are, so ties stay ties."""
+    """Put this rank's slices, of the first rank's weights, in place of the layers that the plan names; left out, it is
+    a GPT's `gpt2_plan`. N must divide the heads. Parameters stay the objects that they are, so ties stay ties."""
     plan = plan or gpt2_plan(CopyToGroup.apply, ReduceFromGroup.apply)
-    for name, layer in [*module.named_modules()]:
+    start_alike(module, group)
+    cut = {}  # a layer -> its slice
+    for name, layer in [*module.named_modules(remove_duplicate=False)]:
         if how := planned(name, plan):
-            module.set_submodule(name, how(layer, group))
+            cut[layer] = cut.get(layer) or how(layer, group)
+            module.set_submodule(name, cut[layer])
     return module
+
+
+def start_alike(module, group):
+    """All ranks of the group take the first one's weights and buffers, but for what is cut over them, or has no memory
+    yet."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta and group_or_world(group) not in placement_of(tensor).sharded_over:
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+# ----------------------------------------------------------------------------------- pipeline: layers spread over ranks
+#
+# Each rank holds a stage, a run of consecutive layers. A batch passes through all stages in m micro-batches, so that p
+# ranks can compute at the same time. Each rank idles, in all, as long as a micro-batch and its gradient need for the
+# other p-1 stages: (p-1) (F + B), of the times that a stage takes for a micro-batch's forward and backward. This is the
+# bubble. Micro-batches go between neighbours alone: B T C elements forward, and as many backward. CS336 lecture 7.
+# Lecture 8's loop, which receives, computes and sends: `gpipe_step` of lessons/lecture8.py.
+#
+# GPipe holds activations of all m micro-batches. 1F1B runs the same forwards and backwards in another order, and rank r
+# holds those of p - r. So that one loop can run any order, a schedule is data, a list of actions for each rank:
+#
+#     F2    forward of micro-batch 2 through a stage
+#     B2    its backward: the gradients of the stage's weights, and that of its input, which the stage before waits for
+#
+# 1F1B for p = 4, m = 6, drawn as if B took as long as F; dots are the bubble:
+#
+#     rank 0    F0 F1 F2 F3 .. .. .. B0 F4 B1 F5 B2 .. B3 .. B4 .. B5
+#     rank 1    .. F0 F1 F2 .. .. B0 F3 B1 F4 B2 F5 B3 .. B4 .. B5 ..
+#     rank 2    .. .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 F5 B4 .. B5 .. ..
+#     rank 3    .. .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .. .. ..
+#
+# Functions write the lists, `lower` adds the transfers, and `Pipeline` runs them. Stage s is on rank s here. Schedules
+# of further/schedules.py idle less: ranks have several stages, and a B is split in two. further/lists.py checks lists.
+
+def gpipe(p, m, v=1):
+    """All forwards, then all backwards. Huang et al., "GPipe" (2019). (v: other schedules have v stages a rank.)"""
+    return [whole_batch("F", r, m) + whole_batch("B", r, m) for r in range(p)]
+
+
+def whole_batch(kind, stage, m):
+    return [Action(kind, stage, i) for i in range(m)]
+
+
+def one_f_one_b(p, m, v=1):
+    """Rank r runs p-1-r forwards ahead, then one forward, one backward, in turn: at most p-r activations, whatever m.
+
+    A micro-batch is away for (p-r) (F + B): through p-r ranks forward and back. In that time the rank can run p-r F and
+    p-r B, so p-r micro-batches keep it busy. Narayanan et al., "PipeDream-2BW" (2020), call it PipeDream-Flush.
+    """
+    return [alternate(whole_batch("F", r, m), p - 1 - r, whole_batch("B", r, m)) for r in range(p)]
+
+
+def alternate(forwards, ahead, backwards):
+    """First `ahead` forwards (warm-up). Then, until no backward is left: one forward if any is left, one backward
+    (steady state; when no forward is left, cool-down)."""
+    actions = forwards[:ahead]
+    left = deque(forwards[ahead:])
+    for backward in backwards:
+        if left:
+            actions.append(left.popleft())
+        actions.append(backward)
+    return actions
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}  # name: schedule(p, m, v)
+
+
+def ranks_of_stages(lists):
+    """Which rank each stage of a schedule is on, {stage: rank}."""
+    stage_to_rank = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+    return dict(sorted(stage_to_rank.items()))
+
+
+def stages_on(rank, stage_to_rank):
+    return [stage for stage, its_rank in stage_to_rank.items() if its_rank == rank]
+
+
+def needs(action, stages):
+    """The actions whose results an F or a B computes with: B0 of stage 0 with the activations of its own F0, and with
+    the gradient that B0 of stage 1 has made. stages: all that there are. (I and W: halves of a B, further/schedules.py)
+    """
+    kind, s, i = action
+    of_backward = [Action("F", s, i), Action("B", s + 1, i)]
+    needed = {"F": [Action("F", s - 1, i)], "B": of_backward, "I": of_backward, "W": [Action("B", s, i)]}.get(kind, [])
+    return [action for action in needed if action.stage in stages]  # not before the first one, or after the last
+
+
+def result_of(action):
+    """The action under whose name others know what this one makes: an I makes what a B makes for the stage before.
+    Nobody waits for a W or a transfer: None."""
+    if action.kind == "I":
+        return action._replace(kind="B")
+    return action if action.kind in ("F", "B") else None
+
+
+def goes_to(action):
+    """The stage that waits for what an F or a B makes. (After the last stage's F, or the first's B, a number that no
+    stage has.)"""
+    return action.stage + (1 if action.kind[-1] == "F" else -1)
+
+
+def in_order(lists, can_run=None):
+    """All ranks' lists as one, in an order in which they can run: [(rank, action)].
+
+    In each turn, each rank runs its next action if all that it needs was made in earlier turns. ScheduleError if no
+    rank can go on. 1F1B for p = 2, m = 2:
+
+        turn       1   2   3   4   5   6
+        rank 0    F0  F1   .  B0   .  B1    in turn 3, its B0 still needs the result of rank 1's B0
+        rank 1     .  F0  B0  F1  B1
+
+    can_run(action, done, waiting): another rule; done: all actions so far and their results; waiting: all ranks' next
+    actions.
+    """
+    stages = ranks_of_stages(lists)
+    can_run = can_run or (lambda action, done, waiting: done.issuperset(needs(action, stages)))
+    at = [0] * len(lists)  # how far each rank has come
+    done = set()
+    order = []
+    while unfinished := [rank for rank, actions in enumerate(lists) if at[rank] < len(actions)]:
+        waiting = {lists[rank][at[rank]] for rank in unfinished}
+        turn = [rank for rank in unfinished if can_run(lists[rank][at[rank]], done, waiting)]
+        if not turn:
+            stuck = [f"rank {rank} waits at {names_of(lists[rank], rank)[at[rank]]}" for rank in unfinished]
+            raise ScheduleError(lists, {rank: at[rank] for rank in unfinished},
+                                f"deadlock: no rank can go on: {', '.join(stuck)}")
+        for rank in turn:
+            action = lists[rank][at[rank]]
+            order.append((rank, action))
+            done |= {action, result_of(action)}
+            at[rank] += 1
+    return order
+
+
+class ScheduleError(ValueError):
+    """Lists that cannot run. Its text is the reason and the lists, with an arrow before action at[rank] of each rank in
+    `at`."""
+
+    def __init__(self, lists, at, why):
+        self.lists = lists
+        self.at = at
+        lines = [why]
+        for rank, actions in enumerate(lists):
+            cells = names_of(actions, rank) + ["end"]
+            if rank in at:
+                cells.insert(at[rank], "->")
+            lines.append(f"rank {rank}  " + " ".join(cells))
+        super().__init__("\n".join(lines))
+
+
+def names_of(actions, rank):
+    """A rank's actions as text. Unless stage `rank` is its only one, F0/2 is F0 of stage 2, RF0/2 receives its result.
+    """
+    numbered = {action.stage for action in actions if action.kind[0] not in "SR"} != {rank}
+    return [f"{action}/{action.stage}" if numbered else str(action) for action in actions]
+
+
+def lower(lists):
+    """Lower lists to what runs: add the transfers. A result that another rank needs is sent as soon as it is made. The
+    send is appended to its rank's list, the receive to the other's, after all that the other has run so far. (A receive
+    only posts a buffer, so it may stand early.) 1F1B for p = 2, m = 2, before and after:
+
+        rank 0    F0 F1 B0 B1        F0 SF0 F1 SF1 RB0 B0 RB1 B1
+        rank 1    F0 B0 F1 B1        RF0 RF1 F0 B0 SB0 F1 B1 SB1
+
+    RF1 stands before F0, because in turn 2 of `in_order` rank 0's F1 comes before rank 1's F0.
+    Why there is no deadlock: number the transfers as they are appended. Each list then has them in rising order:
+
+        rank 0    F0 S1 F1 S2 R3 B0 R4 B1          S1: transfer 1 is sent
+        rank 1    R1 R2 F0 B0 S3 F1 B1 S4
+
+    Suppose that all ranks wait. Take the lowest transfer that is not done. Before it, its two ranks have transfers that
+    are done, and computations. Each computation can run, because what it needs was computed on that rank, or came by a
+    lower transfer. So both ranks reach this transfer, and do not wait.
+    """
+    stage_to_rank = ranks_of_stages(lists)
+    lowered = [[] for _ in lists]
+    for rank, action in in_order(lists):
+        lowered[rank].append(action)
+        if result := result_of(action):
+            add_transfer(lowered, result, rank, stage_to_rank.get(goes_to(result)))
+    return lowered
+
+
+def add_transfer(lowered, result, rank, other):
+    """Let a rank send an action's result to another rank. other: None if nobody waits for it."""
+    if other not in (None, rank):
+        lowered[rank].append(result._replace(kind="S" + result.kind))
+        lowered[other].append(result._replace(kind="R" + result.kind))
+
+
+def carried(transfer):
+    """The action whose result a send or a receive carries: F0 of SF0 and of RF0."""
+    return transfer._replace(kind=transfer.kind[1])
+
+
+def even_runs(pieces, stages):
+    """Cut a chain of pieces into as many runs of about equal length: [range of the first stage's pieces, ...]."""
+    if stages > pieces:
+        raise ValueError(f"{stages} stages are more than {pieces} pieces: give at most {pieces} stages, p ranks of the "
+                         f"pipeline times `stages`")
+    starts = [pieces * stage // stages for stage in range(stages + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
+
+
+def into_pieces(actions, pieces_of):
+    """A rank's actions of stages as actions of pieces: F goes through the stage's pieces, and backward comes back
+    through them. pieces_of: of each stage the range of its pieces."""
+    return [Action(kind, piece, i) for kind, stage, i in actions
+            for piece in (pieces_of[stage] if kind == "F" else reversed(pieces_of[stage]))]
+
+
+def ranks_of_pieces(runs, stage_to_rank):
+    """{piece: its rank}. runs: as of even_runs."""
+    return {piece: stage_to_rank[stage] for stage, run in enumerate(runs) for piece in run}
 
 
 # ------------------------------------------------------------------------------------------------------- running a list
@@ -940,6 +957,7 @@ class Pipeline:
     """
     around = nullcontext  # a profiler's: around(action) goes around an action, around(None) around a wait in an action
     micro_batch = MicroBatch
+    computes = "FB"  # the kinds of computations that it runs
 
     def __init__(self, pieces, piece_to_rank, units, averaged, loss, mesh, shape, dtype, device):
         self.pieces = pieces
@@ -1007,12 +1025,21 @@ class Pipeline:
         is_last = piece == self.last_piece
         micro_batch = self.micro_batch(self.pieces[piece], self.loss if is_last else None)
         out = micro_batch.forward(x, self.y[i], **self.beside[i])
+        if not is_last and piece + 1 not in self.pieces:
+            self.check_sent(out, piece, i)
         if torch.is_grad_enabled():
             self.micro_batches[piece, i] = micro_batch
         if is_last:
             self.losses.append(out.detach())
         else:
             self.results[action] = dist.Handle(), out
+
+    def check_sent(self, out, piece, i):
+        """ValueError unless the next rank has made room for this output, (shape, dtype)."""
+        room = torch.Size(self.shape(piece, self.x[i])), self.dtype
+        if (out.shape, out.dtype) != room:
+            raise ValueError(f"piece {piece} returns {tuple(out.shape)} of {out.dtype}, but what the next rank of the "
+                             f"pipeline receives is {tuple(room[0])} of {room[1]}: give the model's shape= and dtype=")
 
     def backward(self, action):
         _, piece, i = action
@@ -1059,7 +1086,7 @@ class Pipeline:
 
     def send(self, action):
         _, tensor = self.results.pop(carried(action))
-        tensor = tensor.detach()
+        tensor = tensor.detach().contiguous()
         handle = dist.isend(tensor, group=self.group, group_dst=self.piece_to_rank[goes_to(action)])
         self.sending.append((handle, tensor))
         self.wait_for_sent(2)  # the latest two may travel while the next action computes
@@ -1091,9 +1118,11 @@ class Parallel:
                 target's elements
     zero        ZeRO's stage, over dp
     schedule    the pipeline's, with so many `stages` on each rank
-    optimizer   a class from torch.optim with its options, as a partial; None: for evaluation
+    optimizer   a class from torch.optim whose update goes element by element, with its options, as a partial; None: for
+                evaluation. Matrices alone have weight decay. What no backward has used has a gradient of zeros.
     dtype       the layers'; with 16 bits the optimizer steps float32 masters
-    shape       (i, x) -> of piece i's output for an input x of the first piece; left out, it is found, if none is None
+    shape       (i, x) -> of piece i's output for an input x of the first piece. A pipeline needs it where pieces are
+                None, are cut, or take more than x; else it is found.
     runs        of each stage the range of its pieces; left out, about equally long
     groups      of this rank: pp; dp_cp, the replicas; shard, the ranks that ZeRO cuts over; left out, the mesh's
     """
@@ -1110,16 +1139,20 @@ class Parallel:
         group = mesh.get_group("dp")
         self.groups = groups or SimpleNamespace(pp=mesh.get_group("pp"), dp_cp=group, shard=group)
         p = mesh["pp"].size()
-        stage_to_rank = ranks_of_stages(schedule(p, 2 * p, stages))
+        lists = schedule(p, 2 * p, stages)
+        stage_to_rank = ranks_of_stages(lists)
         self.runs = runs or even_runs(len(pieces), len(stage_to_rank))
         self.piece_to_rank = ranks_of_pieces(self.runs, stage_to_rank)
         self.pieces = {i: pieces[i] for i in stages_on(dist.get_rank(self.groups.pp), self.piece_to_rank)}
-        self.device = next(param.device for piece in self.pieces.values() for param in piece.parameters())
-        self.shapes = {f"{i}.{name}": whole_shape(param) for i, piece in enumerate(pieces) if piece
-                       for name, param in piece.named_parameters()}
+        here = (param.device for piece in self.pieces.values() for param in piece.parameters())
+        self.device = next(here, torch.device(mesh.device_type))
+        names = param_names({i: piece for i, piece in enumerate(pieces) if piece})
+        self.shapes = None if None in pieces else {name: whole_shape(param) for param, name in names.items()}
+        self.check_given(pieces, loss, lists, pipeline, groups, shape)
         shape = shape or shapes_of(pieces)
         if not groups:
-            self.start_alike()
+            for piece in self.pieces.values():
+                start_alike(piece, self.groups.dp_cp)
         if p > 1:
             for param in self.named_parameters():  # other ranks have other pieces
                 set_placement(param, sharded_over=placement_of(param).sharded_over + (self.groups.pp,))
@@ -1136,16 +1169,33 @@ class Parallel:
         self.seen = set()  # numbers of micro-batches on which all replicas have agreed
         self.optimizer = optimizer(self.param_groups()) if optimizer else None
 
-    def start_alike(self):
-        """Each replica takes the first one's weights and buffers."""
-        for piece in self.pieces.values():
-            for tensor in [*piece.parameters(), *piece.buffers()]:
-                dist.broadcast(tensor.detach(), group=self.groups.dp_cp, group_src=0)
+    def check_given(self, pieces, loss, lists, pipeline, groups, shape):
+        """ValueError for what would hang, or train another model than one process does."""
+        p = len(lists)
+        ranks = defaultdict(set)  # parameter -> ranks of the pipeline that have it
+        for i, piece in enumerate(pieces):
+            for param in piece.parameters() if piece else ():
+                ranks[param].add(self.piece_to_rank[i])
+        kinds = {action.kind for actions in lists for action in actions if action.kind in "FBIW"}
+        wrong = {
+            f"zero={self.zero}: give 0, 1, 2 or 3": self.zero not in range(4),
+            "a mesh that cuts sequences: give cp=1, or `groups`": self.mesh["cp"].size() > 1 and not groups,
+            f"stages={self.stages}: this schedule has {len(self.runs)} stages on {p} ranks":
+                self.stages > 1 and len(self.runs) != p * self.stages,
+            f"a schedule of {' '.join(sorted(kinds))}: give the pipeline that runs these, HalvedPipeline of "
+            "further/schedules.py": not kinds <= {*pipeline.computes},
+            "two pieces on different ranks share a parameter, and each would train its own: put both on one rank, or "
+            "untie them": any(len(some) > 1 for some in ranks.values()),
+            "pieces that are cut: give shape=(i, x) -> of piece i's output":
+                p > 1 and not shape and any(cut.size > 1 for param in ranks for cut in placement_of(param).cuts),
+            'a loss that is a mean: give the sum, reduction="sum"': reduction_of(loss) == "mean"}
+        for why, is_so in wrong.items():
+            if is_so:
+                raise ValueError(why)
 
     def named_parameters(self):
         """{parameter: its name} of this rank's pieces."""
-        named = [(f"{i}.{name}", param) for i, piece in self.pieces.items() for name, param in piece.named_parameters()]
-        return {param: name for name, param in reversed(named)}
+        return param_names(self.pieces)
 
     def param_groups(self):
         """For an optimizer, with names: matrices have weight decay, biases and norms have none. What this rank has
@@ -1231,22 +1281,25 @@ class Parallel:
         micro-batches than the others: under ZeRO 2 and 3 one replica would wait for another's A for ever.
         """
         m = len(y)
-        counted = sum(self.count(target) for target in y).to(torch.int64)
+        counted = torch.as_tensor(sum(self.count(target) for target in y), dtype=torch.int64, device=self.device)
         numbers = torch.stack([counted, torch.full_like(counted, m), torch.full_like(counted, m * m)])
         dist.all_reduce(numbers, group=self.groups.dp_cp)
+        n, sums, squares = numbers
         replicas = dist.get_world_size(self.groups.dp_cp)
-        if m not in self.seen:  # once, because reading them makes the CPU wait
-            n, sums, squares = numbers.tolist()
-            if sums * sums != replicas * squares:  # equal if and only if all numbers are
-                raise ValueError(f"this replica has {m} micro-batches, all {replicas} together {sums}: give each "
-                                 f"equally many")
-            self.seen.add(m)
-        return replicas / numbers[0].clamp(min=1).to(master_dtype(self.dtype))
+        alike = sums * sums == replicas * squares  # if and only if all numbers are equal
+        alike |= sums == m                         # nothing was sent, because bench.py has left the collectives out
+        why = f"this replica has {m} micro-batches, others have more or fewer: give each equally many"
+        if m in self.seen and alike.is_cuda:
+            torch._assert_async(alike, why)  # reading it would make the CPU wait
+        elif not alike:
+            raise ValueError(why)
+        self.seen.add(m)
+        return replicas / n.clamp(min=1).to(master_dtype(self.dtype))
 
     @torch.no_grad()
     def add_up_gradients(self):
-        """Add up each gradient over its parameter's `partial_over`. (Rows of the ends of a tied embedding match,
-        because each end is a unit by itself.)"""
+        """Add up each gradient over its parameter's `partial_over`. (Both ends of a tied embedding are units of their
+        own, cut into the same rows. So rank r's row is added to rank r's.)"""
         for unit in self.units:
             over = unit.partial_over if unit.trained else ()
             for group in over:
@@ -1262,6 +1315,20 @@ class Parallel:
         self.optimizer.step()
         for unit in self.units:
             unit.refresh()
+
+
+def reduction_of(loss):
+    """"mean", "sum" or "none" of a loss that has this argument, a module or a function; else None."""
+    if isinstance(loss, nn.Module):
+        return getattr(loss, "reduction", None)
+    argument = inspect.signature(loss).parameters.get("reduction")
+    return argument.default if argument else None
+
+
+def param_names(pieces):
+    """{parameter: its name} of pieces {number: module}. One that two pieces have is called by the first."""
+    named = [(f"{i}.{name}", param) for i, piece in pieces.items() for name, param in piece.named_parameters()]
+    return {param: name for name, param in reversed(named)}
 
 
 def shapes_of(pieces):

@@ -119,7 +119,7 @@ class RecordedPipeline(HalvedPipeline):
 
     def send(self, action):
         _, tensor = self.results.pop(carried(action))
-        tensor = tensor.detach()
+        tensor = tensor.detach().contiguous()
         target = self.piece_to_rank[goes_to(action)]
         with lost_peer_named(f"send {action} of the pipeline"):
             handle = dist.isend(tensor, self.ranks[target], self.channels[self.rank, target])

@@ -234,6 +234,7 @@ class HalvedMicroBatch(MicroBatch):
 class HalvedPipeline(parallel.Pipeline):
     """A Pipeline whose lists may have I and W."""
     micro_batch = HalvedMicroBatch
+    computes = "FBIW"
 
     def do(self, action):
         match action.kind:

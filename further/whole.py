@@ -79,8 +79,11 @@ def set_updates(net, updates):
 # ---------------------------------------------------------------------------------------- a Parallel of your own pieces
 
 def whole_state(net):
-    """{"weights": {name: whole tensor}, and as much for each of MOMENTS} of a parallel.Parallel, on all ranks. Call it
-    on all ranks. What the optimizer has not kept is zeros."""
+    """{"weights": {name: whole tensor}, and as much for each of MOMENTS} of a parallel.Parallel, on all ranks; buffers
+    are not in it. Call it on all ranks. What the optimizer has not kept is zeros. ValueError if pieces of the model are
+    None, because their names are on other ranks."""
+    if not net.shapes:
+        raise ValueError("some pieces are None: give Parallel all of them, on each rank, to make its state whole")
     return {key: {name: whole_tensor(net, name, shape, None if key == "weights" else key)
                   for name, shape in net.shapes.items()} for key in ("weights", *MOMENTS)}
 

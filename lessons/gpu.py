@@ -99,7 +99,7 @@ LESSONS = {
     "coalescing": Lesson("a burst brings neighbours: use them all", "lessons/gpu.py columns_and_rows",
                          columns_and_rows),
     "tiling": Lesson("what is read once serves a whole tile", "lessons/ladder.py KERNELS", columns_and_tiles),
-    **{f"flash-{tokens}": Lesson("S and P need not exist", "kernels.py simple_attention", in_memory_and_flash(tokens))
+    **{f"flash-{tokens}": Lesson("S and P need not exist", "kernels.py attention", in_memory_and_flash(tokens))
        for tokens in (512, 4096)},
     "order": Lesson("programs that run together share L2", "kernels.py tile_of", ungrouped_and_grouped, True),
     "precision": Lesson("fewer bits, and tensor cores", "parallel.py master_dtype", float32_and_bf16),

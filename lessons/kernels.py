@@ -90,6 +90,12 @@ def attention(size):
                    {f"SDPA {key}": (sdpa_kernel(backend)(causal), qkv) for key, backend in backends.items()})
 
 
+def simple_attention(size):
+    causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    yield Case("attention T=70 D=16, simple", lambda *qkv: kernels.SimpleAttention.apply(*qkv), causal,
+               [size.random(1, 2, 70, 16) for _ in range(3)], (4 / 3, 8 / 3))
+
+
 TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
 
 
@@ -124,25 +130,30 @@ def tiles_read(tall, wide, group, at_once=132):
 
 
 def main():
-    """Each kernel's error beside PyTorch's."""
-    if not HAVE_TRITON:
+    """Each kernel's error beside PyTorch's; what a product's tiles read."""
+    if HAVE_TRITON:
+        show_errors()
+    else:
         print("The package triton is not installed: PyTorch's own operations run in place of these kernels.")
-        return
-    kernels.use("triton")
-    warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's: of exp in branches that tl.where drops
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    print(f"relative error against float64, {dtype}, of forward and of the worst gradient:\n"
-          f"  {'':30} kernels.py           | fast/'s               | PyTorch's own")
-    for case in itertools.chain(*(make(Size(torch.device(device), dtype, 1 << 12)) for make in CASES.values())):
-        with patched(plain_kernels(*kernels.table)):
-            columns = [errors(case.ours, case.plain, case.inputs) if case.reference else []]
-        with patched((kernels.table, f, new) for f, new in (fast.KERNELS | edition.LAYERS).items()):
-            columns += [errors(some, case.plain, case.inputs) for some in (case.ours, case.plain)]
-        columns = ("  ".join(f"{e:.2e}" for e in column) for column in columns)
-        print(f"  {case.name:30} " + " | ".join(f"{column:18}" for column in columns), flush=True)
     high, broad, _, group = TILES
     tall, wide = 8192 // high, 8192 // broad
     print(f"product 8192 x 8192 x 8192 in tiles of {high} x {broad}: an element of A is read {wide} times, of B "
           f"{tall}; 132 programs at once\nread so many rows and columns of tiles: in row order "
           f"{tiles_read(tall, wide, 1):.1f}, in groups of {group} {tiles_read(tall, wide, group):.1f}")
     print("times, on a GPU: python bench.py kernels")
+
+
+def show_errors():
+    kernels.use("triton")
+    warnings.filterwarnings("ignore", "overflow encountered")  # NumPy's: of exp in branches that tl.where drops
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    print(f"relative error against float64, {dtype}, of forward and of the worst gradient:\n"
+          f"  {'':30} kernels.py           | fast/'s               | PyTorch's own")
+    size = Size(torch.device(device), dtype, 1 << 12)
+    for case in itertools.chain(*(make(size) for make in (*CASES.values(), simple_attention))):
+        with patched(plain_kernels(*kernels.table)):
+            columns = [errors(case.ours, case.plain, case.inputs) if case.reference else []]
+        with patched((kernels.table, f, new) for f, new in (fast.KERNELS | edition.LAYERS).items()):
+            columns += [errors(some, case.plain, case.inputs) for some in (case.ours, case.plain)]
+        columns = ("  ".join(f"{e:.2e}" for e in column) for column in columns)
+        print(f"  {case.name:30} " + " | ".join(f"{column:18}" for column in columns), flush=True)

@@ -15,11 +15,12 @@ from model import PRESETS
 from theory.speed import MACHINES, operations, PEAK_TFLOPS
 
 WARP, SECTOR, BANKS, SMS = 32, 32, 32, 132  # threads; bytes; words of 4 bytes that shared memory gives at once; H100's
+CLOCK = 1.83e9                               # of an H100 under load: 989 TFLOP/s are 132 SMs x 4,096 FLOPs a clock
 CORES, HELD, SHARED = 128, 64, 227 << 10    # of an SM: cores; warps that it holds; bytes of shared memory for a block
 
 LEVELS = {  # of an H100, nearest first: who shares it; its size; bytes/s one way by NVIDIA's papers, if they say so
     "registers": ("a thread", "256 KB an SM", None),
-    "shared memory, L1": ("a block, an SM", "256 KB an SM", SMS * 128e9),  # 128 bytes a clock and SM, at 1 GHz
+    "shared memory, L1": ("a block, an SM", "256 KB an SM", SMS * 128 * CLOCK),  # 128 bytes a clock and SM
     "L2": ("all SMs", "50 MB", None),
     "HBM": ("all SMs", "80 GB", 3.35e12),
     "NVLink": ("a node's GPUs", "18 links", 450e9),

@@ -88,7 +88,7 @@ def matmul(a, b):                                                   # (n, m), (m
 
 # --------------------------------------------------------------- a GPT, and its backward by hand
 # dy is the gradient of the loss by y. If y = x w, then dx = dy w^T and dw = x^T dy.
-# Each forward returns its output and what its backward needs.
+# Each forward returns its output and what its backward needs. At first skip what norm and attention do backward.
 def norm(x):                                # y = r x, with r = 1 / sqrt(mean of x^2), row by row
     r = [1 / math.sqrt(dot(row, row) / C + 1e-5) for row in x]      # (T)
     return [[scale * v for v in row] for scale, row in zip(r, x)], r
@@ -130,7 +130,7 @@ def attention_backward(dy, x, w, saved):
         dw += matmul(transpose(o), dy)
     return dx, dw                                                   # (T, C), (4C, C)
 
-def mlp(x, w):                              # (T, C), (8C, C): each hidden unit has 2 rows of w
+def mlp(x, w):                              # (T, C), (8C, C): rows 2j and 2j + 1 of w are hidden unit j's
     """h = x wup^T, a = max(h, 0), y = a wdown"""
     up, down = w[0::2], w[1::2]                                     # (4C, C)
     h = matmul(x, transpose(up))                                    # (T, 4C)
@@ -181,7 +181,7 @@ def backward(piece, dx, w, saved, tokens, tp):      # dx: of the piece's output 
 # An action is a letter, for a piece of the model and a micro-batch:
 #     F  forward     G  gather the piece's weights      R  receive x (in backward dx) from another stage
 #     B  backward    D  drop them                       S  send it to another stage
-#                    A  add up its gradients over replicas: at stage 0 an all-reduce, else a reduce-scatter
+#                    A  add up replicas' gradients of the mean loss: at stage 0 by all-reduce, else by reduce-scatter
 # The stages of ZeRO are four lines of letters. In a step, a piece has
 ZERO = {  # first F   other F   other B   last B        and of N replicas each keeps 1/N of
     0:    ("F",       "F",      "B",      "BA"),      # nothing: this is data parallelism

@@ -1,5 +1,7 @@
 """The calls of a training step: from Trainer.step to each collective of rank 0, and from there to isend.
 
+A collective with async_op, as those of G and A, is run by a worker. Its path is the caller's, and then the worker's.
+
     python -m lessons path --dp 2 --tp 2
 """
 
@@ -25,10 +27,16 @@ class Calls(together.World):
     def __init__(self):
         super().__init__(worker="eager")
         self.above, self.below = {}, {}
+        self.begun = {}  # a rank, or an operation of its worker: the calls that began it
+
+    def can_go_on(self, task):
+        self.begun.setdefault(task, calls_of(sys._getframe()) if task.rank is not task else [])
+        super().can_go_on(task)
 
     def post(self, ticket, tensor, what):
-        if current_thread().name == "rank 0":
-            calls = calls_of(sys._getframe())
+        task = current_thread()
+        if task.rank.name == "rank 0":
+            calls = self.begun[task] + calls_of(sys._getframe())
             if calls[0][2] in ("step", "Trainer.step"):
                 first = [file for file, *_ in calls].index("collectives.py")
                 for found, part in (self.above, calls[:first + 1]), (self.below, calls[first:]):

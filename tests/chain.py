@@ -149,7 +149,7 @@ def test_what_a_chain_cannot_be_is_refused_in_one_line(told, sizes, left_out, m)
 
 
 @parametrize("told, body", [
-    ("micro-batches, all 2 together 3", lambda net, x, y: net.forward_backward(
+    ("micro-batches, others have more or fewer", lambda net, x, y: net.forward_backward(
         x.chunk(1 + dist.get_rank()), y.chunk(1 + dist.get_rank()))),
     ("freeze parameters", lambda net, x, y: (next(net.pieces[1].parameters()).requires_grad_(False),
                                              net.forward_backward([x], [y]))),

@@ -297,19 +297,6 @@ GROUPED_ATTENTIONS = sizes("""
     1  2  3  384  64""")
 
 
-class SimpleAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v):
-        o = kernels.simple_attention(q, k, v)
-        ctx.save_for_backward(q, k, v, o, kernels.attention_reference(q, k, v, True)[1])
-        return o
-
-    @staticmethod
-    def backward(ctx, do):
-        grads = kernels.simple_attention_backward(*ctx.saved_tensors, do.contiguous())
-        return tuple(grad.to(do.dtype) for grad in grads)
-
-
 def rows_of_kernels():
     for name, ours, plain in ("elu", kernels.elu, F.elu), ("gelu", kernels.gelu, plain_gelu):
         for shape in (1,), (3, 50, 7):
@@ -336,7 +323,7 @@ def rows_of_kernels():
         yield Row(name, lambda *qkv, is_causal: kernels.FlashAttention.apply(*qkv, is_causal), plain_attention,
                   [q, k, k], masked, WITH_PRODUCTS, strided=causal, replaced=True)
         if Tq == Tk and causal:
-            yield Row("simple attention", lambda *qkv, is_causal: SimpleAttention.apply(*qkv), plain_attention,
+            yield Row("simple attention", lambda *qkv, is_causal: kernels.SimpleAttention.apply(*qkv), plain_attention,
                       [q, k, k], masked, WITH_PRODUCTS)
         if Tq == Tk:
             yield Row(f"packed {name}", kernels.attention, plain_packed_attention, [(B, Tq, 3, H, D)], masked,

@@ -24,7 +24,7 @@ MISTAKES = """
     vocabulary | total * (own_top - top).exp() | total | loss: got 1.153, should have got 0.981
     order | p - 1 - r | p - r | got F0 F1 B0 F2 B1 F3 B2 B3, should have got F0 B0 F1 B1
     transfers | [other].append( | [other].insert(0, | deadlock
-    softmax | acc * alpha[:, None] | acc | 9, 18 and 27: got ["""
+    softmax | acc * alpha[:, None] | acc | 23, 46 and 69: got ["""
 
 
 @parametrize("row", MISTAKES.strip().splitlines(), ids=lambda row: row.split()[0])
