@@ -278,6 +278,7 @@ class Trainer:
     tokens, their vocabulary). What safe/ and fast/ have others for: edition, as for `parallelize`; optimizer, a class
     or a partial of one; batch, which gives a step's samples as further.text.batch does.
     """
+    balance_rate = 1e-3  # what a step adds to an expert's bias, or takes from it, to even out the load
 
     def __init__(self, s, config, source, data, device, edition=parallel.Reference, optimizer=None, batch=batch):
         self.s = s
@@ -328,7 +329,7 @@ class Trainer:
             group["lr"] = learning_rate(self.s, i)
         self.net.step()
         if self.config.experts:
-            idea("balance")(self.net, found.loads, self.s.balance_rate)
+            idea("balance")(self.net, found.loads, self.balance_rate)
 
     def micro_batches(self, tokens, seed, step):
         """This rank's samples of a step: [inputs, targets], each a tuple of micro-batches, int64 (B, T); with --pack

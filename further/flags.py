@@ -73,7 +73,6 @@ class Flags(Layout):
     top_k: int = flag(None, "experts that a token goes through (default: 2)")
     expert_every: int = flag(None, "n, where every n-th block has experts (default: 1)")
     shared_experts: int = flag(None, "further experts of such a block, which every token goes through (default: 0)")
-    balance_rate: float = flag(1e-3, "what a step adds to an expert's bias, or takes from it, to even out the load")
     steps: int = flag(450, "optimizer steps")
     batch_size: int = flag(16, "sequences a step, over all ranks")
     micro_batches: int = flag(1, "parts of each rank's share of a step; their gradients add up")

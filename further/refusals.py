@@ -161,10 +161,18 @@ def check_files(s, config, texts, train_data, held_out, vocabulary, saved):
     reject(largest >= config.vocab_size,  # with --tp each rank would take it for another's
            f"--vocab-size is too small for the text: give --vocab-size {largest + 1}")
     reject(len(held_out) <= config.seq_len, f"the held-out tenth is of {len(held_out)} tokens: give more text")
+    if saved:
+        check_steps(s, saved["step"])
     if saved and s.steps > saved["step"]:
         check_optimizer(saved["run"]["flags"], s)
     if s.out:
         check_out(s.out, saved["step"] if saved else None)
+
+
+def check_steps(s, done):
+    """BadInput where --resume has nothing to go on with."""
+    reject(0 < s.steps <= done, f"--resume {s.resume}: all {s.steps} steps are done: give --steps {2 * done}, say, or "
+           "--steps 0 for a sample")
 
 
 def check_out(out, done):

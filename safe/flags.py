@@ -49,7 +49,6 @@ class Settings(Flags):
     deterministic: bool = flag(False, "attention's backward adds up in a fixed order where it would not, so that runs "
                                       "are equal to the bit; for Hopper GPUs, head dim 128 and 2,048 tokens or more")
     keep: int = flag(2, "how many of the newest checkpoints to keep; 0: all")
-    on_nan: str = flag("stop", "what all ranks do if a loss or gradient is not finite", choices=["stop", "skip"])
     timeout: int = flag(600, "seconds without progress after which a rank stops and names the silent ranks")
 
 

@@ -57,25 +57,16 @@ def started():
 
 
 def cores(root="/"):
-    """How many cores this process may use: a job may have fewer than its machine."""
-    allowed = [len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1]
+    """How many cores this process may use: a job may have fewer than its machine, by its control group (version 2)."""
+    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     with contextlib.suppress(OSError):
-        for line in pathlib.Path(root, "proc/self/cgroup").read_text().splitlines():
-            kinds, path = line.split(":", 2)[1:]
-            if not kinds or "cpu" in kinds.split(","):
-                own = pathlib.Path(root, "sys/fs/cgroup", "cpu" * bool(kinds), path.lstrip("/"))
-                allowed += [quota for folder in (own, *own.parents) for quota in quotas(folder)]
-    return max(1, int(min(allowed)))
-
-
-def quotas(folder):
-    """How many cores a control group's folder allows, [] where it says nothing: quota / period, in two versions."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        files = [folder / "cpu.max"] if (folder / "cpu.max").exists() else [
-            folder / f"cpu.cfs_{what}_us" for what in ("quota", "period")]
-        quota, period = map(int, " ".join(file.read_text() for file in files).split())
-        return [quota / period] if quota > 0 else []
-    return []
+        path = pathlib.Path(root, "proc/self/cgroup").read_text().strip().rpartition(":")[2]
+        own = pathlib.Path(root, "sys/fs/cgroup", path.lstrip("/"))
+        for folder in (own, *own.parents):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+                allowed = min(allowed, quota // period)
+    return max(1, allowed)
 
 
 def check_room(processes):

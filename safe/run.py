@@ -20,7 +20,7 @@ from further.bad_input import BadInput, writable
 from further.experts import how_even
 from further.flags import ABOUT, dashed, due, learning_rate, parse
 from further.muon import Muon
-from further.refusals import agreed, check_numbers, told
+from further.refusals import agreed, check_numbers, check_steps, told
 from further.resume import check_optimizer, checkpoints, crc_of, find_checkpoint, load
 from further.sampling import show_sample
 from further.text import Bytes
@@ -121,8 +121,8 @@ class Loop:
 
     def judge(self, done, found):
         """Whether all ranks leave step `done` out, because the numbers of one are not finite. All ranks ask each other
-        once a step, also whether one of them has had a signal to end. NotFinite, before anything is saved; with
-        --on-nan skip, a line that says so."""
+        once a step, also whether one of them has had a signal to end. NotFinite, before anything is saved, unless a
+        smaller scale of fp16 may help."""
         trainer = self.trainer
         hopeless = not trainer.scaler or trainer.scaler.scale == 1  # until then, an overflow of fp16 is no error
         judged = self.look(found)
@@ -132,15 +132,12 @@ class Loop:
         return bad
 
     def blame(self, loss, done):
-        """Say what is not finite in step `done`. NotFinite, unless with --on-nan skip."""
+        """Say what is not finite in step `done`."""
         world = dist.get_world_size()
         # The first rank has the largest number.
         rank, = self.trainer.agree(0 if loss.isfinite() else world - dist.get_rank())
         what = f"the loss on rank {world - rank}" if rank else "the gradient"
-        self.write_log({"step": done, "not_finite": what, "on_nan": self.s.on_nan})
-        if self.s.on_nan == "stop":
-            raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
-        self.say(f"{self.where(done)}  {what} is not finite: step skipped, {self.trainer.skipped + 1} in all")
+        raise NotFinite(f"{what} is not finite in step {done}: a smaller --lr may help")
 
     def after(self, done, found):
         """What follows a step: reports, a checkpoint."""
@@ -203,7 +200,8 @@ class Loop:
             left = int((s.steps - done) * tokens / rate)
             self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {norm:.2f}  lr {entry['lr']:.1e}  {more}"
                      f"{rate / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
-            self.write_log(entry)
+            if self.run.log and (problem := self.run.log.write(entry)):
+                self.say(f"log      step {done} is not in {s.out}/log.jsonl: {problem.strerror}")
         if "val_loss" in entry:
             bits = entry["val_loss"] / math.log(2)
             more = f", {bits / self.bytes_a_token:.2f} bits a byte" if self.bytes_a_token else ""
@@ -214,10 +212,6 @@ class Loop:
         self.since = time.perf_counter()
         self.logged = done
         self.memory = {}
-
-    def write_log(self, entry):
-        if self.run.log and (problem := self.run.log.write(entry)):
-            self.say(f"log      step {entry['step']} is not in {self.s.out}/log.jsonl: {problem.strerror}")
 
     def show_sample(self):
         """All ranks agree before each tenth token: if the others only waited for rank 0's last one, they could time
@@ -243,7 +237,6 @@ class Loop:
             self.saved = False
             self.say(f"{self.where(done)}  not saved in {self.s.out}: {error.strerror}; older checkpoints there are "
                      "complete")
-            self.write_log({"step": done, "not_saved": error.strerror})
         self.since += time.perf_counter() - started
 
 
@@ -350,6 +343,8 @@ class Run:
         """Read the data. Returns the Checkpoint to go on from: that of --resume, or the newest in --out."""
         s = self.s
         known = checkpoint and checkpoint.manifest["run"]
+        if checkpoint:
+            check_steps(s, checkpoint.step)
         if s.out:
             checkpoint, known = start_of(s, self.config, checkpoint, self.on_rank_0)
         if checkpoint and checkpoint.step < s.steps:

@@ -873,7 +873,7 @@ SOME = """sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
 LATER = {*"model dtype device kernels plain together schedule_file recompute_blocks".split()}  # they round, or are
 # tested alone
-OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weight_decay seed eval_every log_every
+OF_THE_RUN = {*"""data steps batch_size lr min_lr warmup_steps weight_decay seed eval_every log_every
     sample prompt temperature tokenizer out save_every resume config""".split()}
 IDLE = {  # options that change nothing where one of these is so
     "cp_kind": "cp=1", "schedule": "pp=1", "virtual_stages": "pp=1 schedule=gpipe schedule=1f1b schedule=zb-h1",

@@ -88,19 +88,21 @@ REFUSED = {
         --resume                            | --out DIR
         --resume HALF_RUN                   | holds no complete checkpoint
         --resume STEP_3 --vocab-size 300    | --vocab-size 300: the model in --resume has 256
-        --resume STEP_3 --data ASCII        | --data
+        --resume STEP_3 --steps 4 --data ASCII | --data
         --resume STEP_3 --data /no/such/file | give --data TEXT, where the run's text lies now
         --init-from /no/such --out RUN --experts 2 | leave --init-from out and add --resume$
         --init-from EXPERTS --data TEXT --steps 3 --out RUN | weights of --init-from none there, /
         --resume STEP_3 --init-from HF      | beside --resume: leave --init-from out, or leave --resume out
         TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 4 | (--experts 2 there, 4 here; --lr 0.002 there, 0
-        --resume STEP_3 --out RUN           | process 1 on here writes there; wait for its end, or give --out
-        --resume STEP_2 --out RUN           | newer checkpoints lie beside it: move them away, or name a new folder
+        --resume STEP_3 --steps 4 --out RUN | process 1 on here writes there; wait for its end, or give --out
+        --resume STEP_3 --dp 2              | all 3 steps are done: give --steps 6, say, or --steps 0 for a sample
+        --resume STEP_2 --steps 4 --out RUN | newer checkpoints lie beside it: move them away, or name a new folder
         --plain --dp 2                      | needs torchrun --nproc_per_node 2; 1 were started
         --plain --lr nan                    | --lr nan: must be between 0 and a billion: give e.g. --lr 0.002
         --plain --vocab-size 50             | too small for the text: give --vocab-size 121
         --plain --data ASCII --resume MUON  | exp_avg_sq, which the --optimizer muon in --resume has not kept: give --op
         --data ASCII --resume MUON --optimizer adamw | has not kept: give --optimizer muon$
+        --plain --data ASCII --resume PLAIN --steps 1 | all 1 steps are done: give --steps 2
         --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4
         --plain --data ZERO                 | has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8
         --plain --data ASCII --out FOLDER   | holds a run, which this one would write over: add --resume, or name a new
