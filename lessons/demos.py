@@ -174,7 +174,7 @@ def costs_of(spans):
 
 def costs_in(trace):
     """The median times of F, I and W in a trace of train.py, with a sum of 3."""
-    advice = "train.py --pp 2 --micro-batches 4 --trace FOLDER writes FOLDER/trace.json, which can be read"
+    advice = "train.py --pp 2 --micro-batches 4 --profile FOLDER writes FOLDER/trace.json, which can be read"
     with readable(f"--trace {trace}", advice), open(trace) as file:
         costs = costs_of(spans_of(json.load(file)))
         return [3 * cost / sum(costs) for cost in costs]
@@ -376,7 +376,7 @@ HELP = {  # of the flags
     "model": "preset of the GPT", "machine": "whose rates count", "ranks": "how many", "dp": "replicas",
     "tp": "ranks each layer is cut over", "pp": "ranks the layers are spread over", "stages": "of the pipeline",
     "micro_batches": "of a step", "virtual_stages": "stages a rank, of the schedule interleaved",
-    "trace": "a trace.json of train.py --trace: its times in place of units", "tokens": "on each rank",
+    "trace": "a trace.json of train.py --profile: its times in place of units", "tokens": "on each rank",
     "out": "file for the picture, an .svg; of pages, their folder",
     "zero": "stage of ZeRO",
     "sp": "sequence parallelism", "cp": "ranks each sequence is cut over", "cp_kind": "of context parallelism",

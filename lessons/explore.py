@@ -116,7 +116,7 @@ def run(query):
 
 def trained(folder, flags):
     """(the log's steps, all ranks' spans of the third one) of a run of train.py. BadInput if it is given up."""
-    command = [sys.executable, "train.py", *flags, "--out", folder, "--trace", folder / "trace"]
+    command = [sys.executable, "train.py", *flags, "--out", folder, "--profile", folder / "profile"]
     said, end = folder.with_suffix(".log"), time.monotonic() + SECONDS
     with open(said, "w") as output:
         process = subprocess.Popen(command, cwd=HERE, start_new_session=True, stdin=subprocess.DEVNULL, stdout=output,
@@ -132,7 +132,7 @@ def trained(folder, flags):
     code = process.returncode
     reject(code, f"the run ended with exit code {code}: {said.read_text(errors='replace')[-500:]}")
     steps = [*map(json.loads, (folder / "log.jsonl").read_text().splitlines())]
-    return steps, spans_of(json.loads((folder / "trace/trace.json").read_text()))
+    return steps, spans_of(json.loads((folder / "profile/trace.json").read_text()))
 
 
 # --------------------------------------------------------------------------------------------------------------- server

@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 
 import collectives as dist
-from further.bad_input import reject, writable
+from further.bad_input import BadInput, reject, writable
 from further.bpe import Tokenizer, WHOLE
 from further.flags import dashed
 from further.folder import UNKNOWN, warn_once, write_file
@@ -184,9 +184,8 @@ def check_same_data(s, known, here, checkpoint):
 def lock(folder, identity):
     """Make --out this run's own, on rank 0, and keep a second run from writing there.
 
-    Returns the file .lock, which is locked until it is closed or this process ends. It names the process. The
-    process that starts the ranks keeps its lock for them. Rank 0 empties the file when all is saved; the process that
-    started the ranks looks at it to choose its exit code."""
+    Returns the file .lock, which is locked until it is closed or this process ends. It names the process. Rank 0
+    empties the file when all is saved; the process that started the ranks looks at it to choose its exit code."""
     out = pathlib.Path(folder)
     with writable(out, "--out"):
         file = (out / ".lock").open("a+")
@@ -194,9 +193,8 @@ def lock(folder, identity):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = (out / ".lock").read_text().strip() or "another run"
-            starter = f"process {os.getppid()} on {socket.gethostname()}" if "RANK" in os.environ else ""
-            reject(holder != starter, f"--out {out}: {holder} writes there; wait for its end, or give --out {out}-2 "
-                   "and leave --resume out")
+            raise BadInput(f"--out {out}: {holder} writes there; wait for its end, or give --out {out}-2 and leave "
+                           "--resume out") from None
         except OSError as error:
             if error.errno not in (*UNKNOWN, errno.ENOLCK):
                 raise

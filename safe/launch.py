@@ -125,8 +125,8 @@ def start_again(processes, saved=lambda: True):
             run.run(run.parse_args([*flags, *words, *sys.argv[1:]]))
     except ChildFailedError as error:  # the rank itself has said what happened
         rank, failure = error.get_first_failure()
-        by_itself = failure.exitcode > 0
-        sys.exit(by_itself or f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped")
+        by_signal = f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped"
+        sys.exit(failure.exitcode if failure.exitcode > 0 else by_signal)
     except (SignalException, KeyboardInterrupt) as stop:
         if getattr(stop, "sigval", None) in ENDS:
             sys.exit(0 if saved() else 1)
@@ -136,13 +136,8 @@ def start_again(processes, saved=lambda: True):
 
 def keep_quiet():
     """Let torchrun's log leave out that it hands on a signal, and that a rank has ended, which `start_again` says."""
-    def is_news(record):
-        error = record.exc_info and record.exc_info[1]
-        return record.levelno > logging.WARNING and not isinstance(error, torch.multiprocessing.ProcessExitedException)
-
-    for name in "agent.server.api", "multiprocessing.api":
-        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_news)
-    logging.getLogger("torch.multiprocessing.spawn").addFilter(is_news)
+    for name in "distributed.elastic.agent.server.api", "distributed.elastic.multiprocessing.api", "multiprocessing.spawn":
+        logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
 
 
 def threads():

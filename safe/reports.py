@@ -13,13 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
-from further.bad_input import BadInput
 from further.bpe import Tokenizer
 from further.flags import learning_rate
 from further.letters import tensors_in
 from further.text import Bytes
 from safe.data import about_left_out, Numbers
-from safe.files import keep_others
 from safe.flags import gpus_here
 from safe.messages import Watched
 from theory import speed
@@ -267,18 +265,17 @@ def traced(loop):
         events = [{"name": f"{kind} stage {stage} micro-batch {i}", "ph": "X", "pid": 0, "tid": rank,
                    "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": {"stage": stage, "micro_batch": i}}
                   for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
-        with nothing_else_lost("trace", loop.s.trace, loop.say):
-            keep_others(pathlib.Path(loop.s.trace, "trace.json"), "--trace")
-            pathlib.Path(loop.s.trace, "trace.json").write_text(json.dumps({"traceEvents": events}))
+        with nothing_else_lost("trace", loop.s.profile, loop.say):
+            pathlib.Path(loop.s.profile, "trace.json").write_text(json.dumps({"traceEvents": events}))
 
 
 @contextlib.contextmanager
 def nothing_else_lost(what, folder, say):
-    """A full disk, or somebody's file of that name, costs the file that is written inside, not the run."""
+    """A full disk costs the file that is written inside, not the run."""
     try:
         yield
-    except (OSError, BadInput) as problem:
-        say(f"no {what} in {folder}: {getattr(problem, 'strerror', problem)}")
+    except OSError as problem:
+        say(f"no {what} in {folder}: {problem.strerror}")
 
 
 def action_range(action):
@@ -306,11 +303,9 @@ def profiled(loop):
         yield
     path = pathlib.Path(loop.s.profile, f"rank-{dist.get_rank()}.json")
     with nothing_else_lost("profile", loop.s.profile, loop.say):
-        os.makedirs(path.parent, exist_ok=True)  # on another node it may be missing
-        keep_others(path, "--profile")
         path.write_text("")  # raises an error where the profiler would fail silently
         profile.export_chrome_trace(str(path))
-        loop.say(f"profile  {path.parent}: rank-0.json and so on, for ui.perfetto.dev")
+        loop.say(f"profile  {path.parent}: trace.json, rank-0.json and so on, for ui.perfetto.dev")
 
 
 def describe_first_steps(loop):

@@ -107,15 +107,15 @@ class Loop:
 
     @contextlib.contextmanager
     def observed(self, i):
-        """The first step measures activations. The third one, if asked to, is traced and profiled, because the steps
-        before it warm up."""
-        third = i == min(self.first + 2, self.s.steps - 1)
+        """The first step measures activations. With --profile the third one is traced, because those before it warm
+        up, and the fourth is profiled, which takes time."""
+        last = self.s.steps - 1
         with contextlib.ExitStack() as around:
             if i == self.first:
                 self.seen = around.enter_context(measured(self.trainer))
-            if third and self.s.trace:
+            if self.s.profile and i == min(self.first + 2, last):
                 around.enter_context(traced(self))
-            if third and self.s.profile:
+            if self.s.profile and i == min(self.first + 3, last):
                 around.enter_context(profiled(self))
             yield
 
@@ -327,13 +327,12 @@ class Run:
             self.source = checkpoint.source
             self.saved = checkpoint.manifest
         self.came = came_with(checkpoint.path if checkpoint else s.init_from, s.tokenizer)
-        if self.on_rank_0:
-            check_folder(s.trace, "--trace", "trace.json")
-            check_folder(s.profile, "--profile", "rank-*.json")
-            if s.out:
-                self.lock = lock(s.out, self.identity)
-                with writable(s.out, "--out"):
-                    self.log = Log(f"{s.out}/log.jsonl", checkpoint.step if checkpoint else 0)
+        for files in "trace.json", "rank-*.json":
+            check_folder(s.profile, "--profile", files)  # on each rank, because nodes may have folders of their own
+        if s.out and self.on_rank_0 and self.processes == self.world:  # else rank 0, once started, takes the lock
+            self.lock = lock(s.out, self.identity)
+            with writable(s.out, "--out"):
+                self.log = Log(f"{s.out}/log.jsonl", checkpoint.step if checkpoint else 0)
         there = checkpoint and f"of step {checkpoint.step} with CRC-32 {crc_of(self.saved['files']):08x}"
         more = {"the checkpoint in the folder that all nodes share": there or "none",
                 "the weights' CRC-32": self.identity["start"].get("weights")}
@@ -362,10 +361,7 @@ class Run:
             sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
         torch.set_num_threads(min(torch.get_num_threads(), launch.cores()))
         if self.processes != self.world:
-            # This process keeps the lock for its ranks. Its name stands in the file until rank 0 writes its own.
-            holder = pathlib.Path(self.lock.name).read_text if self.lock else str
-            own = holder()
-            launch.start_again(self.processes, lambda: holder() in ("", own))
+            launch.start_again(self.processes, self.all_saved)
         watch = Watch(self.s.timeout, self.how_to_go_on, self.last_words)
         try:
             watch.start()
@@ -377,6 +373,11 @@ class Run:
         watch.stop()
         dist.destroy_process_group()
         sys.exit(130 if stopping == signal.SIGINT else 0 if saved else 1)
+
+    def all_saved(self):
+        """By what rank 0 leaves in .lock."""
+        lock = pathlib.Path(self.s.out, ".lock")
+        return not self.s.out or not lock.exists() or not lock.read_text()
 
     def how_to_go_on(self):
         """A line for the user, after this run's end; "" where nothing is saved."""

@@ -26,7 +26,6 @@ from tests.refusals import refusal_of_layout
 from tests.runs import TINY, Ranks, command, import_from, log_of, processes, ran
 import safe.launch
 from further.resume import checkpoints
-from safe.checkpoints import lock
 from further.bad_input import BadInput
 import train
 
@@ -108,24 +107,16 @@ def test_processes_end_with_their_launcher(text, tmp_path, how, code):
     assert bool(saved) == (how not in ("SIGINT twice", "SIGKILL")) and "Traceback" not in run.printed()
 
 
-def test_who_starts_the_ranks_keeps_the_folder_for_them(text, tmp_path, monkeypatch):
-    """Until rank 0 has the folder, too, no other run gets it."""
-    def start(_, saved):
-        with pytest.raises(BadInput, match=f"process {os.getpid()} on .* writes there"):
-            lock(tmp_path, {})
-        for name, value in ("getppid", os.getpid()), ("getpid", 0):
-            monkeypatch.setattr(os, name, lambda value=value: value)
-        monkeypatch.setenv("RANK", "0")
-        assert saved()
-        file = lock(tmp_path, {})
-        assert not saved()
-        file.truncate(0)
-        sys.exit(saved())
-
-    monkeypatch.setattr(safe.launch, "start_again", start)
-    monkeypatch.setattr(sys, "argv", ["", *FLAGS, text, "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="True"):
-        train.main()
+@on_linux
+def test_one_of_two_launchers_gets_the_folder(text, tmp_path):
+    """The other one's ranks are refused in a line, with the exit code of what is refused."""
+    words = [*FLAGS, text, "--out", str(tmp_path / "run"), "--steps", "1000000"]
+    one = Ranks(words, 1, tmp_path / "log", launcher="fork", before=by_a_terminal)
+    one.wait_for("\nstep ")
+    said = ran(words, 1, tmp_path / "other", [2], launcher="fork")
+    assert re.fullmatch("train.py: --out .* process \\d+ on .* writes there; wait for its end, .*\n", said), said
+    one.kill(0, signal.SIGTERM)
+    assert one.end() == [0] and (tmp_path / "run/.lock").read_text() == ""
 
 
 NEW = """

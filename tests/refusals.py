@@ -70,7 +70,7 @@ REFUSED = {
         --data BIG_BIN                      | --vocab-size 60001
         --data ASCII --vocab-size 123 --prompt BYTE_255 | --prompt
         --seq-len 3 --prompt four           | tokens, the model's context is of 3: give a shorter one, or --sample 0
-        --trace MINE                        | the trace.json there is no run's: name a new folder, e.g. --trace
+        --profile MINE                      | the trace.json there is no run's: name a new folder, e.g. --profile
         --out MINE                          | the index.html there is no run's: name a new folder, e.g. --out
         --out MINE/lock                     | the .lock there is no run's
         --out OLD_RUN                       | --out
@@ -89,7 +89,7 @@ REFUSED = {
         --resume HALF_RUN                   | holds no complete checkpoint
         --resume STEP_3 --vocab-size 300    | --vocab-size 300: the model in --resume has 256
         --resume STEP_3 --steps 4 --data ASCII | --data
-        --resume STEP_3 --data /no/such/file | give --data TEXT, where the run's text lies now
+        --resume STEP_3 --steps 4 --data /no/such/file | give --data TEXT, where the run's text lies now
         --init-from /no/such --out RUN --experts 2 | leave --init-from out and add --resume$
         --init-from EXPERTS --data TEXT --steps 3 --out RUN | weights of --init-from none there, /
         --resume STEP_3 --init-from HF      | beside --resume: leave --init-from out, or leave --resume out

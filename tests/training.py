@@ -109,8 +109,8 @@ def test_trace_and_profile_hold_every_rank_s_actions(trained, tmp_path, layout, 
         return log_of(tmp_path / out, "step", "loss", "grad_norm")
 
     profile, pipeline = tmp_path / "profile", "--pp" in layout
-    assert run("seen", "--profile OUT/profile --trace OUT") == run("unseen")
-    traced = events_of(tmp_path / "trace.json")
+    assert run("seen", "--profile OUT/profile") == run("unseen")
+    traced = events_of(profile / "trace.json")
     assert all(e["dur"] >= 0 for e in traced)
     schedule, p, shared = (zero_bubble_h1, 2, {}) if pipeline else (parallel.one_f_one_b, 1, {2: [0]})  # a tied head
     runs = [range(0, 2), range(2, 3)] if pipeline else [range(3)]
