@@ -41,7 +41,7 @@ from further.ideas import idea  # what --cp, --experts and others ask for, by na
 from further.text import batch, Bytes, split, standard_library
 from model import GPT, initial_weight, materialize
 
-schedule_of = idea("schedule_of")  # (a name, or the text of --schedule-file) -> schedule(p, m, v)
+schedule_of = idea("schedule_of")  # (a name, or a file) -> schedule(p, m, v)
 
 
 # --------------------------------------------------------------------------------------------------------------- recipe
@@ -384,8 +384,6 @@ class Run:
             vocabulary = idea("Tokenizer")(s.tokenizer)
             s.vocab_size = len(vocabulary)
         self.config = config_of(s)
-        if s.schedule_file:
-            s.schedule = idea("read_schedule")(s)
         idea("check_layout")(s, self.config, ranks, processes, dashed)
         files = [pathlib.Path(s.data)] if s.data else standard_library()
         texts = [file.read_bytes() for file in files]

@@ -38,7 +38,7 @@ class Layout:
                         choices=["ring", "ulysses"])
     ep: int = flag(1, "ranks of dp that share out the experts")
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
-    schedule: str = flag("1f1b", "of the pipeline", choices=list(SCHEDULES))  # or the text of --schedule-file
+    schedule: str = flag("1f1b", f"of the pipeline: {', '.join(SCHEDULES)}, or a text file of actions, a row a rank")
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
@@ -84,7 +84,6 @@ class Flags(Layout):
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip")
     seed: int = flag(0, "of weights, batches and sampling")
     dp: int = flag(None, "data-parallel replicas; left out, what --tp, --cp and --pp leave")
-    schedule_file: str = flag("", "a text with a list of actions for each rank, in place of --schedule")
     dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters",
                       choices=["fp32", "bf16", "fp16", "fp64"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])

@@ -93,7 +93,7 @@ def check_layout(s, config, world, processes, *_):
 
 # ---------------------------------------------------------------------------------------------------------------- ranks
 
-PATHS = "data", "tokenizer", "out", "resume", "init_from", "profile", "schedule_file", "config"
+PATHS = "data", "tokenizer", "out", "resume", "init_from", "profile", "config"
 OF_ONE_RANK = "keep", "timeout"  # flags that decide neither numbers nor which collectives come
 
 

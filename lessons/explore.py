@@ -3,7 +3,7 @@
     python -m lessons explore        prints an address
 
 The page draws nothing: what it shows is drawn here, further/lists.py proves the lists, and train.py runs them, by
---schedule-file, and then 1F1B.
+--schedule, and then 1F1B.
 The server listens at 127.0.0.1 alone. It answers requests that name it as Host and know the token in its address.
 """
 
@@ -102,7 +102,7 @@ def run(query):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             file = pathlib.Path(folder, "lists.txt")
             file.write_text(text_of(lists))
-            ours, ran = trained(pathlib.Path(folder, "lists"), [*flags, "--schedule-file", file])
+            ours, ran = trained(pathlib.Path(folder, "lists"), [*flags, "--schedule", file])
             plain, _ = trained(pathlib.Path(folder, "1f1b"), flags)
     finally:
         running.release()

@@ -15,7 +15,7 @@ import kernels
 import parallel
 from further.fits import multiple, refuse_misfit
 from further.flags import config_of, dashed, device_for, flag, Flags, processes_of
-from further.lists import check, lower, read_schedule, schedule_of
+from further.lists import check, lower, schedule_of
 from safe.files import tell
 from safe.huggingface import check_sizes, open_hf, shortened
 from further.bad_input import BadInput, reject
@@ -123,8 +123,6 @@ def check_layout(s, config, world, local_world):
     """Reject a layout whose sizes do not divide, or that this machine cannot take. Fills in s.dp, s.schedule, s.device,
     s.fast and s.cuda_graphs. Returns how many processes the layout needs."""
     processes = processes_of(s, world)
-    if s.schedule_file:
-        s.schedule = read_schedule(s)
     refuse_misfit(s, config, dashed, world, local_world if world > local_world else 0)
     try:
         check(lower(schedule_of(s.schedule)(s.pp, s.micro_batches, s.virtual_stages)), s.micro_batches)

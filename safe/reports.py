@@ -157,7 +157,7 @@ def describe(loop):
     gpus = gpus_here()
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
     axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1)
-    axes += f" x pp {s.pp} ({s.schedule_file or s.schedule})" * (s.pp > 1)
+    axes += f" x pp {s.pp} ({s.schedule})" * (s.pp > 1)
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trains = loop.first < s.steps
     loop.say(

@@ -43,7 +43,7 @@ from train import Trainer
 KNOWN_OTHERWISE = {*"""arch model n_layer n_head n_kv_head n_embd seq_len vocab_size activation
     experts top_k expert_every shared_experts inner tokenizer init_from""".split()}
 # And these decide no losses, but for rounding.
-NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep pp schedule schedule_file virtual_stages zero
+NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep pp schedule virtual_stages zero
     zero_within recompute recompute_blocks loss_chunk device kernels fast comm plain together config eval_every
     log_every sample prompt temperature out save_every resume profile cuda_graphs
     deterministic keep timeout""".split()}

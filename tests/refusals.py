@@ -49,11 +49,11 @@ REFUSED = {
         --bogus 1                           | --bogus
         --recompute-blocks 2                | give --recompute mlp, too
         --vocab-size 100                    | --vocab-size
-        --schedule-file SHORT               | is no action: write F0, or F0/2 for that of stage 2; give
-        --schedule-file STUCK --pp 2        | at B0, rank 1 waits at B0; give
-        --schedule-file MARKED              | of 2 ranks and 1 micro-batches: give --pp 2 --micro-batches 1
-        --schedule-file MARKED --pp 2 --micro-batches 1 --schedule gpipe | leave one of them out
-        --plain --schedule-file STUCK       | deadlock: no rank can go on: rank 0 waits at B0
+        --schedule bogus                    | bogus: No such file or directory; give one of gpipe, 
+        --schedule SHORT                    | is no action: write F0, or F0/2 for that of stage 2; give
+        --schedule STUCK --pp 2             | at B0, rank 1 waits at B0; give
+        --schedule MARKED                   | of 2 ranks and 1 micro-batches: give --pp 2 --micro-batches 1
+        --plain --schedule STUCK            | deadlock: no rank can go on: rank 0 waits at B0
         --cuda-graphs on --device cpu       | --cuda-graphs on
         --dtype fp8 --device cpu            | on GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16
         --arch llama --model gpt2           | --model gpt2 is no preset of --arch llama: give --model tiny

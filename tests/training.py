@@ -87,7 +87,7 @@ def test_every_layout_logs_the_same_losses(trained, plain_log, tmp_path, size, l
 def test_lists_of_a_file_log_the_losses_of_1f1b(trained, tmp_path):
     """Backwards in halves, two stages a rank, in a V; the run names the file."""
     (tmp_path / "mine.txt").write_text(draw(simulate(zb_v(2, 4))))
-    for out, flags in ("there", ""), ("here", "--schedule-file OUT/mine.txt"):
+    for out, flags in ("there", ""), ("here", "--schedule OUT/mine.txt"):
         trained(2, f"--pp 2 --micro-batches 4 --n-layer 2 --dtype fp64 --steps 2 --out OUT/{out} {flags}")
     there, here = (log_of(tmp_path / out, "step", "loss", "grad_norm") for out in ("there", "here"))
     assert len(here) == 2 and close(here, there) and "mine.txt" in (tmp_path / "here" / "index.html").read_text()
