@@ -166,8 +166,7 @@ def start_of(s, config, asked, read_all):
            f"--out {out} already holds files of a run, and no run.json that says which: {another}")
     here = identity_of(s, config)
     how = there and (unknown(there["flags"] | there["model"]) or "; ".join(differences(there, here)[:3]))
-    goes_on = newest and not differences(there, here, ("model",)) and there["flags"].get("optimizer") == s.optimizer
-    instead = f", or {'leave --init-from out and ' * bool(s.init_from)}add --resume" * bool(goes_on)
+    instead = f", or {'leave --init-from out and ' * bool(s.init_from)}add --resume" * bool(newest)
     reject(how, f"--out {out} holds another run ({how}): {another}{instead}")
     return newest, there
 

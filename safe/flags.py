@@ -26,15 +26,6 @@ from further.bad_input import BadInput, reject
 @dataclass
 class Settings(Flags):
     """Every flag of the command line: those of the reference, and those that only the whole program has."""
-    data: str = flag("", "a text file, a folder of text, or a .bin of tokens; left out, the source of Python's "
-                         "standard library. The last 10 %% are held out")
-    tokenizer: str = flag("", "folder with tokenizer.json, or a GPT-2's vocab.json and merges.txt; left out, those "
-                              "beside the weights of --init-from or --resume, or else tokens are bytes")
-    out: str = flag("", "folder for log.jsonl, index.html with its curves, and checkpoints; the same command again "
-                        "goes on from the newest one")
-    resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, in --out. Flags "
-                           "that decide the losses (data, sizes, --lr ...) keep its values if they are left out",
-                       nargs="?", const="newest", metavar="PATH")
     init_from: str = flag("", "start from the weights, and with the sizes, of this Hugging Face folder of a GPT-2")
     dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters; fp8: bf16, and blocks' products in 8 "
                               "bits", choices=list(parallel.PRECISIONS))
