@@ -18,7 +18,6 @@ from further.flags import learning_rate
 from further.letters import tensors_in
 from further.text import Bytes
 from safe.data import about_left_out, Numbers
-from safe.flags import gpus_here
 from safe.messages import Watched
 from theory.memory import kept_tensors, memory_bytes
 
@@ -152,8 +151,6 @@ def describe(loop):
     s, c, run, trainer = loop.s, loop.config, loop.run, loop.trainer
     mesh = trainer.net.mesh
     device = trainer.device.type
-    here = dist.processes_of_a_node(mesh.size())
-    gpus = gpus_here()
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
     axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1)
     axes += f" x pp {s.pp} ({s.schedule})" * (s.pp > 1)
@@ -161,7 +158,6 @@ def describe(loop):
     trains = loop.first < s.steps
     loop.say(
         f"mode     {run.edition.mode}\n"
-        f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}\n"
         f"layout   {axes} = {mesh.size()} processes, {device} "
         f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}"
         f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}\n"
