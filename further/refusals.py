@@ -50,15 +50,29 @@ def set_by_torchrun():
     return rank, world, all(given) and (rank + world + port).isdigit() and int(rank) < int(world)
 
 
+LAUNCHER_S = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "ROLE_",
+              "TORCHELASTIC_", "PET_")  # beginnings of what torchrun sets, or takes as its flags
+
+
+def forget_launcher():
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_S)]:
+        del os.environ[name]
+
+
 def check_start():
-    """BadInput if the environment has a part of what torchrun sets, or if others have started several processes."""
+    """How many processes torchrun, or who sets the same variables, has started. What another program has left of these
+    is removed. BadInput if it speaks of several processes, or if others have started several."""
     rank, world, whole = set_by_torchrun()
     if whole:
-        return
-    reject(rank or world, "the environment has a part of what torchrun sets: start with torchrun, or unset RANK and "
-           "WORLD_SIZE")
+        return int(world)
+    forget_launcher()
     why = started_by_tasks()
     reject(why, why)
+    rank = rank or "0"
+    world = world or "1"
+    reject((rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no MASTER_ADDR "
+           "and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
+    return 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- flags

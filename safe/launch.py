@@ -18,42 +18,22 @@ import torch
 import torch.distributed as torch_dist
 
 from collectives import meeting_place
-from further.refusals import set_by_torchrun, started_by_tasks
+from further.refusals import check_start, forget_launcher
 from safe.files import tell
 from further.bad_input import BadInput, reject
 
 
 # --------------------------------------------------------------------------------------------------- starting processes
 
-LAUNCHER_S = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "ROLE_",
-              "TORCHELASTIC_", "PET_")  # beginnings of what an outer torchrun sets, or takes as its flags
-
-
-def forget_launcher():
-    for name in [name for name in os.environ if name.startswith(LAUNCHER_S)]:
-        del os.environ[name]
-
-
 def started():
-    """How many processes torchrun, or who sets the same variables, has started. What another program has left there of
-    them is removed; BadInput where several processes may be meant. Call it first of all."""
+    """As check_start. Call it first of all."""
     for number in range(3):  # a closed stdout: else a file that is opened later would get what is printed
         with contextlib.suppress(OSError):
             os.fstat(number)
             continue
         os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stdout or open(os.devnull, "w")
-    rank, world, whole = set_by_torchrun()
-    if whole:
-        return int(world)
-    forget_launcher()
-    why = started_by_tasks()
-    reject(why, why)
-    rank = rank or "0"
-    world = world or "1"
-    reject((rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no MASTER_ADDR "
-           "and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
-    return 1
+    return check_start()
 
 
 def cores(root="/"):
