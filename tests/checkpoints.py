@@ -363,15 +363,15 @@ def test_killed_or_stalled_rank_is_named_by_the_others(start, tmp_path):
         (False, True), (True, False)]  # rank 0 has written why, or has been killed itself
 
 
-def at_step_20(sig):
-    """Rank 1 gets this signal then, and all ranks get it when they have ended."""
+def warned_at_step_20():
+    """Rank 1 gets a scheduler's signal then, and all ranks get it when they have ended."""
     def step(trainer, number):
         if number == 20 and dist.get_rank() == 1:
-            os.kill(os.getpid(), sig)
+            os.kill(os.getpid(), signal.SIGUSR1)
         return real(trainer, number)
 
     def destroy():
-        os.kill(os.getpid(), sig)
+        os.kill(os.getpid(), signal.SIGUSR1)
         real_destroy()
 
     real, real_destroy = Trainer.gradients, dist.destroy_process_group
@@ -379,11 +379,11 @@ def at_step_20(sig):
 
 
 @on_cpus
-def test_sigterm_saves_and_the_run_goes_on(start, trained, tmp_path):
+def test_a_scheduler_s_signal_saves_and_the_run_goes_on(start, trained, tmp_path):
     flags, out = "--steps 60 --save-every 0 --dp 2 --out OUT/", tmp_path / "run"
     trained(2, flags + "whole")
-    said = start(flags + "run", 2, before=functools.partial(at_step_20, signal.SIGTERM)).said()
-    assert "SIGTERM: the same command goes on from step " in said
+    said = start(flags + "run", 2, before=warned_at_step_20).said()
+    assert "SIGUSR1: the same command goes on from step " in said
     step = end_of(out)[0]
     assert 20 <= step < 60 and max(log_of(out, "step")) == step
     assert f"after step {step}" in start(flags + "run", 2).said()

@@ -35,9 +35,8 @@ from safe.flags import Settings
 from safe.page import sign_of_life
 from train import Trainer
 from safe.watch import Watch
-from tests.checkpoints import at_step_20
 from tests.launching import CLONE_NEWNET
-from tests.pool import forkserver, HERE, in_new_process, on_cpus, on_linux, parametrize
+from tests.pool import forkserver, HERE, in_new_process, on_linux, parametrize
 from tests.runs import ran, Ranks, run_training, start, TRAIN, trained
 from tests.text import BY_HAND, write_vocabulary
 
@@ -93,13 +92,6 @@ def test_a_run_that_has_ended_and_is_started_again_ends_well(text, tmp_path):
     said = ran([*words, *TRAIN], 1, tmp_path / "log", program=torch.distributed.run.__file__, launcher="fork",
                before=aborts_at_its_end)
     assert "all 2 are done" in said
-
-
-@on_cpus
-def test_a_scheduler_s_other_signal_saves_or_is_named(start, pool):
-    run = start("--steps 60 --dp 2 --out OUT", 2, before=functools.partial(at_step_20, signal.SIGUSR1))
-    run.end()
-    assert "SIGUSR1" in run.printed()
 
 
 def waits_as_process_1():
