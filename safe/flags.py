@@ -138,7 +138,8 @@ def check_device(s, config, world, local):
     s.device = device_for(s.device, local)
     reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
            + f", or a layout of {gpus}" * (gpus > 0))
-    choose_edition(s)
+    if s.fast == "auto":
+        s.fast = "on" if s.device == "cuda" else "off"
     able = s.device == "cuda" and s.fast == "on" and replayable(s, config)
     able = able and (not config.experts or torch.cuda.get_device_capability() >= (9, 0))  # what F.grouped_mm needs
     reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --fast on, and for --experts "
@@ -161,12 +162,6 @@ def checked_use(choice):
     reject(choice == "triton" and not able, "--kernels triton needs the package triton, and a CUDA GPU, or "
            "TRITON_INTERPRET=1, which runs them slowly on the CPU: give --kernels auto")
     kernels.use(choice)
-
-
-def choose_edition(s):
-    """Fills in s.fast, "on" or "off"."""
-    if s.fast == "auto":
-        s.fast = "on" if s.device == "cuda" else "off"
 
 
 def replayable(s, config):

@@ -41,10 +41,6 @@ from theory import speed
 
 # -------------------------------------------------------------------------------------------- steps under observation
 
-class NotFinite(BadInput):
-    """A loss or a gradient, which other flags may keep finite."""
-
-
 class Loop:
     """The steps of a Trainer: reports of memory and speed, traces and profiles, a stop of all ranks at a signal or at
     numbers that are not finite, and checkpoints.
@@ -121,7 +117,7 @@ class Loop:
 
     def judge(self, done, found):
         """Whether all ranks leave step `done` out, because the numbers of one are not finite. All ranks ask each other
-        once a step, also whether one of them has had a signal to end. NotFinite, before anything is saved, unless a
+        once a step, also whether one of them has had a signal to end. BadInput, before anything is saved, unless a
         smaller scale of fp16 may help."""
         trainer = self.trainer
         hopeless = not trainer.scaler or trainer.scaler.scale == 1  # until then, an overflow of fp16 is no error
@@ -137,7 +133,7 @@ class Loop:
         # The first rank has the largest number.
         rank, = self.trainer.agree(0 if loss.isfinite() else world - dist.get_rank())
         what = f"the loss on rank {world - rank}" if rank else "the gradient"
-        raise NotFinite(f"{what} is not finite in step {done}: a smaller --lr may help")
+        raise BadInput(f"{what} is not finite in step {done}: a smaller --lr may help")
 
     def after(self, done, found):
         """What follows a step: reports, a checkpoint."""

@@ -34,7 +34,7 @@ from safe.files import Log
 from safe.page import Page
 from safe.flags import model_config, Parser, Settings
 from safe.reports import nothing_else_lost
-from safe.run import NotFinite, Plain
+from safe.run import Plain
 from further.bad_input import BadInput
 from train import Trainer
 
@@ -410,7 +410,7 @@ def test_a_full_gpu_says_what_needs_less(start):
 def said_by(flags):
     try:
         return run_training(flags)
-    except NotFinite as error:
+    except BadInput as error:
         return str(error)
 
 
