@@ -56,8 +56,8 @@ class Layout:
 @dataclass
 class Flags(Layout):
     """Flags of the command line, --with-dashes: a Layout's, and these."""
-    data: str = flag("", "a text file; not with --plain also a folder of text, or a .bin of tokens; left out, the source "
-                         "of Python's standard library. The last 10 %% are held out")
+    data: str = flag("", "a text file; without --plain also a folder of text, or a .bin of tokens; left out, the "
+                         "source of Python's standard library. The last 10 %% are held out")
     pack: bool = flag(False, "each file of --data is a document, whose tokens see no other's")
     tokenizer: str = flag("", "folder with tokenizer.json, or vocab.json and merges.txt; left out, those beside the "
                               "weights of --init-from or --resume, or else tokens are bytes")
@@ -99,11 +99,11 @@ class Flags(Layout):
     sample: int = flag(200, "tokens to generate at the end; 0: none")
     prompt: str = flag("def ", "what the sample continues")
     temperature: float = flag(0.8, "of the sample; 0 takes the likeliest token each time")
-    out: str = flag("", "folder for log.jsonl and checkpoints; not with --plain also for index.html with its curves, and "
-                        "the same command again goes on from the newest checkpoint")
+    out: str = flag("", "folder for log.jsonl and checkpoints; without --plain also for index.html with its curves, "
+                        "and the same command again goes on from the newest checkpoint")
     save_every: int = flag(100, "steps between checkpoints, and one at the end; 0: only that one")
-    resume: str = flag("", "checkpoint to go on from, or the newest in this folder; without a value, in --out. Not with "
-                           "--plain: what decides the losses keeps its values if it is left out", nargs="?",
+    resume: str = flag("", "checkpoint to go on from, or the newest in this folder; without a value, in --out. Without "
+                           "--plain, flags that decide the losses keep its values if they are left out", nargs="?",
                        const="newest", metavar="PATH")
     config: str = flag("", "a run.json, whose flags and sizes this run takes; flags on the line win")
 

@@ -234,8 +234,8 @@ _encoded = {}  # key of text and vocabulary: tokens; a rank that was forked from
 
 
 def encoded(s, texts, vocabulary):
-    """The tokens of texts, uint16 or uint32. With --out they stay there in a .bin, for later runs with the same text and
-    vocabulary. Its name says how many there are."""
+    """The tokens of texts, uint16 or uint32. With --out they stay there in a .bin, for later runs with the same text
+    and vocabulary. Its name says how many there are."""
     key = hashlib.sha256()
     for part in (*map(str.encode, [*vocabulary.files.values(), vocabulary.begin, vocabulary.end]), *texts):
         key.update(part)

@@ -29,8 +29,8 @@ class Settings(Flags):
     init_from: str = flag("", "start from the weights, and with the sizes, of this Hugging Face folder of a GPT-2")
     dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters; fp8: bf16, and blocks' products in 8 "
                               "bits", choices=list(parallel.PRECISIONS))
-    profile: str = flag("", "folder, for Perfetto, of trace.json, what every rank ran in the third step, and rank-0.json "
-                            "and so on, PyTorch's profile of the fourth; a CUDA graph shows as its launch")
+    profile: str = flag("", "folder, for Perfetto, of trace.json, what every rank ran in the third step, and "
+                            "rank-0.json and so on, PyTorch's profile of the fourth; a CUDA graph shows as its launch")
     fast: str = flag("auto", "the same numbers sooner, by what fast/ has in place of the reference; auto: on GPUs",
                      choices=["auto", "on", "off"])
     cuda_graphs: str = flag("auto", "replay a step from one CUDA graph, so that the CPU does not launch each kernel; "

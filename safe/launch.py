@@ -116,8 +116,9 @@ def start_again(processes, saved=lambda: True):
 
 def keep_quiet():
     """Let torchrun's log leave out that it hands on a signal, and that a rank has ended, which `start_again` says."""
-    for name in "distributed.elastic.agent.server.api", "distributed.elastic.multiprocessing.api", "multiprocessing.spawn":
-        logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
+    for name in "distributed.elastic.agent.server", "distributed.elastic.multiprocessing":
+        logging.getLogger(f"torch.{name}.api").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
 
 
 def threads():

@@ -46,8 +46,8 @@ def points_of(entries, key):
 
 
 def chart(title, curves, resumed=()):
-    """Html of a run's curves, {name: points}, over the same steps; both axes name their ends. resumed: steps after which
-    the run was started again."""
+    """Html of a run's curves, {name: points}, over the same steps; both axes name their ends. resumed: steps after
+    which the run was started again."""
     steps, values = zip(*(point for points in curves.values() for point in points))
     left = min(steps)
     low = min(values)
