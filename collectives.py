@@ -726,7 +726,7 @@ def link_of(group):
         return NoLink()
     group = torch_dist.group.WORLD if group is None else group
     if not isinstance(group, torch_dist.ProcessGroup):
-        raise TypeError(f"group must be a process group, not a {type(group).__name__}: give mesh.get_group(\"dp\"), say, "
+        raise TypeError(f"group must be a process group, not a {type(group).__name__}: give mesh.get_group('dp'), say, "
                         "or new_group(ranks)")
     if "in use" not in process.links[group]:
         use(group, "ours")

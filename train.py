@@ -41,7 +41,7 @@ from further.ideas import idea  # what --cp, --experts and others ask for, by na
 from further.text import batch, Bytes, split, standard_library
 from model import GPT, initial_weight, materialize
 
-schedule_of = idea("schedule_of")  # (a name, or the text of --schedule-file) -> schedule(p, m, v)
+schedule_of = idea("schedule_of")  # (a name, or a file) -> schedule(p, m, v)
 
 
 # --------------------------------------------------------------------------------------------------------------- recipe
@@ -278,6 +278,7 @@ class Trainer:
     tokens, their vocabulary). What safe/ and fast/ have others for: edition, as for `parallelize`; optimizer, a class
     or a partial of one; batch, which gives a step's samples as further.text.batch does.
     """
+    balance_rate = 1e-3  # what a step adds to an expert's bias, or takes from it, to even out the load
 
     def __init__(self, s, config, source, data, device, edition=parallel.Reference, optimizer=None, batch=batch):
         self.s = s
@@ -328,7 +329,7 @@ class Trainer:
             group["lr"] = learning_rate(self.s, i)
         self.net.step()
         if self.config.experts:
-            idea("balance")(self.net, found.loads, self.s.balance_rate)
+            idea("balance")(self.net, found.loads, self.balance_rate)
 
     def micro_batches(self, tokens, seed, step):
         """This rank's samples of a step: [inputs, targets], each a tuple of micro-batches, int64 (B, T); with --pack
@@ -383,8 +384,6 @@ class Run:
             vocabulary = idea("Tokenizer")(s.tokenizer)
             s.vocab_size = len(vocabulary)
         self.config = config_of(s)
-        if s.schedule_file:
-            s.schedule = idea("read_schedule")(s)
         idea("check_layout")(s, self.config, ranks, processes, dashed)
         files = [pathlib.Path(s.data)] if s.data else standard_library()
         texts = [file.read_bytes() for file in files]

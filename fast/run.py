@@ -42,9 +42,9 @@ def prepare(trainer):
 
 
 def look(s, trainer):
-    """Which numbers a step is judged by. On GPUs with --on-nan stop these are those of the step before, which have
-    arrived by now: to wait for its own would leave the GPU idle."""
-    late = trainer.device.type == "cuda" and s.on_nan == "stop" and not trainer.scaler
+    """Which numbers a step is judged by. On GPUs these are those of the step before, which have arrived by now: to
+    wait for its own would leave the GPU idle."""
+    late = trainer.device.type == "cuda" and not trainer.scaler
     return Late() if late else lambda found: found
 
 

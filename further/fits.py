@@ -12,6 +12,7 @@ import math
 
 from further.bad_input import reject
 from further.lists import schedule_of, size_of_schedule
+from further.schedules import SCHEDULES
 
 
 def multiple(n, of):
@@ -125,7 +126,9 @@ def what_stages_divide(s, c):
     """Of a layout whose s.schedule is read."""
     yield too_many_stages(s, c, s.virtual_stages)  # asked first, because a list of so many takes long to make
     lists = schedule_of(s.schedule)(s.pp, 2 * s.pp, s.virtual_stages)
-    *_, a_rank = size_of_schedule(lists)
+    p, m, a_rank = size_of_schedule(lists)
+    yield s.schedule not in SCHEDULES and (s.pp, s.micro_batches) != (p, m), (
+        f"--schedule {s.schedule} is of {p} ranks and {m} micro-batches: give --pp {p} --micro-batches {m}")
     yield s.pp == 1 and s.virtual_stages > 1 or s.virtual_stages not in (1, a_rank), (
         f"--virtual-stages {s.virtual_stages} is for --schedule interleaved and --pp 2 or more: leave it out")
     yield too_many_stages(s, c, a_rank)

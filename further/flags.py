@@ -38,7 +38,7 @@ class Layout:
                         choices=["ring", "ulysses"])
     ep: int = flag(1, "ranks of dp that share out the experts")
     pp: int = flag(1, "ranks the layers are spread over, as a pipeline")
-    schedule: str = flag("1f1b", "of the pipeline", choices=list(SCHEDULES))  # or the text of --schedule-file
+    schedule: str = flag("1f1b", f"of the pipeline: {', '.join(SCHEDULES)}, or a text file of actions, a row a rank")
     virtual_stages: int = flag(1, "stages a rank has, for --schedule interleaved")
     zero: int = flag(0, "ZeRO over dp x cp: 1 shards optimizer state, 2 also gradients, 3 parameters", choices=range(4))
     zero_within: int = flag(None, "ranks that ZeRO shards over, e.g. a node's; other such groups are replicas")
@@ -56,9 +56,11 @@ class Layout:
 @dataclass
 class Flags(Layout):
     """Flags of the command line, --with-dashes: a Layout's, and these."""
-    data: str = flag("", "a text file; left out, the source of Python's standard library")
+    data: str = flag("", "a text file; without --plain also a folder of text, or a .bin of tokens; left out, the "
+                         "source of Python's standard library. The last 10 %% are held out")
     pack: bool = flag(False, "each file of --data is a document, whose tokens see no other's")
-    tokenizer: str = flag("", "folder with tokenizer.json, or vocab.json and merges.txt; left out, tokens are bytes")
+    tokenizer: str = flag("", "folder with tokenizer.json, or vocab.json and merges.txt; left out, those beside the "
+                              "weights of --init-from or --resume, or else tokens are bytes")
     arch: str = flag(None, "architecture, instead of the preset's", choices=["gpt2", "llama"])
     model: str = flag("tiny", "preset", choices=[*PRESETS, *LLAMAS])
     n_layer: int = flag(None, "blocks, instead of the preset's")
@@ -73,7 +75,6 @@ class Flags(Layout):
     top_k: int = flag(None, "experts that a token goes through (default: 2)")
     expert_every: int = flag(None, "n, where every n-th block has experts (default: 1)")
     shared_experts: int = flag(None, "further experts of such a block, which every token goes through (default: 0)")
-    balance_rate: float = flag(1e-3, "what a step adds to an expert's bias, or takes from it, to even out the load")
     steps: int = flag(450, "optimizer steps")
     batch_size: int = flag(16, "sequences a step, over all ranks")
     micro_batches: int = flag(1, "parts of each rank's share of a step; their gradients add up")
@@ -85,7 +86,6 @@ class Flags(Layout):
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip")
     seed: int = flag(0, "of weights, batches and sampling")
     dp: int = flag(None, "data-parallel replicas; left out, what --tp, --cp and --pp leave")
-    schedule_file: str = flag("", "a text with a list of actions for each rank, in place of --schedule")
     dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters",
                       choices=["fp32", "bf16", "fp16", "fp64"])
     device: str = flag("auto", "auto: CUDA where each process gets a GPU of its own", choices=["auto", "cpu", "cuda"])
@@ -99,9 +99,12 @@ class Flags(Layout):
     sample: int = flag(200, "tokens to generate at the end; 0: none")
     prompt: str = flag("def ", "what the sample continues")
     temperature: float = flag(0.8, "of the sample; 0 takes the likeliest token each time")
-    out: str = flag("", "folder for log.jsonl and checkpoints")
+    out: str = flag("", "folder for log.jsonl and checkpoints; without --plain also for index.html with its curves, "
+                        "and the same command again goes on from the newest checkpoint")
     save_every: int = flag(100, "steps between checkpoints, and one at the end; 0: only that one")
-    resume: str = flag("", "checkpoint to go on from, or its folder; no value: --out", nargs="?", const="newest")
+    resume: str = flag("", "checkpoint to go on from, or the newest in this folder; without a value, in --out. Without "
+                           "--plain, flags that decide the losses keep its values if they are left out", nargs="?",
+                       const="newest", metavar="PATH")
     config: str = flag("", "a run.json, whose flags and sizes this run takes; flags on the line win")
 
 

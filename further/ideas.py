@@ -23,7 +23,6 @@ IDEAS = """
     scattered             --sp               sequence
     HalvedPipeline        --schedule         schedules
     schedule_of           --schedule         lists
-    read_schedule         --schedule-file    lists
     check                 --pp               lists
     split_pieces          --pp               pieces
     add_groups            --zero-within      groups

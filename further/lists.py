@@ -148,36 +148,22 @@ def parse(text):
     return lists
 
 
-def read_schedule(s):
-    """The text of --schedule-file. ValueError, in one line, unless it is a schedule for --pp and --micro-batches. s:
-    train.py's Flags."""
-    file = s.schedule_file
-    try:
-        text = pathlib.Path(file).read_text("utf-8-sig")
-        lists = parse(text)
-    except ScheduleError as error:
-        why = str(error).partition("\n")[0]
-        raise ValueError(f"--schedule-file {file}: {why}; give lists that can run") from None
-    except (OSError, ValueError) as error:
-        what = getattr(error, "strerror", None) or error
-        raise ValueError(f"--schedule-file {file}: {what}; give a row a rank, as `python -m lessons pipeline` prints"
-                         ) from None
-    p, m, _ = size_of_schedule(lists)
-    if (s.pp, s.micro_batches) != (p, m):
-        raise ValueError(f"--schedule-file {file} is of {p} ranks and {m} micro-batches: give --pp {p} "
-                         f"--micro-batches {m}")
-    if s.schedule not in ("1f1b", text):
-        raise ValueError(f"--schedule {s.schedule} beside --schedule-file: leave one of them out")
-    return text
-
-
 def schedule_of(name):
-    """The schedule(p, m, v) of this name, or of a text of lists that stands in its place."""
+    """The schedule(p, m, v) of this name, or of a file of lists."""
     return SCHEDULES.get(name) or schedule_in(name)
 
 
 @functools.cache
-def schedule_in(text):
-    """The schedule(p, m, v) of a text, which is for its own p and m alone."""
-    lists = parse(text)
+def schedule_in(file):
+    """The schedule(p, m, v) of a file's lists, which are for their own p and m alone. ValueError, in one line, unless
+    they can run."""
+    try:
+        lists = parse(pathlib.Path(file).read_text("utf-8-sig"))
+    except ScheduleError as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"--schedule {file}: {why}; give lists that can run") from None
+    except (OSError, ValueError) as error:
+        what = getattr(error, "strerror", None) or error
+        raise ValueError(f"--schedule {file}: {what}; give one of {', '.join(SCHEDULES)}, or a file with a row a rank, "
+                         "as `python -m lessons pipeline` prints them") from None
     return lambda p, m, v: lists

@@ -50,15 +50,29 @@ def set_by_torchrun():
     return rank, world, all(given) and (rank + world + port).isdigit() and int(rank) < int(world)
 
 
+LAUNCHER_S = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "ROLE_",
+              "TORCHELASTIC_", "PET_")  # beginnings of what torchrun sets, or takes as its flags
+
+
+def forget_launcher():
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_S)]:
+        del os.environ[name]
+
+
 def check_start():
-    """BadInput if the environment has a part of what torchrun sets, or if others have started several processes."""
+    """How many processes torchrun, or who sets the same variables, has started. What another program has left of these
+    is removed. BadInput if it speaks of several processes, or if others have started several."""
     rank, world, whole = set_by_torchrun()
     if whole:
-        return
-    reject(rank or world, "the environment has a part of what torchrun sets: start with torchrun, or unset RANK and "
-           "WORLD_SIZE")
+        return int(world)
+    forget_launcher()
     why = started_by_tasks()
     reject(why, why)
+    rank = rank or "0"
+    world = world or "1"
+    reject((rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no MASTER_ADDR "
+           "and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
+    return 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- flags
@@ -93,7 +107,7 @@ def check_layout(s, config, world, processes, *_):
 
 # ---------------------------------------------------------------------------------------------------------------- ranks
 
-PATHS = "data", "tokenizer", "out", "resume", "init_from", "trace", "profile", "schedule_file", "config"
+PATHS = "data", "tokenizer", "out", "resume", "init_from", "profile", "config"
 OF_ONE_RANK = "keep", "timeout"  # flags that decide neither numbers nor which collectives come
 
 
@@ -161,10 +175,18 @@ def check_files(s, config, texts, train_data, held_out, vocabulary, saved):
     reject(largest >= config.vocab_size,  # with --tp each rank would take it for another's
            f"--vocab-size is too small for the text: give --vocab-size {largest + 1}")
     reject(len(held_out) <= config.seq_len, f"the held-out tenth is of {len(held_out)} tokens: give more text")
+    if saved:
+        check_steps(s, saved["step"])
     if saved and s.steps > saved["step"]:
         check_optimizer(saved["run"]["flags"], s)
     if s.out:
         check_out(s.out, saved["step"] if saved else None)
+
+
+def check_steps(s, done):
+    """BadInput where --resume has nothing to go on with."""
+    reject(0 < s.steps <= done, f"--resume {s.resume}: all {s.steps} steps are done: give --steps {2 * done}, say, or "
+           "--steps 0 for a sample")
 
 
 def check_out(out, done):

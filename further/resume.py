@@ -43,7 +43,7 @@ from parallel import master_dtype
 # ----------------------------------------------------------------------------------------------------- a run's identity
 
 NUMBERS = ("data", "steps", "batch_size", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "seed", "dtype",
-           "on_nan", "balance_rate", "optimizer", "pack")  # flags that decide the losses
+           "optimizer", "pack")  # flags that decide the losses
 
 
 def run_of(s, config):
@@ -56,7 +56,8 @@ def run_of(s, config):
 
 KEEPS = {"adamw": MOMENTS, "muon": ("exp_avg",)}  # what each --optimizer keeps of a matrix of a block
 # Flags of other versions that decide a model or its losses, and the values with which a run is as without them.
-UNKNOWN = {"islands": (1,), "latent": (None, 0), "delta_every": (None, 0), "expert_groups": (None, 1)}
+UNKNOWN = {"islands": (1,), "latent": (None, 0), "delta_every": (None, 0), "expert_groups": (None, 1),
+           "balance_rate": (1e-3,)}
 
 
 def unknown(trained_with):

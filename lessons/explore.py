@@ -3,7 +3,7 @@
     python -m lessons explore        prints an address
 
 The page draws nothing: what it shows is drawn here, further/lists.py proves the lists, and train.py runs them, by
---schedule-file, and then 1F1B.
+--schedule, and then 1F1B.
 The server listens at 127.0.0.1 alone. It answers requests that name it as Host and know the token in its address.
 """
 
@@ -102,7 +102,7 @@ def run(query):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             file = pathlib.Path(folder, "lists.txt")
             file.write_text(text_of(lists))
-            ours, ran = trained(pathlib.Path(folder, "lists"), [*flags, "--schedule-file", file])
+            ours, ran = trained(pathlib.Path(folder, "lists"), [*flags, "--schedule", file])
             plain, _ = trained(pathlib.Path(folder, "1f1b"), flags)
     finally:
         running.release()
@@ -116,7 +116,7 @@ def run(query):
 
 def trained(folder, flags):
     """(the log's steps, all ranks' spans of the third one) of a run of train.py. BadInput if it is given up."""
-    command = [sys.executable, "train.py", *flags, "--out", folder, "--trace", folder / "trace"]
+    command = [sys.executable, "train.py", *flags, "--out", folder, "--profile", folder / "profile"]
     said, end = folder.with_suffix(".log"), time.monotonic() + SECONDS
     with open(said, "w") as output:
         process = subprocess.Popen(command, cwd=HERE, start_new_session=True, stdin=subprocess.DEVNULL, stdout=output,
@@ -132,7 +132,7 @@ def trained(folder, flags):
     code = process.returncode
     reject(code, f"the run ended with exit code {code}: {said.read_text(errors='replace')[-500:]}")
     steps = [*map(json.loads, (folder / "log.jsonl").read_text().splitlines())]
-    return steps, spans_of(json.loads((folder / "trace/trace.json").read_text()))
+    return steps, spans_of(json.loads((folder / "profile/trace.json").read_text()))
 
 
 # --------------------------------------------------------------------------------------------------------------- server

@@ -279,7 +279,7 @@ def stuck(error):
 
 def spans_of(trace):
     """As a Timeline's spans, in microseconds from the first action's start: the pipeline as it ran, from train.py's
-    --trace."""
+    --profile."""
     events = [event for event in trace["traceEvents"] if event["name"].split()[0] in {*"FBIW"}]
     first = min(event["ts"] for event in events)
     spans = defaultdict(list)

@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 
 import collectives as dist
-from further.bad_input import reject, writable
+from further.bad_input import BadInput, reject, writable
 from further.bpe import Tokenizer, WHOLE
 from further.flags import dashed
 from further.folder import UNKNOWN, warn_once, write_file
@@ -166,8 +166,7 @@ def start_of(s, config, asked, read_all):
            f"--out {out} already holds files of a run, and no run.json that says which: {another}")
     here = identity_of(s, config)
     how = there and (unknown(there["flags"] | there["model"]) or "; ".join(differences(there, here)[:3]))
-    goes_on = newest and not differences(there, here, ("model",)) and there["flags"].get("optimizer") == s.optimizer
-    instead = f", or {'leave --init-from out and ' * bool(s.init_from)}add --resume" * bool(goes_on)
+    instead = f", or {'leave --init-from out and ' * bool(s.init_from)}add --resume" * bool(newest)
     reject(how, f"--out {out} holds another run ({how}): {another}{instead}")
     return newest, there
 
@@ -184,9 +183,8 @@ def check_same_data(s, known, here, checkpoint):
 def lock(folder, identity):
     """Make --out this run's own, on rank 0, and keep a second run from writing there.
 
-    Returns the file .lock, which is locked until it is closed or this process ends. It names the process. The
-    process that starts the ranks keeps its lock for them. Rank 0 empties the file when all is saved; the process that
-    started the ranks looks at it to choose its exit code."""
+    Returns the file .lock, which is locked until it is closed or this process ends. It names the process. Rank 0
+    empties the file when all is saved; the process that started the ranks looks at it to choose its exit code."""
     out = pathlib.Path(folder)
     with writable(out, "--out"):
         file = (out / ".lock").open("a+")
@@ -194,9 +192,8 @@ def lock(folder, identity):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = (out / ".lock").read_text().strip() or "another run"
-            starter = f"process {os.getppid()} on {socket.gethostname()}" if "RANK" in os.environ else ""
-            reject(holder != starter, f"--out {out}: {holder} writes there; wait for its end, or give --out {out}-2 "
-                   "and leave --resume out")
+            raise BadInput(f"--out {out}: {holder} writes there; wait for its end, or give --out {out}-2 and leave "
+                           "--resume out") from None
         except OSError as error:
             if error.errno not in (*UNKNOWN, errno.ENOLCK):
                 raise

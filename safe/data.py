@@ -2,7 +2,6 @@
 
 import codecs
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -125,7 +124,7 @@ def files_of(s):
     if not os.path.isdir(s.data):
         return [pathlib.Path(s.data)] if s.data else standard_library()
     data = pathlib.Path(s.data).resolve()
-    written = s.out, s.trace, s.profile, s.resume, os.path.dirname(s.resume.rstrip("/")), s.tokenizer, s.init_from
+    written = s.out, s.profile, s.resume, os.path.dirname(s.resume.rstrip("/")), s.tokenizer, s.init_from
     return [*files_in(data, {pathlib.Path(folder).resolve() for folder in written if folder} - {data, *data.parents})]
 
 
@@ -235,31 +234,27 @@ _encoded = {}  # key of text and vocabulary: tokens; a rank that was forked from
 
 
 def encoded(s, texts, vocabulary):
-    """The tokens of texts, uint16 or uint32. Of a node's processes one encodes. With --out it leaves them there in a
-    .bin, for the others and for later runs with the same text and vocabulary. Its name says how many there are."""
+    """The tokens of texts, uint16 or uint32. With --out they stay there in a .bin, for later runs with the same text
+    and vocabulary. Its name says how many there are."""
     key = hashlib.sha256()
     for part in (*map(str.encode, [*vocabulary.files.values(), vocabulary.begin, vocabulary.end]), *texts):
         key.update(part)
         key.update(b"\0")  # no text has a zero byte
     key = key.hexdigest()[:16]
     dtype = vocabulary.array_of("").dtype
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # where there are no locks, each process encodes
-            file = stack.enter_context(open(f"{tempfile.gettempdir()}/ringgpt-{os.getuid()}-{key}.lock", "w"))
-            fcntl.flock(file, fcntl.LOCK_EX)  # it goes when the file is closed, or the process dies
-        for path in pathlib.Path(s.out).glob(f"tokens-{key}-*.bin") if s.out else ():
-            count = int(path.stem.rpartition("-")[2])
-            if os.path.getsize(path) == count * dtype.itemsize:  # else it has been cut short
-                return np.memmap(path, dtype, "r")
-        if key not in _encoded:
-            parts = ["", *parts_of(vocabulary.joined(texts), vocabulary.special)]
-            _encoded[key] = np.concatenate([vocabulary.array_of(part) for part in parts])
-        tokens = _encoded[key]
-        if s.out and len(tokens):  # the file has its name when it is whole, though other nodes may write it, too
-            with writable(s.out, "--out"), tempfile.TemporaryDirectory(dir=s.out, prefix=".tokens-") as own:
-                with contextlib.suppress(FileNotFoundError):  # another node may take the folder for a killed run's
-                    write_blocks(f"{own}/tokens.bin", [tokens.data])
-                    os.replace(f"{own}/tokens.bin", f"{s.out}/tokens-{key}-{len(tokens)}.bin")
+    for path in pathlib.Path(s.out).glob(f"tokens-{key}-*.bin") if s.out else ():
+        count = int(path.stem.rpartition("-")[2])
+        if os.path.getsize(path) == count * dtype.itemsize:  # else it has been cut short
+            return np.memmap(path, dtype, "r")
+    if key not in _encoded:
+        parts = ["", *parts_of(vocabulary.joined(texts), vocabulary.special)]
+        _encoded[key] = np.concatenate([vocabulary.array_of(part) for part in parts])
+    tokens = _encoded[key]
+    if s.out and len(tokens):  # the file has its name when it is whole, though other ranks write it, too
+        with writable(s.out, "--out"), tempfile.TemporaryDirectory(dir=s.out, prefix=".tokens-") as own:
+            with contextlib.suppress(FileNotFoundError):  # rank 0 may take the folder for a killed run's
+                write_blocks(f"{own}/tokens.bin", [tokens.data])
+                os.replace(f"{own}/tokens.bin", f"{s.out}/tokens-{key}-{len(tokens)}.bin")
     return tokens
 
 

@@ -15,7 +15,7 @@ import kernels
 import parallel
 from further.fits import multiple, refuse_misfit
 from further.flags import config_of, dashed, device_for, flag, Flags, processes_of
-from further.lists import check, lower, read_schedule, schedule_of
+from further.lists import check, lower, schedule_of
 from safe.files import tell
 from safe.huggingface import check_sizes, open_hf, shortened
 from further.bad_input import BadInput, reject
@@ -26,21 +26,11 @@ from further.bad_input import BadInput, reject
 @dataclass
 class Settings(Flags):
     """Every flag of the command line: those of the reference, and those that only the whole program has."""
-    data: str = flag("", "a text file, a folder of text, or a .bin of tokens; left out, the source of Python's "
-                         "standard library. The last 10 %% are held out")
-    tokenizer: str = flag("", "folder with tokenizer.json, or a GPT-2's vocab.json and merges.txt; left out, those "
-                              "beside the weights of --init-from or --resume, or else tokens are bytes")
-    out: str = flag("", "folder for log.jsonl, index.html with its curves, and checkpoints; the same command again "
-                        "goes on from the newest one")
-    resume: str = flag("", "go on from this checkpoint, or the newest in this folder; without a value, in --out. Flags "
-                           "that decide the losses (data, sizes, --lr ...) keep its values if they are left out",
-                       nargs="?", const="newest", metavar="PATH")
     init_from: str = flag("", "start from the weights, and with the sizes, of this Hugging Face folder of a GPT-2")
     dtype: str = flag("fp32", "of the layers; bf16 and fp16 keep float32 masters; fp8: bf16, and blocks' products in 8 "
                               "bits", choices=list(parallel.PRECISIONS))
-    trace: str = flag("", "folder for trace.json: what every rank ran in the third step, for Perfetto")
-    profile: str = flag("", "folder for rank-0.json and so on: PyTorch's profile of the third step on each rank, for "
-                            "Perfetto; kernels that CUDA graphs replay show as graph launches")
+    profile: str = flag("", "folder, for Perfetto, of trace.json, what every rank ran in the third step, and "
+                            "rank-0.json and so on, PyTorch's profile of the fourth; a CUDA graph shows as its launch")
     fast: str = flag("auto", "the same numbers sooner, by what fast/ has in place of the reference; auto: on GPUs",
                      choices=["auto", "on", "off"])
     cuda_graphs: str = flag("auto", "replay a step from one CUDA graph, so that the CPU does not launch each kernel; "
@@ -49,7 +39,6 @@ class Settings(Flags):
     deterministic: bool = flag(False, "attention's backward adds up in a fixed order where it would not, so that runs "
                                       "are equal to the bit; for Hopper GPUs, head dim 128 and 2,048 tokens or more")
     keep: int = flag(2, "how many of the newest checkpoints to keep; 0: all")
-    on_nan: str = flag("stop", "what all ranks do if a loss or gradient is not finite", choices=["stop", "skip"])
     timeout: int = flag(600, "seconds without progress after which a rank stops and names the silent ranks")
 
 
@@ -125,8 +114,6 @@ def check_layout(s, config, world, local_world):
     """Reject a layout whose sizes do not divide, or that this machine cannot take. Fills in s.dp, s.schedule, s.device,
     s.fast and s.cuda_graphs. Returns how many processes the layout needs."""
     processes = processes_of(s, world)
-    if s.schedule_file:
-        s.schedule = read_schedule(s)
     refuse_misfit(s, config, dashed, world, local_world if world > local_world else 0)
     try:
         check(lower(schedule_of(s.schedule)(s.pp, s.micro_batches, s.virtual_stages)), s.micro_batches)
@@ -151,7 +138,8 @@ def check_device(s, config, world, local):
     s.device = device_for(s.device, local)
     reject(s.device == "cuda" and local > gpus, f"--device cuda: {local} processes on this machine {short}"
            + f", or a layout of {gpus}" * (gpus > 0))
-    choose_edition(s)
+    if s.fast == "auto":
+        s.fast = "on" if s.device == "cuda" else "off"
     able = s.device == "cuda" and s.fast == "on" and replayable(s, config)
     able = able and (not config.experts or torch.cuda.get_device_capability() >= (9, 0))  # what F.grouped_mm needs
     reject(s.cuda_graphs == "on" and not able, "--cuda-graphs on is for --device cuda --fast on, and for --experts "
@@ -174,12 +162,6 @@ def checked_use(choice):
     reject(choice == "triton" and not able, "--kernels triton needs the package triton, and a CUDA GPU, or "
            "TRITON_INTERPRET=1, which runs them slowly on the CPU: give --kernels auto")
     kernels.use(choice)
-
-
-def choose_edition(s):
-    """Fills in s.fast, "on" or "off"."""
-    if s.fast == "auto":
-        s.fast = "on" if s.device == "cuda" else "off"
 
 
 def replayable(s, config):

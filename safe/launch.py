@@ -18,64 +18,35 @@ import torch
 import torch.distributed as torch_dist
 
 from collectives import meeting_place
-from further.refusals import set_by_torchrun, started_by_tasks
+from further.refusals import check_start, forget_launcher
 from safe.files import tell
 from further.bad_input import BadInput, reject
 
 
 # --------------------------------------------------------------------------------------------------- starting processes
 
-LAUNCHER_S = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "ROLE_",
-              "TORCHELASTIC_", "PET_")  # beginnings of what an outer torchrun sets, or takes as its flags
-
-
-def forget_launcher():
-    for name in [name for name in os.environ if name.startswith(LAUNCHER_S)]:
-        del os.environ[name]
-
-
 def started():
-    """How many processes torchrun, or who sets the same variables, has started. What another program has left there of
-    them is removed; BadInput where several processes may be meant. Call it first of all."""
+    """As check_start. Call it first of all."""
     for number in range(3):  # a closed stdout: else a file that is opened later would get what is printed
         with contextlib.suppress(OSError):
             os.fstat(number)
             continue
         os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stdout or open(os.devnull, "w")
-    rank, world, whole = set_by_torchrun()
-    if whole:
-        return int(world)
-    forget_launcher()
-    why = started_by_tasks()
-    reject(why, why)
-    rank = rank or "0"
-    world = world or "1"
-    reject((rank, world) != ("0", "1"), f"the environment has RANK={rank} and WORLD_SIZE={world}, and no MASTER_ADDR "
-           "and MASTER_PORT that belong to them: start with torchrun, or unset RANK and WORLD_SIZE")
-    return 1
+    return check_start()
 
 
 def cores(root="/"):
-    """How many cores this process may use: a job may have fewer than its machine."""
-    allowed = [len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1]
+    """How many cores this process may use: a job may have fewer than its machine, by its control group (version 2)."""
+    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     with contextlib.suppress(OSError):
-        for line in pathlib.Path(root, "proc/self/cgroup").read_text().splitlines():
-            kinds, path = line.split(":", 2)[1:]
-            if not kinds or "cpu" in kinds.split(","):
-                own = pathlib.Path(root, "sys/fs/cgroup", "cpu" * bool(kinds), path.lstrip("/"))
-                allowed += [quota for folder in (own, *own.parents) for quota in quotas(folder)]
-    return max(1, int(min(allowed)))
-
-
-def quotas(folder):
-    """How many cores a control group's folder allows, [] where it says nothing: quota / period, in two versions."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        files = [folder / "cpu.max"] if (folder / "cpu.max").exists() else [
-            folder / f"cpu.cfs_{what}_us" for what in ("quota", "period")]
-        quota, period = map(int, " ".join(file.read_text() for file in files).split())
-        return [quota / period] if quota > 0 else []
-    return []
+        path = pathlib.Path(root, "proc/self/cgroup").read_text().strip().rpartition(":")[2]
+        own = pathlib.Path(root, "sys/fs/cgroup", path.lstrip("/"))
+        for folder in (own, *own.parents):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+                allowed = min(allowed, quota // period)
+    return max(1, allowed)
 
 
 def check_room(processes):
@@ -134,8 +105,8 @@ def start_again(processes, saved=lambda: True):
             run.run(run.parse_args([*flags, *words, *sys.argv[1:]]))
     except ChildFailedError as error:  # the rank itself has said what happened
         rank, failure = error.get_first_failure()
-        by_itself = failure.exitcode > 0
-        sys.exit(by_itself or f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped")
+        by_signal = f"rank {rank} ended with exit code {failure.exitcode}; all others were stopped"
+        sys.exit(failure.exitcode if failure.exitcode > 0 else by_signal)
     except (SignalException, KeyboardInterrupt) as stop:
         if getattr(stop, "sigval", None) in ENDS:
             sys.exit(0 if saved() else 1)
@@ -145,13 +116,9 @@ def start_again(processes, saved=lambda: True):
 
 def keep_quiet():
     """Let torchrun's log leave out that it hands on a signal, and that a rank has ended, which `start_again` says."""
-    def is_news(record):
-        error = record.exc_info and record.exc_info[1]
-        return record.levelno > logging.WARNING and not isinstance(error, torch.multiprocessing.ProcessExitedException)
-
-    for name in "agent.server.api", "multiprocessing.api":
-        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_news)
-    logging.getLogger("torch.multiprocessing.spawn").addFilter(is_news)
+    for name in "distributed.elastic.agent.server", "distributed.elastic.multiprocessing":
+        logging.getLogger(f"torch.{name}.api").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
 
 
 def threads():

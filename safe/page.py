@@ -45,17 +45,9 @@ def points_of(entries, key):
     return points[:-1:len(points) // MOST + 1] + points[-1:]
 
 
-def ticks(low, high):
-    """Three to six round numbers from low to high."""
-    rough = (high - low) / 4 or 1
-    unit = 10 ** math.floor(math.log10(rough))
-    step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough)
-    return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
 def chart(title, curves, resumed=()):
-    """Html of a run's curves, {name: points}, over the same steps. resumed: steps after which the run was started
-    again."""
+    """Html of a run's curves, {name: points}, over the same steps; both axes name their ends. resumed: steps after
+    which the run was started again."""
     steps, values = zip(*(point for points in curves.values() for point in points))
     left = min(steps)
     low = min(values)
@@ -69,13 +61,10 @@ def chart(title, curves, resumed=()):
         return 170 - 150 * (value - low) / height
 
     axes = ""
-    for value in ticks(low, max(values)) or [low]:
-        axes += (f'<path d="M66 {y_of(value):.1f}H615"/><text x="62" y="{y_of(value) + 4:.1f}" text-anchor="end">'
-                 f'{value:.4g}</text>')
-    for step in ticks(left, max(steps)) or [left]:
-        if step == int(step):
-            axes += (f'<path d="M{x_of(step):.1f} 175v4"/><text x="{x_of(step):.1f}" y="191" text-anchor="middle">'
-                     f'{step:g}</text>')
+    for value in {low, max(values)}:
+        axes += f'<text x="62" y="{y_of(value) + 4:.1f}" text-anchor="end">{value:.4g}</text>'
+    for step in {left, max(steps)}:
+        axes += f'<text x="{x_of(step):.1f}" y="191" text-anchor="middle">{step}</text>'
     for step in resumed:
         if left <= step <= max(steps):
             axes += (f'<path class="resumed" d="M{x_of(step):.1f} 15V175"><title>resumed after step {step}</title>'
@@ -87,7 +76,7 @@ def chart(title, curves, resumed=()):
         last += f'<span class="{kind}">{f"{name} " if name else ""}{points[-1][1]:.5g}</span> '
     return (f'<figure><figcaption>{title}<br>{last}</figcaption>'
             f'<svg viewBox="0 0 640 196" role="img" aria-label="{title}"><path d="M70 15V175H615"/>{axes}'
-            f'<text x="62" y="191" text-anchor="end">step</text>{lines}</svg></figure>\n')
+            f'<text x="340" y="191" text-anchor="middle">step</text>{lines}</svg></figure>\n')
 
 
 def sign_of_life(pause):

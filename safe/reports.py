@@ -13,17 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives as dist
-from further.bad_input import BadInput
 from further.bpe import Tokenizer
 from further.flags import learning_rate
 from further.letters import tensors_in
 from further.text import Bytes
 from safe.data import about_left_out, Numbers
-from safe.files import keep_others
-from safe.flags import gpus_here
 from safe.messages import Watched
-from theory import speed
-from theory.memory import kept_tensors, memory_bytes, most_in_a_step
+from theory.memory import kept_tensors, memory_bytes
 
 
 @contextlib.contextmanager
@@ -155,16 +151,13 @@ def describe(loop):
     s, c, run, trainer = loop.s, loop.config, loop.run, loop.trainer
     mesh = trainer.net.mesh
     device = trainer.device.type
-    here = dist.processes_of_a_node(mesh.size())
-    gpus = gpus_here()
     axes = f"dp {s.dp}" + f" (ep {s.ep})" * (s.ep > 1) + f" x tp {s.tp}" + " with sp" * s.sp
     axes += f" x cp {s.cp} ({s.cp_kind})" * (s.cp > 1)
-    axes += f" x pp {s.pp} ({s.schedule_file or s.schedule})" * (s.pp > 1)
+    axes += f" x pp {s.pp} ({s.schedule})" * (s.pp > 1)
     origin = run.checkpoint.path if run.checkpoint else s.init_from or s.model
     trains = loop.first < s.steps
     loop.say(
         f"mode     {run.edition.mode}\n"
-        f"device   {device}: {here} process{'es' * (here > 1)} on this machine, {gpus or 'no'} GPU{'s' * (gpus > 1)}\n"
         f"layout   {axes} = {mesh.size()} processes, {device} "
         f"({'NCCL' if device == 'cuda' else 'gloo'}), ZeRO stage {s.zero}"
         f"{f' within {s.zero_within}' if s.zero_within else ''}, collectives: {s.comm}\n"
@@ -185,7 +178,7 @@ def describe_training(loop):
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}{about_context(c)}")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
-    loop.say(f"memory   a rank, predicted: {', '.join(kinds)}{about_list(trainer)}")
+    loop.say(f"memory   a rank, predicted: {', '.join(kinds)}")
     if s.steps <= s.warmup_steps:
         loop.say(f"lr       all {s.steps} steps are warm-up, which ends at {learning_rate(s, s.steps - 1):.2g} of "
                  f"--lr {s.lr:g}: a smaller --warmup-steps reaches it")
@@ -194,18 +187,6 @@ def describe_training(loop):
     if s.out and (run.came.files or run.came.left_out):
         left_out = "; left out: " + ", ".join(f"{name} ({why})" for name, why in run.came.left_out.items())
         loop.say(f"export   {', '.join(run.came.files)}{left_out * bool(run.came.left_out)}")
-    if speed.half_counted(c) and speed.peak_flops(trainer.device):
-        loop.say(f"speed    {speed.HALF_COUNTED}")
-
-
-def about_list(trainer):
-    """What a step with ZeRO-3 holds besides at most, by its list, in words. fast/ has no such list."""
-    net = trainer.net
-    if net.zero < 3 or not net.unit_of:
-        return ""
-    actions = net.lists(trainer.s.micro_batches)[dist.get_rank(net.groups.pp)]
-    whole, waiting = map(size, most_in_a_step(actions, net))
-    return f"; in a step also whole weights {whole}, gradients that wait for an average {waiting}, at most"
 
 
 def about_context(config):
@@ -267,18 +248,17 @@ def traced(loop):
         events = [{"name": f"{kind} stage {stage} micro-batch {i}", "ph": "X", "pid": 0, "tid": rank,
                    "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": {"stage": stage, "micro_batch": i}}
                   for rank, spans in enumerate(every) for (kind, stage, i), begin, end in spans]
-        with nothing_else_lost("trace", loop.s.trace, loop.say):
-            keep_others(pathlib.Path(loop.s.trace, "trace.json"), "--trace")
-            pathlib.Path(loop.s.trace, "trace.json").write_text(json.dumps({"traceEvents": events}))
+        with nothing_else_lost("trace", loop.s.profile, loop.say):
+            pathlib.Path(loop.s.profile, "trace.json").write_text(json.dumps({"traceEvents": events}))
 
 
 @contextlib.contextmanager
 def nothing_else_lost(what, folder, say):
-    """A full disk, or somebody's file of that name, costs the file that is written inside, not the run."""
+    """A full disk costs the file that is written inside, not the run."""
     try:
         yield
-    except (OSError, BadInput) as problem:
-        say(f"no {what} in {folder}: {getattr(problem, 'strerror', problem)}")
+    except OSError as problem:
+        say(f"no {what} in {folder}: {problem.strerror}")
 
 
 def action_range(action):
@@ -306,11 +286,9 @@ def profiled(loop):
         yield
     path = pathlib.Path(loop.s.profile, f"rank-{dist.get_rank()}.json")
     with nothing_else_lost("profile", loop.s.profile, loop.say):
-        os.makedirs(path.parent, exist_ok=True)  # on another node it may be missing
-        keep_others(path, "--profile")
         path.write_text("")  # raises an error where the profiler would fail silently
         profile.export_chrome_trace(str(path))
-        loop.say(f"profile  {path.parent}: rank-0.json and so on, for ui.perfetto.dev")
+        loop.say(f"profile  {path.parent}: trace.json, rank-0.json and so on, for ui.perfetto.dev")
 
 
 def describe_first_steps(loop):

@@ -20,7 +20,7 @@ from further.bad_input import BadInput, writable
 from further.experts import how_even
 from further.flags import ABOUT, dashed, due, learning_rate, parse
 from further.muon import Muon
-from further.refusals import agreed, check_numbers, told
+from further.refusals import agreed, check_numbers, check_steps, told
 from further.resume import check_optimizer, checkpoints, crc_of, find_checkpoint, load
 from further.sampling import show_sample
 from further.text import Bytes
@@ -40,10 +40,6 @@ from theory import speed
 
 
 # -------------------------------------------------------------------------------------------- steps under observation
-
-class NotFinite(BadInput):
-    """A loss or a gradient, which other flags may keep finite."""
-
 
 class Loop:
     """The steps of a Trainer: reports of memory and speed, traces and profiles, a stop of all ranks at a signal or at
@@ -107,22 +103,22 @@ class Loop:
 
     @contextlib.contextmanager
     def observed(self, i):
-        """The first step measures activations. The third one, if asked to, is traced and profiled, because the steps
-        before it warm up."""
-        third = i == min(self.first + 2, self.s.steps - 1)
+        """The first step measures activations. With --profile the third one is traced, because those before it warm
+        up, and the fourth is profiled, which takes time."""
+        last = self.s.steps - 1
         with contextlib.ExitStack() as around:
             if i == self.first:
                 self.seen = around.enter_context(measured(self.trainer))
-            if third and self.s.trace:
+            if self.s.profile and i == min(self.first + 2, last):
                 around.enter_context(traced(self))
-            if third and self.s.profile:
+            if self.s.profile and i == min(self.first + 3, last):
                 around.enter_context(profiled(self))
             yield
 
     def judge(self, done, found):
         """Whether all ranks leave step `done` out, because the numbers of one are not finite. All ranks ask each other
-        once a step, also whether one of them has had a signal to end. NotFinite, before anything is saved; with
-        --on-nan skip, a line that says so."""
+        once a step, also whether one of them has had a signal to end. BadInput, before anything is saved, unless a
+        smaller scale of fp16 may help."""
         trainer = self.trainer
         hopeless = not trainer.scaler or trainer.scaler.scale == 1  # until then, an overflow of fp16 is no error
         judged = self.look(found)
@@ -132,15 +128,12 @@ class Loop:
         return bad
 
     def blame(self, loss, done):
-        """Say what is not finite in step `done`. NotFinite, unless with --on-nan skip."""
+        """Say what is not finite in step `done`."""
         world = dist.get_world_size()
         # The first rank has the largest number.
         rank, = self.trainer.agree(0 if loss.isfinite() else world - dist.get_rank())
         what = f"the loss on rank {world - rank}" if rank else "the gradient"
-        self.write_log({"step": done, "not_finite": what, "on_nan": self.s.on_nan})
-        if self.s.on_nan == "stop":
-            raise NotFinite(f"{what} is not finite: a smaller --lr may help, or --on-nan skip")
-        self.say(f"{self.where(done)}  {what} is not finite: step skipped, {self.trainer.skipped + 1} in all")
+        raise BadInput(f"{what} is not finite in step {done}: a smaller --lr may help")
 
     def after(self, done, found):
         """What follows a step: reports, a checkpoint."""
@@ -203,7 +196,8 @@ class Loop:
             left = int((s.steps - done) * tokens / rate)
             self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {norm:.2f}  lr {entry['lr']:.1e}  {more}"
                      f"{rate / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
-            self.write_log(entry)
+            if self.run.log and (problem := self.run.log.write(entry)):
+                self.say(f"log      step {done} is not in {s.out}/log.jsonl: {problem.strerror}")
         if "val_loss" in entry:
             bits = entry["val_loss"] / math.log(2)
             more = f", {bits / self.bytes_a_token:.2f} bits a byte" if self.bytes_a_token else ""
@@ -214,10 +208,6 @@ class Loop:
         self.since = time.perf_counter()
         self.logged = done
         self.memory = {}
-
-    def write_log(self, entry):
-        if self.run.log and (problem := self.run.log.write(entry)):
-            self.say(f"log      step {entry['step']} is not in {self.s.out}/log.jsonl: {problem.strerror}")
 
     def show_sample(self):
         """All ranks agree before each tenth token: if the others only waited for rank 0's last one, they could time
@@ -243,7 +233,6 @@ class Loop:
             self.saved = False
             self.say(f"{self.where(done)}  not saved in {self.s.out}: {error.strerror}; older checkpoints there are "
                      "complete")
-            self.write_log({"step": done, "not_saved": error.strerror})
         self.since += time.perf_counter() - started
 
 
@@ -334,13 +323,12 @@ class Run:
             self.source = checkpoint.source
             self.saved = checkpoint.manifest
         self.came = came_with(checkpoint.path if checkpoint else s.init_from, s.tokenizer)
-        if self.on_rank_0:
-            check_folder(s.trace, "--trace", "trace.json")
-            check_folder(s.profile, "--profile", "rank-*.json")
-            if s.out:
-                self.lock = lock(s.out, self.identity)
-                with writable(s.out, "--out"):
-                    self.log = Log(f"{s.out}/log.jsonl", checkpoint.step if checkpoint else 0)
+        for files in "trace.json", "rank-*.json":
+            check_folder(s.profile, "--profile", files)  # on each rank, because nodes may have folders of their own
+        if s.out and self.on_rank_0 and self.processes == self.world:  # else rank 0, once started, takes the lock
+            self.lock = lock(s.out, self.identity)
+            with writable(s.out, "--out"):
+                self.log = Log(f"{s.out}/log.jsonl", checkpoint.step if checkpoint else 0)
         there = checkpoint and f"of step {checkpoint.step} with CRC-32 {crc_of(self.saved['files']):08x}"
         more = {"the checkpoint in the folder that all nodes share": there or "none",
                 "the weights' CRC-32": self.identity["start"].get("weights")}
@@ -350,6 +338,8 @@ class Run:
         """Read the data. Returns the Checkpoint to go on from: that of --resume, or the newest in --out."""
         s = self.s
         known = checkpoint and checkpoint.manifest["run"]
+        if checkpoint:
+            check_steps(s, checkpoint.step)
         if s.out:
             checkpoint, known = start_of(s, self.config, checkpoint, self.on_rank_0)
         if checkpoint and checkpoint.step < s.steps:
@@ -367,10 +357,7 @@ class Run:
             sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
         torch.set_num_threads(min(torch.get_num_threads(), launch.cores()))
         if self.processes != self.world:
-            # This process keeps the lock for its ranks. Its name stands in the file until rank 0 writes its own.
-            holder = pathlib.Path(self.lock.name).read_text if self.lock else str
-            own = holder()
-            launch.start_again(self.processes, lambda: holder() in ("", own))
+            launch.start_again(self.processes, self.all_saved)
         watch = Watch(self.s.timeout, self.how_to_go_on, self.last_words)
         try:
             watch.start()
@@ -382,6 +369,11 @@ class Run:
         watch.stop()
         dist.destroy_process_group()
         sys.exit(130 if stopping == signal.SIGINT else 0 if saved else 1)
+
+    def all_saved(self):
+        """By what rank 0 leaves in .lock."""
+        lock = pathlib.Path(self.s.out, ".lock")
+        return not self.s.out or not lock.exists() or not lock.read_text()
 
     def how_to_go_on(self):
         """A line for the user, after this run's end; "" where nothing is saved."""

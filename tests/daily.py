@@ -1,6 +1,5 @@
 """A run's daily life: what befell others' programs."""
 
-import concurrent.futures
 import ctypes
 import errno
 import functools
@@ -35,9 +34,8 @@ from safe.flags import Settings
 from safe.page import sign_of_life
 from train import Trainer
 from safe.watch import Watch
-from tests.checkpoints import at_step_20
 from tests.launching import CLONE_NEWNET
-from tests.pool import forkserver, HERE, in_new_process, on_cpus, on_linux, parametrize
+from tests.pool import HERE, in_new_process, on_linux, parametrize
 from tests.runs import ran, Ranks, run_training, start, TRAIN, trained
 from tests.text import BY_HAND, write_vocabulary
 
@@ -55,23 +53,6 @@ def test_no_thread_outlives_a_run_and_none_holds_its_groups(monkeypatch):
     watch.start()
     watch.stop()
     assert not watch.thread.is_alive()
-
-
-def meet(rank, port, restarts):
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                      TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(restarts))
-    time.sleep(0.5 * (rank == 0))  # rank 1 must not find what rank 0 was before
-    dist.initialize("cpu", 20, safe.launch.settled_rendezvous)
-    dist.all_reduce(t := torch.ones(1))
-    return t.item()
-
-
-def test_ranks_that_are_started_again_meet():
-    """Torchrun's store still has the addresses of those that have ended."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for restarts in range(2):
-        with concurrent.futures.ProcessPoolExecutor(2, forkserver()) as two:
-            assert [*two.map(meet, range(2), 2 * [store.port], 2 * [restarts])] == [2, 2]
 
 
 def aborts_at_its_end():
@@ -93,13 +74,6 @@ def test_a_run_that_has_ended_and_is_started_again_ends_well(text, tmp_path):
     said = ran([*words, *TRAIN], 1, tmp_path / "log", program=torch.distributed.run.__file__, launcher="fork",
                before=aborts_at_its_end)
     assert "all 2 are done" in said
-
-
-@on_cpus
-def test_a_scheduler_s_other_signal_saves_or_is_named(start, pool):
-    run = start("--steps 60 --dp 2 --out OUT", 2, before=functools.partial(at_step_20, signal.SIGUSR1))
-    run.end()
-    assert "SIGUSR1" in run.printed()
 
 
 def waits_as_process_1():

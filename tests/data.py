@@ -13,24 +13,19 @@ from tests.pool import close, on_both, on_cpus_both, on_ranks, parametrize
 # ------------------------------------------------------------------------------------------------------ other modules
 
 class Odd(nn.Module):
-    """Everything that trips a gradient hook: tied, frozen and unused layers, a branch, a buffer, sizes 1 and 7,
-    parameters in a list that has no forward of its own."""
+    """What an average may trip over: tied, frozen and unused layers, a branch that not all ranks take, a number."""
 
     def __init__(self):
         super().__init__()
         self.first, self.tied, self.frozen = nn.Linear(5, 7), nn.Linear(5, 7), nn.Linear(7, 7)
-        self.left, self.right, self.unused, self.scale = (nn.Linear(7, 1), nn.Linear(7, 1), nn.Linear(3, 3),
-                                                          nn.Parameter(torch.ones(())))
+        self.left, self.right, self.unused = nn.Linear(7, 1), nn.Linear(7, 1), nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(()))
         self.tied.weight = self.first.weight
-        self.words = nn.Embedding(4, 5)
         self.frozen.requires_grad_(False)
-        self.listed = nn.ParameterList(torch.randn(7) for _ in range(2))
-        self.register_buffer("count", torch.randn(()))
 
     def forward(self, x, right):
-        x = x + self.words(torch.arange(4, device=x.device))
         h = torch.tanh(self.frozen(torch.tanh(self.first(x) + self.tied(2 * x))))
-        return (self.right if right else self.left)(self.listed[0] * h + self.listed[1]) * self.scale
+        return (self.right if right else self.left)(h) * self.scale
 
 
 def module_and_inputs(branches, seed):

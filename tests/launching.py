@@ -26,7 +26,6 @@ from tests.refusals import refusal_of_layout
 from tests.runs import TINY, Ranks, command, import_from, log_of, processes, ran
 import safe.launch
 from further.resume import checkpoints
-from safe.checkpoints import lock
 from further.bad_input import BadInput
 import train
 
@@ -49,7 +48,7 @@ def test_processes_start_together(text, tmp_path):
              "--out", str(tmp_path), "--steps", "2"]
     printed = ran(words, 1, tmp_path / "log", program=torch.distributed.run.__file__, launcher="fork", before=alone)
     assert not re.search(r"resolve hostname|\(made-up, ", printed), printed
-    for said in ("device   cpu: 2 processes on this machine, ", "dp 2 x tp 1 = 2 processes, cpu (gloo)",
+    for said in ("dp 2 x tp 1 = 2 processes, cpu (gloo)",
                  "step 2/2  loss", "validation loss", "--- sample, 4 tokens", "measured (predicted)"):
         assert printed.count(said) == 1, said
     assert log_of(tmp_path, "step") == [1, 2]
@@ -108,24 +107,16 @@ def test_processes_end_with_their_launcher(text, tmp_path, how, code):
     assert bool(saved) == (how not in ("SIGINT twice", "SIGKILL")) and "Traceback" not in run.printed()
 
 
-def test_who_starts_the_ranks_keeps_the_folder_for_them(text, tmp_path, monkeypatch):
-    """Until rank 0 has the folder, too, no other run gets it."""
-    def start(_, saved):
-        with pytest.raises(BadInput, match=f"process {os.getpid()} on .* writes there"):
-            lock(tmp_path, {})
-        for name, value in ("getppid", os.getpid()), ("getpid", 0):
-            monkeypatch.setattr(os, name, lambda value=value: value)
-        monkeypatch.setenv("RANK", "0")
-        assert saved()
-        file = lock(tmp_path, {})
-        assert not saved()
-        file.truncate(0)
-        sys.exit(saved())
-
-    monkeypatch.setattr(safe.launch, "start_again", start)
-    monkeypatch.setattr(sys, "argv", ["", *FLAGS, text, "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="True"):
-        train.main()
+@on_linux
+def test_one_of_two_launchers_gets_the_folder(text, tmp_path):
+    """The other one's ranks are refused in a line, with the exit code of what is refused."""
+    words = [*FLAGS, text, "--out", str(tmp_path / "run"), "--steps", "1000000"]
+    one = Ranks(words, 1, tmp_path / "log", launcher="fork", before=by_a_terminal)
+    one.wait_for("\nstep ")
+    said = ran(words, 1, tmp_path / "other", [2], launcher="fork")
+    assert re.fullmatch("train.py: --out .* process \\d+ on .* writes there; wait for its end, .*\n", said), said
+    one.kill(0, signal.SIGTERM)
+    assert one.end() == [0] and (tmp_path / "run/.lock").read_text() == ""
 
 
 NEW = """
@@ -212,10 +203,11 @@ LEFT = """
 @parametrize("left, means", table(LEFT))
 def test_what_others_left_in_the_environment(left, means):
     left = dict(re.findall(r"(\w+)=(\S*)", left))
+    if isinstance(means, str):
+        with patch.dict(os.environ, left, clear=True), pytest.raises(SystemExit, match="2"):
+            train.Run([])
     with patch.dict(os.environ, left, clear=True):
         if isinstance(means, str):
-            with pytest.raises(SystemExit, match="2"):
-                train.Run([])
             with pytest.raises(BadInput, match=means):
                 safe.launch.started()
             assert not {"RANK", "LOCAL_RANK"} & {*os.environ}  # or `refuse` would leave the line to rank 0
@@ -238,28 +230,22 @@ def test_a_world_size_without_a_rank_is_no_world_of_one():
 
 
 def test_ranks_share_the_cores_of_the_job(tmp_path, monkeypatch):
-    """Those of its control group, whose two versions have other files; a rank of a module runs the module."""
+    """Those of its control group."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
-    for name, group, files in [("v2", "0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "450000 100000"}),
-                               ("v1", "4:cpu,cpuacct:/a", {"cpu/cpu.cfs_quota_us": "450000",
-                                                           "cpu/cpu.cfs_period_us": "100000"})]:
-        for path, content in {"proc/self/cgroup": group, **{f"sys/fs/cgroup/{k}": v for k, v in files.items()}}.items():
-            (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name / path).write_text(content)
-        assert safe.launch.cores(tmp_path / name) == 4
     assert safe.launch.cores(tmp_path) == 64
+    for path, content in [("proc/self/cgroup", "0::/a/b\n"), ("sys/fs/cgroup/a/b/cpu.max", "max 100000"),
+                          ("sys/fs/cgroup/a/cpu.max", "450000 100000")]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content)
+    assert safe.launch.cores(tmp_path) == 4
     monkeypatch.setattr(safe.launch, "may_fork", lambda: False)
     monkeypatch.setattr(safe.launch, "cores", lambda: 8)
+    monkeypatch.setattr(torch.distributed.run, "run", lambda _: None)
     for given, want in {"0": "4", "": "4", "x": "4", "3": "3", "2,1": "2,1"}.items():
-        file, runs = ("lessons/__main__.py", (True, "lessons")) if given else ("train.py", (False, "/here/train.py"))
-        with (patch.dict(os.environ, OMP_NUM_THREADS=given), patch.object(sys, "argv", [f"/here/{file}"]),
-              patch("torch.distributed.run.run") as run, pytest.raises(SystemExit)):
-            try:
-                safe.launch.start_again(2)
-            finally:
-                assert os.environ["OMP_NUM_THREADS"] == want
-        started, = run.call_args.args
-        assert (started.module, started.training_script) == runs
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        with pytest.raises(SystemExit):
+            safe.launch.start_again(2)
+        assert os.environ["OMP_NUM_THREADS"] == want
 
 
 def has_asked_for_gpus():

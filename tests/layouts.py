@@ -863,17 +863,18 @@ AROUND = table("""
 # What may be drawn: a flag's choices, all of them, and some values of the others; tied, samples, holes are no flags.
 # Odd sizes divide by nothing.
 FLAGS = {field.name: field.metadata.get("choices") for field in dataclasses.fields(train.Flags)}
-DRAWN = {name: [*FLAGS[name]]
-         for name in ("schedule", "zero", "recompute", "comm", "cp_kind", "activation")}
+DRAWN = {"schedule": [*further.schedules.SCHEDULES]}
+DRAWN |= {name: [*FLAGS[name]]
+          for name in ("zero", "recompute", "comm", "cp_kind", "activation")}
 SOME = """sp=False,True ep=1,2,3 zero_within=None,1,2,3 virtual_stages=1,2,3
     micro_batches=1,2,3 loss_chunk=0,4,9 clip=0.0,0.1 experts=0,3,4,6 top_k=1,2 expert_every=1,2 shared_experts=0,1
     n_layer=1,2,3 n_head=2,3,4 n_embd=12,20,27 seq_len=5,7,8,12 vocab_size=11,37
     optimizer=sgd,adamw,muon tied=False,True inner=0,19 samples=1,2,3 holes=False,True pack=False,True arch=gpt2,llama
     n_kv_head=0,1,2"""
 DRAWN |= {name: [*map(value_of, values.split(","))] for name, values in (word.split("=") for word in SOME.split())}
-LATER = {*"model dtype device kernels plain together schedule_file recompute_blocks".split()}  # they round, or are
+LATER = {*"model dtype device kernels plain together recompute_blocks".split()}  # they round, or are
 # tested alone
-OF_THE_RUN = {*"""data balance_rate steps batch_size lr min_lr warmup_steps weight_decay seed eval_every log_every
+OF_THE_RUN = {*"""data steps batch_size lr min_lr warmup_steps weight_decay seed eval_every log_every
     sample prompt temperature tokenizer out save_every resume config""".split()}
 IDLE = {  # options that change nothing where one of these is so
     "cp_kind": "cp=1", "schedule": "pp=1", "virtual_stages": "pp=1 schedule=gpipe schedule=1f1b schedule=zb-h1",

@@ -49,11 +49,11 @@ REFUSED = {
         --bogus 1                           | --bogus
         --recompute-blocks 2                | give --recompute mlp, too
         --vocab-size 100                    | --vocab-size
-        --schedule-file SHORT               | is no action: write F0, or F0/2 for that of stage 2; give
-        --schedule-file STUCK --pp 2        | at B0, rank 1 waits at B0; give
-        --schedule-file MARKED              | of 2 ranks and 1 micro-batches: give --pp 2 --micro-batches 1
-        --schedule-file MARKED --pp 2 --micro-batches 1 --schedule gpipe | leave one of them out
-        --plain --schedule-file STUCK       | deadlock: no rank can go on: rank 0 waits at B0
+        --schedule bogus                    | bogus: No such file or directory; give one of gpipe, 
+        --schedule SHORT                    | is no action: write F0, or F0/2 for that of stage 2; give
+        --schedule STUCK --pp 2             | at B0, rank 1 waits at B0; give
+        --schedule MARKED                   | of 2 ranks and 1 micro-batches: give --pp 2 --micro-batches 1
+        --plain --schedule STUCK            | deadlock: no rank can go on: rank 0 waits at B0
         --cuda-graphs on --device cpu       | --cuda-graphs on
         --dtype fp8 --device cpu            | on GPUs of compute capability 8.9 or more (Ada, Hopper): give --dtype bf16
         --arch llama --model gpt2           | --model gpt2 is no preset of --arch llama: give --model tiny
@@ -70,7 +70,7 @@ REFUSED = {
         --data BIG_BIN                      | --vocab-size 60001
         --data ASCII --vocab-size 123 --prompt BYTE_255 | --prompt
         --seq-len 3 --prompt four           | tokens, the model's context is of 3: give a shorter one, or --sample 0
-        --trace MINE                        | the trace.json there is no run's: name a new folder, e.g. --trace
+        --profile MINE                      | the trace.json there is no run's: name a new folder, e.g. --profile
         --out MINE                          | the index.html there is no run's: name a new folder, e.g. --out
         --out MINE/lock                     | the .lock there is no run's
         --out OLD_RUN                       | --out
@@ -88,19 +88,21 @@ REFUSED = {
         --resume                            | --out DIR
         --resume HALF_RUN                   | holds no complete checkpoint
         --resume STEP_3 --vocab-size 300    | --vocab-size 300: the model in --resume has 256
-        --resume STEP_3 --data ASCII        | --data
-        --resume STEP_3 --data /no/such/file | give --data TEXT, where the run's text lies now
+        --resume STEP_3 --steps 4 --data ASCII | --data
+        --resume STEP_3 --steps 4 --data /no/such/file | give --data TEXT, where the run's text lies now
         --init-from /no/such --out RUN --experts 2 | leave --init-from out and add --resume$
         --init-from EXPERTS --data TEXT --steps 3 --out RUN | weights of --init-from none there, /
         --resume STEP_3 --init-from HF      | beside --resume: leave --init-from out, or leave --resume out
         TINY --data TEXT --steps 3 --lr 0.5 --out RUN --experts 4 | (--experts 2 there, 4 here; --lr 0.002 there, 0
-        --resume STEP_3 --out RUN           | process 1 on here writes there; wait for its end, or give --out
-        --resume STEP_2 --out RUN           | newer checkpoints lie beside it: move them away, or name a new folder
+        --resume STEP_3 --steps 4 --out RUN | process 1 on here writes there; wait for its end, or give --out
+        --resume STEP_3 --dp 2              | all 3 steps are done: give --steps 6, say, or --steps 0 for a sample
+        --resume STEP_2 --steps 4 --out RUN | newer checkpoints lie beside it: move them away, or name a new folder
         --plain --dp 2                      | needs torchrun --nproc_per_node 2; 1 were started
         --plain --lr nan                    | --lr nan: must be between 0 and a billion: give e.g. --lr 0.002
         --plain --vocab-size 50             | too small for the text: give --vocab-size 121
         --plain --data ASCII --resume MUON  | exp_avg_sq, which the --optimizer muon in --resume has not kept: give --op
         --data ASCII --resume MUON --optimizer adamw | has not kept: give --optimizer muon$
+        --plain --data ASCII --resume PLAIN --steps 1 | all 1 steps are done: give --steps 2
         --plain --data ASCII --resume PLAIN --n-layer 3 | the model in --resume has other sizes: give --n-layer 4
         --plain --data ZERO                 | has zero bytes, as UTF-16 and a .bin have them: give text in UTF-8
         --plain --data ASCII --out FOLDER   | holds a run, which this one would write over: add --resume, or name a new

@@ -1,7 +1,5 @@
 """One's own text: byte-pair encoding, tokens on disk, what is refused, samples."""
 
-import fcntl
-import functools
 import itertools
 import json
 import os
@@ -9,8 +7,6 @@ import random
 import re
 import shutil
 import sys
-import tempfile
-import threading
 import unicodedata
 from unittest.mock import Mock, patch
 
@@ -308,30 +304,11 @@ def test_what_runs_have_written_is_no_text(trained, vocab, tmp_path):
     shutil.copytree(vocab, data / "vocab")
     want = sorted(map(str, safe.data.files_of(Settings(data=str(data)))))
     assert [os.path.basename(path) for path in want] == ["a.txt", "index.html", "log.jsonl", "run.json", "vocab.json"]
-    for flags in "runs/1", f"runs/2 --trace {data}/trace", f". --tokenizer {vocab} --profile {data}/profile":
+    for flags in "runs/1", "runs/2", f". --tokenizer {vocab} --profile {data}/profile":
         trained(1, f"--data {data} --steps 1 --out {data}/{flags}")
     (data / "plain").mkdir()
     (data / "plain" / "log.jsonl").write_text('{"step": 10, "loss": 2.0}\n')
     assert sorted(map(str, safe.data.files_of(Settings(data=str(data))))) == want
-
-
-def test_of_a_node_s_processes_one_encodes(vocab, tmp_path, monkeypatch):
-    """The others wait until it has; where no lock can be had, each does."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "text").write_text("some text")
-    load = functools.partial(load_data, Settings(data=str(tmp_path / "text")), Tokenizer(vocab))
-    load()
-    lock, = tmp_path.glob("*.lock")
-    with open(lock) as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        other = threading.Thread(target=load)
-        other.start()
-        other.join(0.3)
-        waited = other.is_alive()
-    other.join(60)
-    assert waited and not other.is_alive()
-    monkeypatch.setattr(tempfile, "tempdir", "/no/such")
-    load()
 
 
 # ------------------------------------------------------------------------------------------------------------ programs

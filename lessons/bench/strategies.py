@@ -237,9 +237,9 @@ def build_ours(config, s, device):
     trainer = make_trainer(config, s, device)
     trainer.step(0)
     for i in range(64 if config.experts else 1):
-        s.balance_rate = 0.1 * 0.88**i  # 0.83 in all, more than scores of 0 to 1 differ; the last 3e-5
+        trainer.balance_rate = 0.1 * 0.88**i  # 0.83 in all, more than scores of 0 to 1 differ; the last 3e-5
         trainer.step(1)
-    s.balance_rate = 0.0
+    trainer.balance_rate = 0.0
     return trainer
 
 
