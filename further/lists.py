@@ -155,13 +155,10 @@ def read_schedule(s):
     try:
         text = pathlib.Path(file).read_text("utf-8-sig")
         lists = parse(text)
-    except ScheduleError as error:
-        why = str(error).partition("\n")[0]
-        raise ValueError(f"--schedule-file {file}: {why}; give lists that can run") from None
     except (OSError, ValueError) as error:
-        what = getattr(error, "strerror", None) or error
-        raise ValueError(f"--schedule-file {file}: {what}; give a row a rank, as `python -m lessons pipeline` prints"
-                         ) from None
+        what = getattr(error, "strerror", None) or str(error).partition("\n")[0]  # a ScheduleError has the lists, too
+        raise ValueError(f"--schedule-file {file}: {what}; give lists that can run, a row a rank, as `python -m "
+                         "lessons pipeline` prints") from None
     p, m, _ = size_of_schedule(lists)
     if (s.pp, s.micro_batches) != (p, m):
         raise ValueError(f"--schedule-file {file} is of {p} ranks and {m} micro-batches: give --pp {p} "
