@@ -91,8 +91,9 @@ GPT2 = EVERY | {
 LATER = EVERY | {
     "normalizer.type": [None, "NFC"], "pre_tokenizer.type": ["Sequence"], "pre_tokenizer.pretokenizers.2": [None],
     **{f"pre_tokenizer.pretokenizers.{key}": fine for key, fine in {
-        "0.type": ["Split"], "0.pattern.Regex": [LLAMA_3S, QWENS], "0.behavior": ["Isolated"], "0.invert": [None, False],
-        "1.type": ["ByteLevel"], "1.add_prefix_space": [False], "1.use_regex": [False]}.items()}}
+        "0.type": ["Split"], "0.pattern.Regex": [LLAMA_3S, QWENS], "0.behavior": ["Isolated"],
+        "0.invert": [None, False], "1.type": ["ByteLevel"], "1.add_prefix_space": [False],
+        "1.use_regex": [False]}.items()}}
 
 
 def value_at(whole, path):

@@ -200,9 +200,7 @@ def routers(model):
 
 
 def how_even(loads):
-    """Of loads (L, E), 0 in blocks without experts: {"load_max": the largest, as a multiple of the mean,
-    "load_entropy": in nats, log E at most; the mean over blocks}."""
+    """Of loads (L, E), 0 in blocks without experts: {"load_max": the busiest expert's, as a multiple of the mean}."""
     shares = loads[loads.sum(1) > 0].double()
     shares /= shares.sum(1, keepdim=True)
-    return {"load_max": (shares.max() * loads.shape[1]).item(),
-            "load_entropy": torch.special.entr(shares).sum(1).mean().item()}
+    return {"load_max": (shares.max() * loads.shape[1]).item()}

@@ -9,19 +9,13 @@
 import torch
 
 import collectives as dist
+from further.nodes import two_levels
 
 
 def ranks_of_dp_cp(mesh):
     """The ranks that keep the same parameters, those of dp and cp: a row for each place in pp and tp. For pp 2, dp 2,
     tp 2 [[0, 2], [1, 3], [4, 6], [5, 7]]."""
     return mesh.mesh.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)                             # (pp tp, dp cp)
-
-
-def over_nodes(group, groups):
-    """Let a group work in two levels where there are several nodes. groups: as for `two_levels`."""
-    if dist.node_of(dist.get_world_size() - 1) > 0:
-        from further.nodes import two_levels
-        two_levels(group, groups)
 
 
 def groups_of(grids):
@@ -38,11 +32,11 @@ def split_experts(mesh, n):
 
 def add_groups(groups, mesh, layout):
     """Give train.make_groups' groups those that this layout has besides. Call it on all ranks."""
-    over_nodes(None, [range(mesh.size())])
+    two_levels(None, [range(mesh.size())])
     dp_cp = ranks_of_dp_cp(mesh).reshape(-1, layout.replicas)
     if layout.cp > 1:
         groups.dp_cp, _ = torch.distributed.new_subgroups_by_enumeration(dp_cp.tolist())
-    over_nodes(groups.dp_cp, dp_cp.tolist())  # they send most
+    two_levels(groups.dp_cp, dp_cp.tolist())  # they send most
     groups.shard = groups.dp_cp
     if layout.zero and layout.zero_within not in (None, layout.replicas):
         groups.shard, groups.replicate = groups_of(dp_cp.unflatten(1, (-1, layout.zero_within)))

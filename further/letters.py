@@ -96,11 +96,8 @@ class Letters(TorchDispatchMode):
                 if len({rank // step % n for rank in ranks_of(group)}) > 1}
 
     def of(self, t):
-        """Letters of the smallest known part of the memory that has all of t, or the last of those that make it up."""
+        """Letters of the smallest known part of the memory that has all of t."""
         parts, (start, end) = self.parts.get(t.untyped_storage(), {}), extent(t)
-        within = [part for part in parts if start <= part[0] and part[1] <= end and part != WHOLE]
-        if within and sum(part[1] - part[0] for part in within) == end - start:
-            return {axis: last_of(parts[part][axis] for part in within) for axis in self.grid}
         around = [part for part in parts if part[0] <= start and end <= part[1]]
         return parts[min(around, key=lambda part: part[1] - part[0])] if around else dict.fromkeys(self.grid, "R")
 

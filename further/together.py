@@ -21,7 +21,7 @@ import random
 import runpy
 import sys
 import threading
-from bdb import Bdb, BdbQuit
+from bdb import BdbQuit
 from collections import defaultdict
 from concurrent.futures import Future
 from functools import partial
@@ -58,10 +58,9 @@ class Task(threading.Thread):
     def wait_for_turn(self):
         """A debugger goes along from rank to rank, because Python traces each thread by itself."""
         self.turn.acquire()
-        if is_debugger(self.world.trace) or is_debugger(sys.gettrace()):
-            sys.settrace(self.world.trace)
-            for frame in Seen(self).frames():  # calls that have begun
-                frame.f_trace = self.world.trace
+        sys.settrace(self.world.trace)
+        for frame in Seen(self).frames() if self.world.trace else ():  # calls that have begun
+            frame.f_trace = self.world.trace
 
     def run(self):
         self.wait_for_turn()
@@ -85,10 +84,6 @@ class Task(threading.Thread):
     def frame(self):
         """Where it stands; None if it has ended."""
         return sys._current_frames().get(self.ident)
-
-
-def is_debugger(trace):
-    return isinstance(getattr(trace, "__self__", None), Bdb)
 
 
 class Worker:
@@ -222,10 +217,6 @@ if "together" not in torch_dist.Backend.backend_list:  # it may be imported anew
 
 # ---------------------------------------------------------------------------------------------------------------- start
 
-class Worlds(ThreadLocalWorld):
-    comms = []  # before 2.12 it has none, and destroy_process_group asks
-
-
 def run(n, body, world=None):
     """[body() of each of n ranks, which have joined one another]. Raises the first error, or the Deadlock, or BdbQuit
     where a debugger was left."""
@@ -238,7 +229,7 @@ def run(n, body, world=None):
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     kept, groups, hook = (dist.Worker, dist.process), c10d._world, sys.excepthook
     before = getattr(builtins, "ranks", None)
-    dist.Worker, c10d._world = Worker, Worlds()
+    dist.Worker, c10d._world = Worker, ThreadLocalWorld()
     isolate(True)
     try:
         world.ranks += [Task(world, f"rank {rank}", partial(joined, rank)) for rank in range(n)]
@@ -263,7 +254,7 @@ def join(n):
         try:
             run(n, lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
         except BdbQuit:
-            if is_debugger(sys.gettrace()):  # `python -m pdb` ends then
+            if sys.gettrace():  # `python -m pdb` ends then
                 raise
         sys.exit()
     return torch.device("cpu")

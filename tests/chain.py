@@ -134,33 +134,41 @@ def test_a_state_is_taken_by_any_layout():
         assert all(close(state[key][name], whole, 1e-9) for key in states[0] for name, whole in states[0][key].items())
 
 
-@parametrize("told, sizes, left_out, m", [
-    ("piece 3 is None: give shape=", {"pp": 2}, {3}, 2),
-    ("5 stages are more than 4 pieces: give at most 4 stages", {"pp": 5}, set(), 5),
-    ("a step of 0 micro-batches: give lists x and y of at least 1", {"dp": 2}, set(), 0)], ids=str)
-def test_what_a_chain_cannot_be_is_refused_in_one_line(told, sizes, left_out, m):
-    def refused():
-        pieces = [None if i in left_out else piece for i, piece in enumerate(pieces_of(0))]
-        with pytest.raises(ValueError, match=told):
-            net = Parallel(pieces, LOSS, make_mesh("cpu", **sizes), optimizer=SGD, dtype=torch.float64)
-            net.zero_grad()
-            net.forward_backward([*range(m)], [*range(m)])
-    together.run(math.prod(sizes.values()), refused)
+def chain(mesh, left_out=None):
+    pieces = [None if i == left_out else piece for i, piece in enumerate(pieces_of(0))]
+    return Parallel(pieces, LOSS, mesh, zero=2, optimizer=SGD, dtype=torch.float64)
 
 
-@parametrize("told, body", [
-    ("micro-batches, others have more or fewer", lambda net, x, y: net.forward_backward(
-        x.chunk(1 + dist.get_rank()), y.chunk(1 + dist.get_rank()))),
-    ("freeze parameters", lambda net, x, y: (next(net.pieces[1].parameters()).requires_grad_(False),
-                                             net.forward_backward([x], [y]))),
-    ("before zero_grad", lambda net, x, y: (net.forward_backward([x], [y]), net.forward_backward([x], [y]))),
-], ids=lambda value: value if isinstance(value, str) else "")
-def test_what_would_train_wrong_or_hang_is_refused(told, body):
+def step(net, m=1):
+    net.forward_backward(*(t.chunk(m) for t in batch(0)))
+
+
+def frozen_too_late(mesh):
+    net = chain(mesh)
+    net.pieces[1].requires_grad_(False)
+    step(net)
+
+
+def twice(mesh):
+    net = chain(mesh)
+    step(net)
+    step(net)
+
+
+@parametrize("told, sizes, body", [
+    ("piece 3 is None: give shape=", {"pp": 2}, lambda mesh: chain(mesh, left_out=3)),
+    ("5 stages are more than 4 pieces: give at most 4 stages", {"pp": 5}, chain),
+    ("a step of 0 micro-batches: give lists x and y of at least 1", {"dp": 2},
+     lambda mesh: chain(mesh).forward_backward([], [])),
+    ("micro-batches, others have more or fewer", {"dp": 2}, lambda mesh: step(chain(mesh), 1 + dist.get_rank())),
+    ("freeze parameters", {"dp": 2}, frozen_too_late), ("before zero_grad", {"dp": 2}, twice)],
+    ids=lambda value: value if isinstance(value, str) else "")
+def test_what_a_chain_cannot_be_is_refused_in_one_line(told, sizes, body):
+    """Some of it would train wrong, or hang."""
     def refused():
-        net = Parallel(pieces_of(0), LOSS, make_mesh("cpu", dp=2), zero=2, optimizer=SGD, dtype=torch.float64)
         with pytest.raises((ValueError, RuntimeError), match=told):
-            body(net, *batch(0))
-    together.run(2, refused)
+            body(make_mesh("cpu", **sizes))
+    together.run(math.prod(sizes.values()), refused)
 
 
 # ------------------------------------------------------------------------------------------------- lists that are wrong

@@ -117,28 +117,35 @@ def test_experts_are_mlps_of_their_own(k):
     assert one.double().equal(fc.weight[1])
 
 
-@parametrize("size, dtype, error", [(2, torch.float16, 1e-3), (4, torch.float32, 1e-6)], ids=str)
-@on_ranks()
-def test_ring_attention_on_kernels(dtype, error, rank, size):
-    """Merged by their kernel, with dK and dV of a rank's own keys last; sent as without it: K and V twice, dK and dV,
-    in float32, once."""
-    needs_kernels()
-    B, T, H, D = 4 // size, 128 * size, 1, 16
-    torch.manual_seed(0)
-    qkv, dy = torch.randn(B, T, 3, H, D), torch.randn(B, T, H, D)
-    whole, mine = qkv.double().requires_grad_(), further.context.own_tokens(T, rank, size, "ring", qkv.device)
+def beside_one_device(qkv, dy, ring, rank, size, dtype):
+    """Of attention to a sequence that is cut over ranks: (this rank's output and gradient of qkv, what they are in
+    float64)."""
+    whole = qkv.double().requires_grad_()
+    mine = further.context.own_tokens(qkv.shape[1], rank, size, "ring", qkv.device)
     y = kernels.attention(whole)
     y.backward(dy.double())
     kernels.use("triton")
     with contextlib.nullcontext() if size > 2 or qkv.is_cuda else served_by(DirectGlooLink):
         dist.reset_traffic()
         part = qkv[:, mine].to(dtype).requires_grad_()
-        out = further.context.RingAttention.apply(part, None)
+        out = ring(part, None)
         out.backward(dy[:, mine].to(dtype))
-    assert out.dtype == part.grad.dtype == dtype and out.is_contiguous()
-    for ours, theirs in (out, y), *zip(part.grad.unbind(2), whole.grad.unbind(2)):
-        assert (ours.double() - theirs[:, mine]).norm() < error * theirs[:, mine].norm()
-    sent, keys_and_values = sum(t.bytes for t in dist.traffic().values()), part.numel() * 2 // 3
+    return (out, part.grad), (y[:, mine], whole.grad[:, mine])
+
+
+@parametrize("size, dtype, error", [(2, torch.float16, 1e-3), (4, torch.float32, 1e-6)], ids=str)
+@on_ranks()
+def test_ring_attention_on_kernels(dtype, error, rank, size):
+    """Merged by their kernel, with dK and dV of a rank's own keys last; sent as without it: K and V twice, dK and dV,
+    in float32, once."""
+    needs_kernels()
+    torch.manual_seed(0)
+    qkv, dy = torch.randn(4 // size, 128 * size, 3, 1, 16), torch.randn(4 // size, 128 * size, 1, 16)
+    (out, grad), (y, exact) = beside_one_device(qkv, dy, further.context.RingAttention.apply, rank, size, dtype)
+    assert out.dtype == grad.dtype == dtype and out.is_contiguous()
+    for ours, theirs in (out, y), *zip(grad.unbind(2), exact.unbind(2)):
+        assert (ours.double() - theirs).norm() < error * theirs.norm()
+    sent, keys_and_values = sum(t.bytes for t in dist.traffic().values()), grad.numel() * 2 // 3
     assert sent == (size - 1) * keys_and_values * (2 * dtype.itemsize + 4)
 
 
@@ -163,20 +170,14 @@ def test_the_tuned_ring(passes, B, heads, own, rank):
     T, D = 512, 128 if KERNEL_DEVICE == "cuda" else 16
     torch.manual_seed(0)
     qkv, dy = torch.randn(B, T, 4, heads, D), torch.randn(B, T, 2 * heads, D)
-    whole, mine = qkv.double().requires_grad_(), further.context.own_tokens(T, rank, 2, "ring", qkv.device)
-    y = kernels.attention(whole)
-    y.backward(dy.double())
-    kernels.use("triton")
-    part, dy_part = (x[:, mine].half() for x in (qkv, dy))
-    real = hopper.specialized_takes(*[part.flatten(2, 3).transpose(1, 2)] * 2, True)
+    some = qkv[:, ::2].half().flatten(2, 3).transpose(1, 2)
+    real = hopper.specialized_takes(some, some, True)
     kernel = hopper.one_pass_backward_kernel
-    with (contextlib.nullcontext() if qkv.is_cuda else served_by(DirectGlooLink)), patched([
-            (hopper, "described", hopper.described if real else gluon.Descriptor),
-            (hopper, "one_pass_backward_kernel", kernel if real else gluon.Launch(kernel, hopper)),
-            (fast.context, "one_pass_takes", lambda *_: passes == 1)]), (
+    with patched([(hopper, "described", hopper.described if real else gluon.Descriptor),
+                  (hopper, "one_pass_backward_kernel", kernel if real else gluon.Launch(kernel, hopper)),
+                  (fast.context, "one_pass_takes", lambda *_: passes == 1)]), (
             patch.object(fast.context, "add_in_one_pass", side_effect=hopper.add_in_one_pass)) as parts:
-        out = fast.context.TunedRing.apply(part.requires_grad_(), None)
-        out.backward(dy_part)
+        found = beside_one_device(qkv, dy, fast.context.TunedRing.apply, rank, 2, torch.float16)
     assert parts.call_count == (0 if passes == 2 else own + 1)
-    for ours, theirs in (out, y), (part.grad, whole.grad):
-        assert (ours.double() - theirs[:, mine]).norm() < 2e-3 * theirs[:, mine].norm()
+    for ours, theirs in zip(*found):
+        assert (ours.double() - theirs).norm() < 2e-3 * theirs.norm()
