@@ -136,7 +136,7 @@ REFUSED = {
         links --ranks 1                     | --ranks 1: one process has nobody to send to; give --ranks 2
         together --tp 3                     | give --tp 2 or 4
         types --ep 3 --experts 6            | --ep 3 does not divide both --dp 2 and the
-        types --dp 3 --cp 2 --zero 1 --zero-within 3 --batch-size 3 | --zero-within 3 cuts through the ranks of --cp or --ep
+        types --dp 3 --cp 2 --zero 1 --zero-within 3 --batch-size 3 | --zero-within 3 cuts through the ranks of --cp
         blind --out WORDS                   | words.bin: is there, and not what would be written: name a new file
         pages --out MINE                    | index.html: is there, and not what would be written: name a new file
         puzzles ring --into EMPTY/deep      | Not a directory; name a folder that can be written
