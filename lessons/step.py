@@ -20,7 +20,7 @@ from further import together
 from safe.flags import check_layout, Settings
 
 # Of the lessons of a layout, before their command lines.
-SMALL = "--batch-size 8 --seq-len 16 --n-layer 2 --n-head 4 --n-embd 32 --device cpu --fast off".split()
+SMALL = "--batch-size 24 --seq-len 16 --n-layer 2 --n-head 4 --n-embd 32 --device cpu --fast off".split()
 
 
 def settings_of(parser, words):
