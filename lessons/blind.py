@@ -256,7 +256,10 @@ def draw(found, path):
 
 
 def demo_blind(out=None):
-    """Which of seven habits would have seen each bug that shipped, and each mutant of a collective."""
+    """Which of seven habits would have seen each bug that shipped, and each mutant of a collective.
+
+    --out FILE.svg draws the bugs.
+    """
     if out:
         check_picture(out, "--out")
     rows = defaultdict(list)

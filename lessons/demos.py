@@ -22,7 +22,7 @@ from further.experts import count_of_each, ExpertsConfig
 from further.lists import check
 from further.schedules import SCHEDULES
 from lessons import kernels, links, mutate, pages, puzzles, same
-from lessons.bench.timing import off, say, say_in_order, traffic_of
+from lessons.bench.timing import of_all_ranks, off, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.compiled import demo_compile
 from lessons.explore import explore
@@ -33,7 +33,8 @@ from lessons.machine import demo_machine
 from lessons.measuring import demo_measuring
 from lessons.overlap import demo_overlap
 from lessons.path import demo_path
-from lessons.pictures import ring_states, ring_steps
+from lessons.drawer import terminal
+from lessons.pictures import frames_of_ring, ring_states, ring_steps
 from lessons.sampling import demo_sampling
 from lessons.step import demo_step, settings_of
 from lessons.together import demo_together
@@ -52,15 +53,6 @@ from further.flags import config_of, layout_of
 
 def shown(tensors):
     return "   ".join(str(t.tolist()) for t in tensors)
-
-
-def show_ring():
-    rank, n = dist.get_rank(), dist.get_world_size()
-    say("\nring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has")
-    for step, state in zip(ring_steps(n), ring_states(), strict=True):
-        say(f"  {step}")
-        chunks = ["".join("abcdefghijklmnopqrstuvwxyz"[i] for i in range(n) if bits >> i & 1) for bits in state]
-        say_in_order(f"    rank {rank}   " + "  ".join(chunk.ljust(n, "·") for chunk in chunks))
 
 
 def by_hand(tensor):
@@ -103,7 +95,9 @@ def demo_collectives():
         say(f"\n{title}")
         say_in_order(f"  rank {rank}   {before}   ->   {shown(tensors)}")
 
-    show_ring()
+    say("\nring all-reduce: rank r begins with 1, 2, ... times 10^r, so digits say whose numbers a chunk has; [new]")
+    for frame in frames_of_ring(of_all_ranks(ring_states()), ring_steps(n)):
+        say(terminal(frame))
     whole = torch.ones(n << 18)
     dist.reset_traffic()
     by_hand(whole)
@@ -166,7 +160,10 @@ DRAWN = "gpipe", "1f1b", "interleaved", "zb-h1"
 
 
 def demo_pipeline(stages=4, micro_batches=8, virtual_stages=2, schedule=""):
-    """Schedules: grids, bubbles, activations. Four of them, or the one that --schedule names."""
+    """Schedules: grids, bubbles, activations. Four of them, or the one that --schedule names.
+
+    --virtual-stages are a rank's, of the schedule interleaved.
+    """
     p, m = stages, micro_batches
     odd = {"v-half": -(p % 2) / 2, "v-min": 0.5 if p % 3 == 0 else -0.5}  # what the formula leaves out
     print("F, I and W take 1 unit of time each, B = I + W takes 2. A column is 1 unit. An activation counts 1,\n"
@@ -325,15 +322,8 @@ DEMOS = {  # an argument of the function is a flag of the command line
     "pages": pages.pages, "explore": explore}
 ON_RANKS = {  # how many, if --ranks is left out; each is a process and runs the demo
     demo_collectives: 4, demo_tensor: 2, demo_experts: 2, demo_measuring: 2, demo_lecture8: 2, links.demo_links: 2}
-OF_A_LAYOUT = demo_step, demo_types, demo_together, demo_path  # their flags are train.py's
-HELP = {  # of the flags
-    "model": "preset of the GPT", "machine": "whose rates count", "ranks": "how many", "dp": "replicas",
-    "stages": "of the pipeline", "micro_batches": "of a step", "schedule": "of the pipeline",
-    "virtual_stages": "stages a rank, of the schedule interleaved", "tokens": "on each rank",
-    "out": "file for the picture, an .svg; of pages, their folder",
-    "show": "a picture of the pages, step by step in the terminal, e.g. ring",
-    "assets": "write README's and docs' pictures into this folder, as SVG",
-    "steps": "of training before", "port": "of the page; 0: a free one"}
+OF_A_LAYOUT = {  # flags are train.py's; those that stand before the command line
+    demo_step: "--dp 2", demo_types: "--dp 2 --tp 2", demo_together: "--dp 2 --tp 2", demo_path: "--dp 2 --tp 2"}
 CHOICES = {"model": PRESETS, "machine": MACHINES, "schedule": SCHEDULES}
 
 
@@ -356,12 +346,17 @@ BY_TEXT = {  # of docs/lecture.md
     "How large models run on GPUs": "measuring sampling ladder compile"}
 
 
+def told_of(parser):
+    """Its first paragraph, in one line."""
+    return " ".join((parser.description or "").partition("\n\n")[0].split())
+
+
 def listing(parsers):
     """All lessons by stop, with what each shows; and their names by text."""
     lines = ["by stop (0 is python lessons/micro.py):"]
     for stop, names in BY_STOP.items():
         lines.append(f"  {stop}")
-        lines += [f"    {name:13}{' '.join((parsers[name].description or '').split())}" for name in names.split()]
+        lines += [f"    {name:13}{told_of(parsers[name])}" for name in names.split()]
     lines.append("\nby text:")
     return "\n".join(lines + [f"  {text:30}{names}" for text, names in BY_TEXT.items()])
 
@@ -382,9 +377,9 @@ def parser_of_all():
         lesson = lessons.add_parser(name, description=demo.__doc__)
         lesson.set_defaults(demo=demo)
         for flag, default in flags_of(demo).items():
-            told = HELP[flag] + f" (default: {default})" * bool(default)
             kind = {"port": int}.get(flag, positive if isinstance(default, int) else str)
-            lesson.add_argument(dashed(flag), type=kind, default=default, choices=CHOICES.get(flag), help=told)
+            lesson.add_argument(dashed(flag), type=kind, default=default, choices=CHOICES.get(flag),
+                                help=f"default: {default or 'none'}")
     puzzles.add_to(lessons)
     same.add_to(lessons.add_parser("same", description=same.main.__doc__)).set_defaults(demo=same.main)
     mutate.add_to(lessons.add_parser("mutate", description=mutate.mutate.__doc__)).set_defaults(demo=mutate.mutate)
@@ -414,7 +409,7 @@ def main():
         demo = DEMOS.get(sys.argv[1])
         if demo in OF_A_LAYOUT:
             parser = Parser(prog=f"python -m lessons {sys.argv[1]}", description=demo.__doc__, add_help=False)
-            return demo(*settings_of(parser, sys.argv[2:]))
+            return demo(*settings_of(parser, OF_A_LAYOUT[demo].split() + sys.argv[2:]))
         flags = vars(parser.parse_args())
         demo = flags.pop("demo")
         if demo is links.demo_links:

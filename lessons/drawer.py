@@ -8,6 +8,7 @@ Colours are of middle brightness, on no background, so that a picture can be rea
 """
 
 import html
+import pathlib
 from typing import NamedTuple
 
 COLOURS = "#4c8dd6", "#e0883a", "#4ba36b", "#9a6fc4", "#c2577a", "#888888"
@@ -63,7 +64,7 @@ def terminal(frame):
     texts = [(cell, f"[{cell.text}]" if cell.mark else cell.text) for cell in frame.cells if cell.text]
     wide = max((len(text) + 1) / cell.width for cell, text in texts)  # characters that 1 of x takes
     margin = max(map(len, frame.names.values()), default=0) + 2
-    lines = {row: name for row, name in frame.names.items()}
+    lines = dict(frame.names)
     for cell, text in sorted(texts, key=lambda one: one[0].x):
         line = lines.get(cell.row, "")
         lines[cell.row] = line.ljust(margin + round(wide * cell.x)) + text
@@ -107,6 +108,18 @@ def arrow_of(frame, colour, *ends):
 
 
 # ----------------------------------------------------------------------------------------------------------------- page
+
+def html_page(title, body, script, menu="", kind="text"):
+    """Html of a page, with its looks, and a script of this folder, in it."""
+    look, code = (pathlib.Path(__file__).with_name(name).read_text() for name in ("pages.css", script))
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title} - ringGPT</title><style>{look}</style>
+{menu}
+<main class="{kind}">
+{body}</main><script>{code}</script></html>
+"""
+
 
 def stepped(title, says, frames):
     """Html of frames to step through. The first one shows without a script."""

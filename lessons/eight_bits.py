@@ -52,37 +52,35 @@ def _few_rows(x, w, scale, y, rows, width, out, R: tl.constexpr, BN: tl.constexp
 
 
 def few_rows(x, w, scale):
-    """x w^T, (R, out), for x (R, in) in 16 bits, R up to 16. w, scale: of in_int8, of in_int4, or in x's dtype with a
-    scale (out) of ones."""
+    """x w^T, (R, out), for x (R, in) in 16 bits, R up to 16. w, scale: of in_few_bits, or in x's dtype with a scale
+    (out) of ones."""
     (rows, width), out = x.shape, len(w)
     y = x.new_empty(rows, out)
-    packed = scale.dim() > 1
+    packed = w.shape[1] < width
     columns, block, stages = (32, GROUP, 6) if packed else (64, 256, 3)
     _few_rows[(triton.cdiv(out, columns),)](x, w, scale, y, rows, width, out, 16, columns, block, packed, num_warps=4,
                                             num_stages=stages)
     return y
 
 
-def in_int8(w):
-    """(q, s) of w (out, in): int8 (out, in), float32 (out)."""
-    scale = w.float().abs().amax(1).clamp(min=1e-30) / 127
-    return (w / scale[:, None]).round().to(torch.int8), scale
+def in_few_bits(w, bits):
+    """(q, s) of w (out, in). 8 bits: int8 (out, in), float32 (out, 1). 4 bits, where GROUP divides `in`: int8 (out,
+    in / 2), float32 (out, in / GROUP)."""
+    groups = w.float().unflatten(1, (-1, GROUP if bits == 4 else w.shape[1]))                 # (out, groups, columns)
+    scale = groups.abs().amax(2, keepdim=True).clamp(min=1e-30) / (2**(bits - 1) - 1)         # (out, groups, 1)
+    q = (groups / scale).round().to(torch.int8)
+    if bits == 4:
+        low, high = q.chunk(2, 2)
+        q = low & 15 | high << 4
+    return q.flatten(1), scale.squeeze(2)
 
 
-def in_int4(w):
-    """(q, s) of w (out, in), where GROUP divides `in`: int8 (out, in / 2), float32 (out, in / GROUP)."""
-    groups = w.float().unflatten(1, (-1, GROUP))                                              # (out, groups, GROUP)
-    scale = groups.abs().amax(2).clamp(min=1e-30) / 7                                         # (out, groups)
-    low, high = (groups / scale[:, :, None]).round().to(torch.int8).chunk(2, 2)
-    return (low & 15 | high << 4).flatten(1), scale
-
-
-def floats_of(q, scale):
-    """The weights (out, in) of in_int8 or in_int4, float32."""
-    if scale.dim() == 1:
-        return q * scale[:, None]
-    groups = q.unflatten(1, (-1, GROUP // 2))
-    return (torch.cat([groups << 4 >> 4, groups >> 4], 2) * scale[:, :, None]).flatten(1)
+def floats_of(q, scale, bits):
+    """The weights (out, in) that in_few_bits made these of, float32."""
+    groups = q.unflatten(1, (scale.shape[1], -1))
+    if bits == 4:
+        groups = torch.cat([groups << 4 >> 4, groups >> 4], 2)
+    return (groups * scale[:, :, None]).flatten(1)
 
 
 def sixteen_and_fewer_bits(device, n, side):
@@ -92,7 +90,7 @@ def sixteen_and_fewer_bits(device, n, side):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     w, x = (torch.randn(rows, side, device=device, dtype=dtype) for rows in (side, 8))
     ways = {"PyTorch, 16 bits": (torch.mm, [x, w.T]), "16 bits": (few_rows, [x, w, torch.ones(side, device=device)]),
-            "8 bits": (few_rows, [x, *in_int8(w)]), "4 bits": (few_rows, [x, *in_int4(w)])}
+            **{f"{bits} bits": (few_rows, [x, *in_few_bits(w, bits)]) for bits in (8, 4)}}
     exact = x.double() @ w.double().T
     errors = ", ".join(f"{way} {off(f(*given), exact):.2%}" for way, (f, given) in ways.items())
     say(f"eight-bits, relative errors: {errors}")

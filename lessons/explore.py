@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl
 
 from further.lists import check_weights, LETTERS, parse, size_of_schedule
 from further.schedules import SCHEDULES
-from lessons.drawer import svg_of
+from lessons.drawer import html_page, svg_of
 from lessons.pictures import as_it_ran, on_clock, spans_of, stuck, text_of
 from lessons.puzzles import HERE
 from parallel import ScheduleError, with_weights
@@ -137,12 +137,9 @@ def trained(folder, flags):
 
 # --------------------------------------------------------------------------------------------------------------- server
 
-def page():
-    """explore.html, with its looks and its script in it."""
-    parts = {name: (HERE / "lessons" / name).read_text() for name in ("explore.html", "pages.css", "explore.js")}
+def body():
     options = "".join(f"<option{' selected' * (name == '1f1b')}>{name}</option>" for name in SCHEDULES)
-    text = parts["explore.html"].replace("OPTIONS", options).replace("STYLE", parts["pages.css"])
-    return text.replace("SCRIPT", parts["explore.js"])
+    return (HERE / "lessons/explore.html").read_text().replace("OPTIONS", options)
 
 
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
@@ -169,7 +166,7 @@ class Explorer(BaseHTTPRequestHandler):
             return self.answer(403, "give the address that `python -m lessons explore` has printed")
         answers = {"grid": grid, "run": run, "cancel": lambda query: stopping.set()} if method == "POST" else {}
         if (method, name) == ("GET", ""):
-            return self.answer(200, page(), "text/html")
+            return self.answer(200, html_page("explore", body(), "explore.js"), "text/html")
         if name not in answers:
             return self.answer(404, "there is no such page")
         try:
@@ -202,7 +199,10 @@ def server_at(port):
 
 
 def explore(port=0):
-    """Lists to edit and run, in a browser on this machine."""
+    """Lists to edit and run, in a browser on this machine.
+
+    --port 0 takes one that is free.
+    """
     with server_at(port) as server:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it as Ctrl-C does
         print(f"http://127.0.0.1:{server.server_port}/{server.token}/\nCtrl-C ends it", flush=True)

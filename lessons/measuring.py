@@ -80,11 +80,9 @@ def timeline(config, device):
 
 
 def kept_by(node):
-    """[(name, tensor)] that an autograd node keeps. Of PyTorch's nodes they are attributes, of our own a tuple."""
-    names = [name for name in dir(node) if name.startswith("_saved_")]
-    kept = [(name.removeprefix("_saved_"), getattr(node, name)) for name in names]
-    kept += [("", tensor) for tensor in getattr(node, "saved_tensors", ())]
-    return [(name, tensor) for name, tensor in kept if isinstance(tensor, torch.Tensor)]
+    """[(name, tensor)] that a node of PyTorch's keeps."""
+    kept = [(name, getattr(node, name)) for name in dir(node) if name.startswith("_saved_")]
+    return [(name.removeprefix("_saved_"), tensor) for name, tensor in kept if isinstance(tensor, torch.Tensor)]
 
 
 def nodes_of(output):

@@ -37,7 +37,10 @@ pp      L/N layers          BTC between two ranks              deep models, slow
 
 
 def demo_overlap(model="gpt2-xl", ranks=8, tokens=8192, machine="h200"):
-    """Traffic's seconds over those of the products that can hide it, and with how many tokens they do."""
+    """Traffic's seconds over those of the products that can hide it, and with how many tokens they do.
+
+    --tokens: on each rank.
+    """
     config, rates, n = PRESETS[model], MACHINES[machine], ranks
     k, c, layers = config.parameters(), config.n_embd, config.n_layer
     per_byte = rates.matmul / rates.link

@@ -21,7 +21,7 @@ import re
 import textwrap
 
 from lessons import puzzles
-from lessons.drawer import stepped, svg_of, terminal
+from lessons.drawer import html_page, stepped, svg_of, terminal
 from lessons.pictures import check_picture, DRAWN, STEPPED
 from lessons.puzzles import HERE
 from safe.files import check_file, check_folder
@@ -331,14 +331,7 @@ def page_of(name):
         f'<details name="menu"><summary class="{name in labels}">{group}</summary><div>'
         + "".join(f'<a href="{page}.html" class="{page == name}">{label}</a>' for page, label in labels.items())
         + "</div></details>" for group, labels in contents().items())
-    look, script = ((HERE / "lessons" / file).read_text() for file in ("pages.css", "pages.js"))
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name} - ringGPT</title><style>{look}</style>
-<nav>{menus}</nav>
-<main class="{"file" if name in PAGES else "text"}">
-{body}</main><script>{script}</script></html>
-"""
+    return html_page(name, body, "pages.js", f"<nav>{menus}</nav>", "file" if name in PAGES else "text")
 
 
 def in_terminal(name):
@@ -357,7 +350,10 @@ def write_assets(folder):
 
 
 def pages(out="runs/site", show=None, assets=None):
-    """The reference as HTML, prose beside code, with pictures that one steps through."""
+    """The reference as HTML, prose beside code, with pictures that one steps through.
+
+    --show NAME prints a picture, such as ring, in the terminal. --assets FOLDER writes README's and docs' pictures.
+    """
     if show:
         return in_terminal(show)
     if assets:

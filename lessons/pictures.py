@@ -57,23 +57,28 @@ def ring_frame(state, before, says):
     for r, c in itertools.product(range(n), repeat=2):
         row, whose = 2 + 2 * r, [rank for rank in range(n) if state[r][c] >> rank & 1]
         is_new = state[r][c] != before[r][c]
-        cells += [Cell(row, c + 0.9 * rank / n, width=0.9 / n, colour=COLOURS[rank] + "66") for rank in whose]
+        cells += [Cell(row, c + 0.9 * rank / n, width=0.9 / n, colour=COLOURS[rank % 6] + "66") for rank in whose]
         cells.append(Cell(row, c, str((c + 1) * sum(10**rank for rank in whose)), 0.9, GREY, "#888888" * is_new))
         for at in ([row] if r else [row, row + 2 * n]) * is_new:
-            arrows.append((COLOURS[(r - 1) % n], (at - 1, c + 0.45), (at, c + 0.45)))
+            arrows.append((COLOURS[(r - 1) % n % 6], (at - 1, c + 0.45), (at, c + 0.45)))
     heads = [Cell(0, c, f"chunk {c}", 0.9) for c in range(n)]
     return Frame(heads + cells, says, arrows, {2 + 2 * r: f"rank {r}" for r in range(n)}, 72)
 
 
+def frames_of_ring(of_ranks, says):
+    """of_ranks: what `ring_states` returns on each rank."""
+    states = [*zip(*of_ranks)]
+    return [*map(ring_frame, states, states[:1] + states, says)]
+
+
 def ring_frames():
-    states = [*zip(*together.run(4, ring_states))]
     says = ring_steps(4)
     says[0] = ("Four ranks want the sum of their tensors. Each tensor is cut into four chunks. Rank 0 has 1, 2, 3, 4, "
                "and each further rank ten times as much. So the digits of a number say whose numbers are in it. In a "
                "step each rank r sends one chunk to the next rank, its right one.")
     says[3] += ". Now each rank has the sum of one chunk"
     says[6] += ". Now all ranks have all sums. Each has sent 6 chunks, which is 2(N-1)/N of its tensor"
-    return [*map(ring_frame, states, states[:1] + states, says)]
+    return frames_of_ring(together.run(4, ring_states), says)
 
 
 def draw_ring():

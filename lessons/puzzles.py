@@ -69,15 +69,19 @@ def zero1(rank):
     yield "gradient of this rank's row", unit.stepped[weights].grad
 
 
+def lists_with_letters(chain, pieces, stages):
+    from parallel import into_pieces, with_weights
+    for zero in stages:
+        letters = with_weights(into_pieces(chain, {0: range(pieces)}), zero, lookups=(0,))
+        yield f"the list of stage {zero}", " ".join(f"{a}/{a.stage}" for a in letters)
+
+
 def zero2(rank):
     """Where an A stands: note in `last` that action n is the last backward whose gradients an A of piece `averaged`
     averages. Stages 0 and 1 have one A a piece and step, from stage 2 on there is one a micro-batch. The first part of
     a key is the piece, the second tells its As apart."""
-    from parallel import gpipe, into_pieces, with_weights
-    [actions] = gpipe(1, 2)
-    for zero in 1, 2:
-        letters = with_weights(into_pieces(actions, {0: range(2)}), zero)
-        yield f"As of stage {zero}", " ".join(f"{a}/{a.stage}" for a in letters if a.kind in "BA")
+    from parallel import gpipe
+    yield from lists_with_letters(*gpipe(1, 2), 2, (1, 2))
 
 
 def zero3(rank):
@@ -85,11 +89,8 @@ def zero3(rank):
     before the action that comes one earlier. Under ZeRO-3 put a D behind action n, unless the next action
     is of the same piece. `before` and `after` have a list for each action, `whole` the pieces that were gathered. A
     lookup's backward needs no weights."""
-    from parallel import into_pieces, one_f_one_b, with_weights
-    [actions] = one_f_one_b(1, 1)
-    for zero in 1, 3:
-        letters = with_weights(into_pieces(actions, {0: range(3)}), zero, lookups=(0,))
-        yield f"the list of stage {zero}", " ".join(f"{a.kind}{a.stage}" for a in letters)
+    from parallel import one_f_one_b
+    yield from lists_with_letters(*one_f_one_b(1, 1), 3, (1, 3))
 
 
 def g(rank):
@@ -251,13 +252,6 @@ def problems(puzzle, folder):
             for rank, names in enumerate(wanted) for what, right in names.items() if found[rank][what] != right]
 
 
-def check(puzzle, folder):
-    """Print "green", or what is wrong on which rank, with exit code 1."""
-    wrong = problems(puzzle, folder)
-    print("\n".join(wrong) or "green")
-    sys.exit(bool(wrong))
-
-
 def puzzles(name, into, check_in, shows_solution):
     """Collectives, schedules and kernels to write: the reference with a hole, and a check."""
     if not name:
@@ -279,7 +273,9 @@ def puzzles(name, into, check_in, shows_solution):
                f"--check {check_in}: no {puzzle.file} is there; write it first: --into {check_in}")
         reject(puzzle.file == "kernels.py" and not kernels.HAVE_TRITON,
                f"--check: {name} needs Triton, which is not installed; take another one, e.g. ring")
-        check(puzzle, check_in)
+        wrong = problems(puzzle, check_in)
+        print("\n".join(wrong) or "green")
+        sys.exit(bool(wrong))
 
 
 def add_to(lessons):

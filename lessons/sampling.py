@@ -22,13 +22,11 @@ from fast.recorded import RecordedGraph
 from further.by_hand import gelu_reference
 from further.sampling import CachedGPT
 from lessons.bench.timing import launch_us, say, synchronize
-from lessons.eight_bits import few_rows, floats_of, in_int4, in_int8
+from lessons.eight_bits import few_rows, floats_of, in_few_bits
 from model import Linear, PRESETS
 from safe.data import load_data
 from safe.flags import Settings
 from further.text import batch, Bytes
-
-PACKS = {8: in_int8, 4: in_int4}
 
 
 class FewBits(torch.nn.Module):
@@ -37,13 +35,14 @@ class FewBits(torch.nn.Module):
 
     def __init__(self, layer, bits):
         super().__init__()
-        self.weight, self.scale = PACKS[bits](layer.weight.detach())
+        self.bits = bits
+        self.weight, self.scale = in_few_bits(layer.weight.detach(), bits)
         self.bias = layer.bias
 
     def forward(self, x):                                                                     # (..., in)
         rows = x.flatten(0, -2)
         if len(rows) > 16 or not kernels.on_triton(x):
-            return F.linear(x, floats_of(self.weight, self.scale).to(x.dtype), self.bias)     # (..., out)
+            return F.linear(x, floats_of(self.weight, self.scale, self.bits).to(x.dtype), self.bias)     # (..., out)
         y = few_rows(rows, self.weight, self.scale).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 

@@ -20,7 +20,7 @@ from further import together
 from safe.flags import check_layout, Settings
 
 # Of the lessons of a layout, before their command lines.
-SMALL = ("--dp 2 --batch-size 8 --seq-len 16 --n-layer 2 --n-head 4 --n-embd 32 --device cpu --fast off").split()
+SMALL = "--batch-size 24 --seq-len 16 --n-layer 2 --n-head 4 --n-embd 32 --device cpu --fast off".split()
 
 
 def settings_of(parser, words):
@@ -37,26 +37,27 @@ def trainer_of(s):
 
 class Watch:
     """Goes around the actions of a Pipeline. rows: of each [action, pieces that are whole, micro-batches that wait for
-    their backward, pieces whose gradients wait for an A, bytes that the action has sent by collective]."""
+    their backward, pieces whose gradients wait for an A, bytes that the action has sent by collective]. beside: bytes
+    that were sent between actions."""
 
     def __init__(self, pipeline):
         self.pipeline = pipeline
         self.rows = []
+        self.beside = Counter()
 
     @contextmanager
     def __call__(self, action):
         if action is None:  # a wait within an action
             yield
             return
-        before = sent()
+        self.beside.update(newly_sent())
         yield
         self.wait_for_messages(action)
-        more = {name: nbytes - before.get(name, 0) for name, nbytes in sent().items()}
         pieces = self.pipeline.pieces.items()
         whole = [i for i, units in self.pipeline.units.items() if all(map(is_whole, units))]
         waiting = [i for i, piece in pieces if any(param.grad is not None for param in piece.parameters())]
         alive = sorted((i, piece) for piece, i in self.pipeline.micro_batches)
-        self.rows.append((action, whole, alive, waiting, {name: nbytes for name, nbytes in more.items() if nbytes}))
+        self.rows.append((action, whole, alive, waiting, newly_sent()))
 
     def wait_for_messages(self, action):
         """Of G and A, so that their bytes are counted here. (A step does not wait.)"""
@@ -73,8 +74,11 @@ def is_whole(unit):
     return unit.weights.untyped_storage().size() and (unit.users or not unit.zero)
 
 
-def sent():
-    return {name: log.bytes for name, log in dist.traffic().items()}
+def newly_sent():
+    """{collective: bytes that this rank has sent since the last call}"""
+    found = {name: log.bytes for name, log in dist.traffic().items() if log.bytes}
+    dist.reset_traffic()
+    return found
 
 
 def one_step(s):
@@ -90,11 +94,9 @@ def watched(s):
     net.pipeline.around = watch = Watch(net.pipeline)
     dist.reset_traffic()
     trainer.step(0)
-    beside = Counter(sent())
-    for *_, bytes_sent in watch.rows:
-        beside.subtract(bytes_sent)
+    watch.beside.update(newly_sent())
     rank = dist.get_rank(net.groups.pp)
-    return (rank, watch.rows, +beside) if dist.get_rank() == net.mesh.mesh[rank].min() else None
+    return (rank, watch.rows, watch.beside) if dist.get_rank() == net.mesh.mesh[rank].min() else None
 
 
 def demo_step(s, ranks):

@@ -24,7 +24,7 @@ from lessons.bench.strategies import (
     communication, configs_of, free_memory, make_trainer, predicted_traffic)
 from lessons.bench.timing import interleaved, of_all_ranks, without_collectives
 from further.sampling import CachedGPT
-from lessons.eight_bits import few_rows, floats_of, in_int4, in_int8
+from lessons.eight_bits import few_rows, floats_of, in_few_bits
 from lessons.sampling import FewBits, weights_read, with_bits
 from tests.kernels import GPUS, KERNEL_DEVICE
 from tests.links import nodes_of
@@ -261,10 +261,10 @@ def test_weights_of_few_bits_are_off_by_half_a_step(bits, most, rows, width, out
     dtype = torch.bfloat16 if GPUS else torch.float16
     w, x = (torch.randn(count, width, device=KERNEL_DEVICE, dtype=dtype) for count in (out, rows))
     w[-1] = 0
-    q, scale = (in_int8 if bits == 8 else in_int4)(w)
+    q, scale = in_few_bits(w, bits)
     assert q.dtype == torch.int8 and q.shape == (out, width * bits // 8)
-    scales = scale[:, None] if bits == 8 else scale.repeat_interleave(64, 1)
-    weights = floats_of(q, scale)
+    scales = scale if bits == 8 else scale.repeat_interleave(64, 1)
+    weights = floats_of(q, scale, bits)
     assert ((weights - w).abs() <= 0.501 * scales).all()
     assert (weights / scales)[:-1].abs().unflatten(1, (-1, width if bits == 8 else 64)).amax(2).round().eq(most).all()
     assert close(few_rows(x, q, scale), x.double() @ weights.double().T, 2**-8)
@@ -281,7 +281,7 @@ def test_a_cached_gpt_samples_with_few_bits(bits, triton_kernels):
     some = with_bits(net, bits)
     for module, layer in zip(same.modules(), some.modules(), strict=True):
         if isinstance(layer, FewBits):
-            module.weight = torch.nn.Parameter(floats_of(layer.weight, layer.scale))
+            module.weight = torch.nn.Parameter(floats_of(layer.weight, layer.scale, bits))
     tokens = torch.randint(37, (2, 12), device=KERNEL_DEVICE)
     for end in range(9, 13):
         logits = some.newest_logits(tokens[:, :end])

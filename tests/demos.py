@@ -156,42 +156,49 @@ SHOWN = [
           --recompute block                     2.00 | 2.00"""),
     # Step s of reduce-scatter adds to chunk r-2-s of rank r, step s of all-gather completes chunk r-s-1.
     ("collectives", 4, """
-        ring all-reduce: a row is a rank, a column a chunk, a letter a rank whose data it has
-          start
-            rank 0   a···  a···  a···  a···
-            rank 1   b···  b···  b···  b···
-            rank 2   c···  c···  c···  c···
-            rank 3   d···  d···  d···  d···
-          reduce-scatter step 0: chunk r-1 goes right and is added
-            rank 0   a···  a···  ad··  a···
-            rank 1   b···  b···  b···  ab··
-            rank 2   bc··  c···  c···  c···
-            rank 3   d···  cd··  d···  d···
-          reduce-scatter step 1: chunk r-2 goes right and is added
-            rank 0   a···  acd·  ad··  a···
-            rank 1   b···  b···  abd·  ab··
-            rank 2   bc··  c···  c···  abc·
-            rank 3   bcd·  cd··  d···  d···
-          reduce-scatter step 2: chunk r-3 goes right and is added
-            rank 0   abcd  acd·  ad··  a···
-            rank 1   b···  abcd  abd·  ab··
-            rank 2   bc··  c···  abcd  abc·
-            rank 3   bcd·  cd··  d···  abcd
-          all-gather step 0: chunk r-0, complete, goes right
-            rank 0   abcd  acd·  ad··  abcd
-            rank 1   abcd  abcd  abd·  ab··
-            rank 2   bc··  abcd  abcd  abc·
-            rank 3   bcd·  cd··  abcd  abcd
-          all-gather step 1: chunk r-1, complete, goes right
-            rank 0   abcd  acd·  abcd  abcd
-            rank 1   abcd  abcd  abd·  abcd
-            rank 2   abcd  abcd  abcd  abc·
-            rank 3   bcd·  abcd  abcd  abcd
-          all-gather step 2: chunk r-2, complete, goes right
-            rank 0   abcd  abcd  abcd  abcd
-            rank 1   abcd  abcd  abcd  abcd
-            rank 2   abcd  abcd  abcd  abcd
-            rank 3   abcd  abcd  abcd  abcd
+        ring all-reduce: rank r begins with 1, 2, ... times 10^r, so digits say whose numbers a chunk has; [new]
+        start
+                chunk 0  chunk 1  chunk 2  chunk 3
+        rank 0  1        2        3        4
+        rank 1  10       20       30       40
+        rank 2  100      200      300      400
+        rank 3  1000     2000     3000     4000
+        reduce-scatter step 0: chunk r-1 goes right and is added
+                chunk 0  chunk 1  chunk 2  chunk 3
+        rank 0  1        2        [3003]   4
+        rank 1  10       20       30       [44]
+        rank 2  [110]    200      300      400
+        rank 3  1000     [2200]   3000     4000
+        reduce-scatter step 1: chunk r-2 goes right and is added
+                chunk 0  chunk 1  chunk 2  chunk 3
+        rank 0  1        [2202]   3003     4
+        rank 1  10       20       [3033]   44
+        rank 2  110      200      300      [444]
+        rank 3  [1110]   2200     3000     4000
+        reduce-scatter step 2: chunk r-3 goes right and is added
+                chunk 0  chunk 1  chunk 2  chunk 3
+        rank 0  [1111]   2202     3003     4
+        rank 1  10       [2222]   3033     44
+        rank 2  110      200      [3333]   444
+        rank 3  1110     2200     3000     [4444]
+        all-gather step 0: chunk r-0, complete, goes right
+                chunk 0  chunk 1  chunk 2  chunk 3
+        rank 0  1111     2202     3003     [4444]
+        rank 1  [1111]   2222     3033     44
+        rank 2  110      [2222]   3333     444
+        rank 3  1110     2200     [3333]   4444
+        all-gather step 1: chunk r-1, complete, goes right
+                chunk 0  chunk 1  chunk 2  chunk 3
+        rank 0  1111     2202     [3333]   4444
+        rank 1  1111     2222     3033     [4444]
+        rank 2  [1111]   2222     3333     444
+        rank 3  1110     [2222]   3333     4444
+        all-gather step 2: chunk r-2, complete, goes right
+                chunk 0  chunk 1  chunk 2  chunk 3
+        rank 0  1111     [2222]   3333     4444
+        rank 1  1111     2222     [3333]   4444
+        rank 2  1111     2222     3333     [4444]
+        rank 3  [1111]   2222     3333     4444
 
         an all-reduce by hand, all to rank 0 and back: rank 0 sends 12,582,912 bytes, (N-1) K; of the ring
         ...

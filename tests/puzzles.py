@@ -18,8 +18,8 @@ MISTAKES = """
     ring | link.rank - 2 - s | link.rank - 1 - s | reduce-scatter: got [
     zero0 | ReduceOp.AVG | ReduceOp.SUM | got [[3.0, 3.0], [2.0, 2.0]], should have got [[1.5, 1.5], [1.0, 1.0]]
     zero1 | dist.ReduceOp.AVG | dist.ReduceOp.SUM | row: got [6.0, 12.0], should have got [2.0, 4.0]
-    zero2 | action.micro_batch if zero >= 2 else None | action.micro_batch | As of stage 1: got B0/1 A0/1 B0/0 A0/0
-    zero3 | n - 1 | n | stage 3: got G0 F0 D0 G1 F1 D1 G2 F2 B2 D2 A2 G1 B1 D1 A1 B0 A0, should have got G0 G1 F0
+    zero2 | action.micro_batch if zero >= 2 else None | action.micro_batch | 1: got G0/0 G0/1 F0/0 F0/1 F1/0 F1/1 B0/1 A
+    zero3 | n - 1 | n | stage 3: got G0/0 F0/0 D0/0 G0/1 F0/1 D0/1 G0/2 F0/2 B0/2 D0/2
     g | grad, None | grad / 2, None | got [1.5, 2.0], should have got [3.0, 4.0]
     vocabulary | total * (own_top - top).exp() | total | loss: got 1.153, should have got 0.981
     order | p - 1 - r | p - r | got F0 F1 B0 F2 B1 F3 B2 B3, should have got F0 B0 F1 B1

@@ -133,12 +133,12 @@ REFUSED = {
         plan --init-from HF --model gpt2    | --model gpt2 beside --init-from: leave one of them out
         plan --json WORDS                   | words.bin: is there, and not what would be written: name a new file""",
     lessons.demos.main: """
-        step --dp 3                         | give e.g. --batch-size 9
+        step --dp 5                         | give e.g. --batch-size 25
         tensor --ranks 0                    | --ranks
         links --ranks 1                     | --ranks 1: one process has nobody to send to; give --ranks 2
         together --tp 3                     | give --tp 2 or 4
         types --ep 3 --experts 6            | --ep 3 does not divide both --dp 2 and the
-        types --dp 3 --cp 2 --zero 1 --zero-within 3 --batch-size 3 | --zero-within 3 cuts through the ranks of --cp or --ep
+        types --dp 3 --cp 2 --zero 1 --zero-within 3 | --zero-within 3 cuts through the ranks of --cp or --ep
         blind --out WORDS                   | words.bin: is there, and not what would be written: name a new file
         pages --out MINE                    | index.html: is there, and not what would be written: name a new file
         puzzles ring --into EMPTY/deep      | Not a directory; name a folder that can be written
