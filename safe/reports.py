@@ -23,7 +23,7 @@ from safe.files import keep_others
 from safe.flags import gpus_here
 from safe.messages import Watched
 from theory import speed
-from theory.memory import kept_tensors, memory_bytes, most_in_a_step
+from theory.memory import kept_tensors, memory_bytes
 
 
 @contextlib.contextmanager
@@ -185,7 +185,7 @@ def describe_training(loop):
         f"batch    {s.batch_size} sequences of {c.seq_len} a step = {s.batch_size * c.seq_len:,} tokens: "
         f"dp {s.dp} x {s.micro_batches} micro-batches of {s.batch_size // s.dp // s.micro_batches}{about_context(c)}")
     kinds = [f"{kind} {size(n)}" for kind, n in predicted_bytes(trainer).items()]
-    loop.say(f"memory   a rank, predicted: {', '.join(kinds)}{about_list(trainer)}")
+    loop.say(f"memory   a rank, predicted: {', '.join(kinds)}")
     if s.steps <= s.warmup_steps:
         loop.say(f"lr       all {s.steps} steps are warm-up, which ends at {learning_rate(s, s.steps - 1):.2g} of "
                  f"--lr {s.lr:g}: a smaller --warmup-steps reaches it")
@@ -194,18 +194,8 @@ def describe_training(loop):
     if s.out and (run.came.files or run.came.left_out):
         left_out = "; left out: " + ", ".join(f"{name} ({why})" for name, why in run.came.left_out.items())
         loop.say(f"export   {', '.join(run.came.files)}{left_out * bool(run.came.left_out)}")
-    if speed.half_counted(c) and speed.peak_flops(trainer.device):
-        loop.say(f"speed    {speed.HALF_COUNTED}")
-
-
-def about_list(trainer):
-    """What a step with ZeRO-3 holds besides at most, by its list, in words. fast/ has no such list."""
-    net = trainer.net
-    if net.zero < 3 or not net.unit_of:
-        return ""
-    actions = net.lists(trainer.s.micro_batches)[dist.get_rank(net.groups.pp)]
-    whole, waiting = map(size, most_in_a_step(actions, net))
-    return f"; in a step also whole weights {whole}, gradients that wait for an average {waiting}, at most"
+    if speed.mfu_note(c) and speed.peak_flops(trainer.device):
+        loop.say(f"speed    {speed.mfu_note(c)}")
 
 
 def about_context(config):
