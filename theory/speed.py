@@ -96,8 +96,8 @@ def call_seconds(op, elements, width, machine, n, here):
 class Costs(NamedTuple):
     """Predicted seconds of a step on the busiest pipeline rank, whose sum the step takes."""
     compute: float      # forward and backward of all micro-batches
-    tp: float           # tensor parallelism's collectives. fast/ hides some of backward's, but then products take
-                        # longer: predictions that took them off were 4 to 14 % too short, without they are 4 % off
+    tp: float           # tensor parallelism's collectives. fast/ hides some of them under weight gradients, but
+                        # predictions without those were 4 to 15 % too short, with them they are at most 7 % off
     cp: float           # context parallelism's traffic, less the time that attention hides
     ep: float           # expert parallelism's all-to-alls, which nothing hides
     bubble: float

@@ -157,14 +157,16 @@ def fills_half(peak, device):
 def strategies(a, device):
     machine = measure_machine(device, a.dtype, a.config)
     say(f"{a.gpus} processes, {torch_dist.get_backend()}; {describe_model(a)}, {a.dtype}; "
-        f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}\n{mfu_note(a.config)}".rstrip())
+        f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}\n"
+        f"{mfu_note(a.config)}".rstrip())
     for reason in a.reasons:
         say(f"left out: {reason}")
     table = Table("A step is forward, backward, clip, AdamW; (plan) is its predicted time. Predicted, measured: GiB of "
                   "tensors on the fullest rank\n(peak: the allocator's on rank 0), MiB that rank 0 sends, bubble. "
                   "comm: the share of a step that its collectives cost", {
         "strategy": "strategy:<11", "who": "who:<31",
-        "ms": "ms:>8.1f", "ratio": "over ours:>9.3f", "plan": "(plan):>8.1f", "off": "plan / ms:>9.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
+        "ms": "ms:>8.1f", "ratio": "over ours:>9.3f", "plan": "(plan):>8.1f", "off": "plan / ms:>9.2f",
+        "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
         "memory": "GiB:>6.2f", "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
         "traffic_counted": "counted:>9,.1f", "communication": "comm %:>8.1f", "bubble": "bubble %:>8.1f",
         "bubble_measured": "measured:>8.1f"}, device)
