@@ -35,17 +35,17 @@ import collectives as dist
 import kernels
 from fast import edition
 from fast.recorded import RecordedGraph
+from further.kinds import resized
 from further.refusals import check_numbers
 from lessons.bench.optimizers import KINDS, optimizers
 from lessons.bench.picotron import picotron
-from lessons.bench.rates import BUS, calls_of, load_machine, measure_machine, sent_in
-from lessons.bench.strategies import configs_of, layouts, pieces, strategies
+from lessons.bench.rates import BUS, calls_of, load_machine, sent_in
+from lessons.bench.strategies import dense_twin, layouts, pieces, strategies
 from lessons.bench.timing import (
     interleaved, of_all_ranks, ROWS, say, seconds_of, Table, traffic_of, write_json)
 from lessons.gpu import LESSONS
 from lessons.kernels import CASES, Size
 from lessons.plan import plan
-from model import PRESETS
 from safe import launch
 from safe.files import check_file
 from safe.flags import (
@@ -53,7 +53,7 @@ from safe.flags import (
 from safe.huggingface import read_config
 from safe.launch import is_forked
 from further.bad_input import BadInput, reject
-from theory.speed import MACHINES, describe_machine
+from theory.speed import MACHINES
 
 
 # ---------------------------------------------------------------------------------------- kernels, lessons, collectives
@@ -108,9 +108,7 @@ GRAPHED = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"  # tim
 
 def collectives(a, device):
     dist.use(None, a.comm or "ours")
-    dtype, name = ("bf16", "gpt2-xl") if device.type == "cuda" else ("fp32", "tiny")
-    machine = measure_machine(device, dtype, PRESETS[name])
-    say(f"{a.gpus} processes, {torch_dist.get_backend()}\n{describe_machine(machine)}")
+    say(f"{a.gpus} processes, {torch_dist.get_backend()}")
     table = Table("float32; times are the slowest rank's; bytes sent by all ranks together", {
         "op": "collective:<22", "size": "KiB:>9,.0f", "us": "ours us:>10,.0f", "torch_us": "torch us:>10,.0f",
         "ours_graph_us": "ours graph:>10,.0f", "torch_graph_us": "torch graph:>11,.0f", "bus": "bus GB/s:>8.2f",
@@ -119,7 +117,7 @@ def collectives(a, device):
     for op in a.only:
         for log in logs:
             table.row(**measure_collective(op, 1 << log, a, device))
-    write_json(a, device, table, machine=dataclasses.asdict(machine))
+    write_json(a, device, table)
 
 
 def measure_collective(op, size, a, device):
@@ -144,33 +142,29 @@ def measure_collective(op, size, a, device):
 WHAT = {"kernels": measure_kernels, "lessons": lessons, "collectives": collectives, "strategies": strategies,
         "plan": plan, "optimizers": optimizers, "picotron": picotron}
 ON_RANKS = "collectives", "strategies", "optimizers", "picotron"
-FLAGS = [  # (the commands that take it, its name, arguments for argparse)
-    ("kernels lessons collectives strategies optimizers picotron plan", "--json", dict(
-        help="write the rows there, with hardware, versions, commit", default="", metavar="FILE")),
-    ("collectives strategies optimizers picotron plan", "--gpus", dict(
-        help="processes, in plan GPUs; left out, all GPUs, on the CPU 2, in plan 8", type=int)),
-    ("kernels lessons collectives strategies optimizers picotron", "--quick", dict(
-        help="tiny sizes, few repeats: shows only that it works", action="store_true")),
-    ("kernels lessons collectives strategies optimizers", "--only", dict(
-        help="which of the command's rows; left out, all (but experts, dense twin only with --experts)", nargs="+",
-        metavar="NAME")),
-    ("strategies optimizers picotron", "--repeats", dict(
-        help="timed runs of each step; left out, 7, but 3 with --quick", type=int)),
-    ("strategies", "--without", dict(
-        help=f"time ours without these pieces of fast/, one at a time; no names: all of {', '.join(pieces())}",
-        nargs="*", choices=[*pieces()], metavar="PIECE")),
-    ("picotron", "--folder", dict(help="a clone of picotron", required=True)),
-    ("plan", "--machine", dict(
-        help=f"{', '.join(MACHINES)} (the default), or a file that `collectives --json` wrote", default="h200")),
-    ("plan", "--top", dict(help="layouts to print (default: 15)", type=int, default=15)),
-]
-OF_A_MODEL = ("arch", "model", *SIZES, "dtype")
-OF_TRAIN = {  # the flags of train.py that a command takes, too
-    "kernels": ["device"], "lessons": ["device"], "collectives": ["device", "comm"],
-    "optimizers": ["device", *OF_A_MODEL], "picotron": ["device", *OF_A_MODEL, "batch_size", "micro_batches"],
-    "plan": [*OF_A_MODEL, "batch_size", "init_from"],
-    "strategies": ["device", *OF_A_MODEL, "batch_size", "micro_batches", "recompute", "recompute_blocks", "loss_chunk",
-                   "cuda_graphs"]}
+MODEL = f"arch model {' '.join(SIZES)} dtype"
+TAKES = {  # the flags of each command: those of FLAGS, and train.py's
+    "kernels": "json quick only device",
+    "lessons": "json quick only device",
+    "collectives": "json gpus quick only device comm",
+    "strategies": f"json gpus quick only repeats without device {MODEL} batch_size micro_batches recompute "
+                  "recompute_blocks loss_chunk cuda_graphs",
+    "plan": f"json gpus machine top {MODEL} batch_size init_from",
+    "optimizers": f"json gpus quick only repeats device {MODEL}",
+    "picotron": f"json gpus quick repeats folder device {MODEL} batch_size micro_batches"}
+FLAGS = {
+    "json": dict(help="write the rows there, with hardware, versions, commit", default="", metavar="FILE"),
+    "gpus": dict(help="processes, in plan GPUs; left out, all GPUs, on the CPU 2, in plan 8", type=int),
+    "quick": dict(help="tiny sizes, few repeats: shows only that it works", action="store_true"),
+    "only": dict(help="which of the command's rows; left out, all (experts, dense twin are there with --experts)",
+                 nargs="+", metavar="NAME"),
+    "repeats": dict(help="timed runs of each step; left out, 7, but 3 with --quick", type=int),
+    "without": dict(help="time ours without these pieces of fast/, too, one at a time; no names: all of "
+                         f"{', '.join(pieces())}", nargs="*", choices=[*pieces()], metavar="PIECE", default=()),
+    "folder": dict(help="a clone of picotron", required=True),
+    "machine": dict(help=f"{', '.join(MACHINES)} (the default), or a file that `strategies --json` wrote",
+                    default="h200"),
+    "top": dict(help="layouts to print (default: 15)", type=int, default=15)}
 
 
 def parse(words):
@@ -178,21 +172,19 @@ def parse(words):
                           allow_abbrev=False)
     whats = parser.add_subparsers(dest="what", required=True, metavar="WHAT", help=" | ".join(WHAT))
     of_train = {field.name: field for field in dataclasses.fields(Settings)}
-    for what in WHAT:
+    for what, names in TAKES.items():
         sub = whats.add_parser(what, allow_abbrev=False)
-        for takers, name, more in FLAGS:
-            if what in takers.split():
-                sub.add_argument(name, **more)
-        for name in OF_TRAIN[what]:  # None: left out
-            sub.add_argument(dashed(name), type=of_train[name].type, **of_train[name].metadata)
+        for name in names.split():
+            more = FLAGS.get(name) or {"type": of_train[name].type, **of_train[name].metadata}  # None: left out
+            sub.add_argument(dashed(name), **more)
     others = argparse.Namespace(gpus=1, repeats=1, top=1, json="", only=[], init_from=None)  # no flags there
     return parser.parse_args(words, others)
 
 
 def settings(a, **more):
     """train.py's Settings, with the flags that were given."""
-    given = {name: getattr(a, name) for name in OF_TRAIN[a.what]}
-    return Settings(**{name: value for name, value in given.items() if value is not None} | more)
+    names = [name for name in TAKES[a.what].split() if name not in FLAGS and getattr(a, name) is not None]
+    return Settings(**{name: getattr(a, name) for name in names} | more)
 
 
 def on_triton(a):
@@ -278,14 +270,17 @@ def check_strategies(a):
     """Set a.layouts, {strategy: Settings} of those that can run, and a.reasons, why others cannot. BadInput for one
     that --only names and that cannot run."""
     a.without = [*pieces()] if a.without == [] else a.without
-    asked = a.config.experts
-    a.config, routed, twin = configs_of(a.config)
+    routed = a.config
+    a.config = resized(routed, experts=0)
     every = layouts(a.gpus, a.micro_batches or 8, routed.experts)
-    a.configs = dict.fromkeys(every, a.config) | {"experts": routed, "dense twin": twin}
+    a.configs = dict.fromkeys(every, a.config)
+    if routed.experts:
+        a.configs |= {"experts": routed, "dense twin": dense_twin(routed)}
     a.layouts = {}
     a.reasons = []
-    for name in a.only or [name for name in every if asked or a.configs[name] is a.config]:
-        reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}")
+    for name in a.only or every:
+        reject(name not in every, f"--only {name}: with {a.gpus} processes there are {', '.join(every)}" + (
+               "" if routed.experts else "; with --experts 8 also experts and dense twin"))
         try:
             a.layouts[name] = checked(a, a.configs[name], **every[name])
         except BadInput as problem:

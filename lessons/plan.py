@@ -169,7 +169,7 @@ def plan(a, _):
         say(f"{command_of(a, rows[0]['layout'])}\n")
     nodes = f"{machine.node} a node" if a.gpus > machine.node else "one node"
     say(f"{describe_model(a)}, {a.dtype}, on {a.gpus} GPUs, {nodes}, {a.batch_size} sequences of {a.config.seq_len} a "
-        f"step{about_context(a.config)}\n{describe_machine(machine)}{mfu_note(a.config)}")
+        f"step{about_context(a.config)}\n{describe_machine(machine)}\n{mfu_note(a.config)}".rstrip())
     shares = {axis: f"{axis} %:>8.1f" for axis in ("bubble", "dp", "tp", "cp", "ep", "pp")}
     table = Table("layouts that fit, fastest first; GiB of the fullest rank; bubble, and traffic that nothing hides, "
                   "in % of the step", {

@@ -221,6 +221,7 @@ def observed(user, device="cpu", dtype=torch.float64, move=0, numbered=False, pi
     for number in range(STEPS):
         torch.manual_seed(number)  # whatever the ranks have drawn before
         batch = user.batch(number)
+        must(isinstance(batch, (tuple, list)), f"batch(step) returns a {type(batch).__name__}: give a tuple of tensors")
         batch = [t.to(device, dtype if t.is_floating_point() else t.dtype) for t in batch]
         if number in pieces[:1]:
             yield [*map(gradients_of, pieces[1:])]

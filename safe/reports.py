@@ -19,6 +19,7 @@ from further.letters import tensors_in
 from further.text import Bytes
 from safe.data import about_left_out, Numbers
 from safe.messages import Watched
+from theory import speed
 from theory.memory import kept_tensors, memory_bytes
 
 
@@ -187,6 +188,8 @@ def describe_training(loop):
     if s.out and (run.came.files or run.came.left_out):
         left_out = "; left out: " + ", ".join(f"{name} ({why})" for name, why in run.came.left_out.items())
         loop.say(f"export   {', '.join(run.came.files)}{left_out * bool(run.came.left_out)}")
+    if speed.mfu_note(c) and speed.peak_flops(trainer.device):
+        loop.say(f"speed    {speed.mfu_note(c)}")
 
 
 def about_context(config):

@@ -1,6 +1,5 @@
 """Memory is what the tables predict; 16-bit gradients; overflow."""
 
-import contextlib
 import gc
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -10,17 +9,14 @@ import torch
 from torch import nn
 
 import collectives as dist
-import kernels
 import model
 import parallel
-import theory.memory
 import train
 from tests.data import stepped_by
 from tests.layouts import small_gpt, tokens_of
 from tests.pool import BOTH, close, DEVICES, is_plain, needs_kernels, on_both, on_ranks, parametrize, table
 from tests.runs import TINY, output_of, parse
 from fast.adamw import AdamW
-from fast.tensor import BiasedOnce
 from further.schedules import SCHEDULES, zero_bubble_h1
 from further.recompute import recompute
 from lessons.demos import main
@@ -28,8 +24,7 @@ from lessons.bench.strategies import Timed
 from lessons.bench.timing import of_all_ranks
 from safe.data import load_data
 from safe.flags import check_layout, model_config
-from safe.reports import BirthLog, measured_bytes, predicted_bytes, watching
-from theory.memory import most_in_a_step
+from safe.reports import BirthLog, measured_bytes, predicted_bytes
 
 
 def test_memory_table_is_the_lecture_s():
@@ -119,32 +114,6 @@ def test_memory_is_what_is_predicted(text, bound, flags):
         assert abs(measured[kind] - predicted[kind]) <= some + part * predicted[kind], (kind, measured, predicted)
     shares = of_all_ranks(trainer.seen.share)
     assert ("--ep" in flags) == (len({*shares}) > 1) and abs(sum(shares) / len(shares) - 1) < 1e-6
-
-
-@parametrize("pool", ["plain"], indirect=True)
-@parametrize("flags, size", [("--zero 3 --dtype bf16", 2), ("--zero 3 --micro-batches 2 --batch-size 4", 2),
-                             ("--zero 2 --micro-batches 2 --batch-size 4", 2), ("--micro-batches 2", 1),
-                             ("--dp 2 --pp 2 --zero 3 --micro-batches 2 --batch-size 4 --schedule zb-v", 4)])
-@on_ranks()
-def test_a_list_says_what_is_whole_at_most_and_what_waits(text, flags):
-    """Behind each action: memory under units, and gradients that no A has taken."""
-    sizes = "--n-layer 4 --seq-len 16 --n-head 2 --n-embd 16 --batch-size 2"
-    trainer = make_trainer(f"--data {text} {sizes} {flags}".split())
-    net, found = trainer.net, [(0, 0)]
-    units = net.units
-
-    @contextlib.contextmanager
-    def note(action):
-        yield
-        whole = sum(unit.weights.untyped_storage().nbytes() for unit in units)
-        found.append((whole, sum(param.grad.nbytes for param in net.unit_of if param.grad is not None)))
-
-    with watching(net.pipeline, note):
-        trainer.step(0)
-    actions = net.lists(trainer.s.micro_batches)[dist.get_rank(net.groups.pp)]
-    whole, waiting = most_in_a_step(actions, net)
-    most_whole, most_waiting = (max(column) for column in zip(*found))
-    assert waiting == most_waiting and (whole == most_whole or net.zero < 3)
 
 
 def test_what_backward_computes_again_goes_with_what_saved_it():

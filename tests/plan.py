@@ -14,7 +14,7 @@ import parallel
 import theory.clock
 from tests.benchmark import H200, asked
 from tests.llama import write_folder
-from tests.pool import close, parametrize, table
+from tests.pool import close, parametrize
 from tests.runs import output_of, parse
 from lessons.overlap import hidden_from, ratios
 from lessons.plan import CHUNK, SPLIT, describe_layout, rows_of
@@ -106,31 +106,6 @@ def test_experts_take_as_long_as_wide_mlps():
     assert close(moe, dense, 1e-6)
     one, two = (predict(MOE, layout(f"--dp 8 --zero 1 --ep {ep}", MOE), FAST).optimizer for ep in (1, 2))
     assert close(one, two, 1e-6)
-
-
-# Flags, and whether backward hides tp's traffic under its weight gradients.
-HIDDEN = """
-    --tp 4                                                     1
-    --tp 4 --sp --dp 2 --zero 3                                1
-    --tp 4 --pp 2 --micro-batches 4                            1
-    --tp 4 --pp 2 --micro-batches 4 --schedule zb-h1           0
-    --tp 4 --sp --fast off                                     0"""
-
-
-@parametrize("flags, hides", table(HIDDEN))
-def test_backward_hides_tp_s_traffic_under_weight_gradients(flags, hides):
-    """As long as they last, at most half of it, and not what it takes from their memory."""
-    s = layout(flags, EVEN)
-    matrix_elements = 30 * sum(matrices(EVEN, 4)) / s.pp
-    products = 2 * matrix_elements * s.batch_size * 1024 / s.dp / H200.matmul
-    slow = dataclasses.replace(FAST, link=H200.link / 16, elementwise=math.inf, hbm=math.inf, loss=math.inf)
-    seen = predict(EVEN, s, dataclasses.replace(slow, matmul=1e20)).tp  # the same stage is the busiest
-    assert close(seen - predict(EVEN, s, slow).tp, hides * products, 1e-5)
-    if hides:
-        busy = dataclasses.replace(slow, hbm=16 * slow.link)  # what is sent in a second costs memory 4/16 of one
-        into_messages = matrix_elements * (2 * 2 + 2 * 4) / busy.hbm * s.micro_batches  # in weight gradients, too
-        assert close(seen - predict(EVEN, s, busy).tp, 12 / 16 * (products + into_messages), 1e-5)
-        assert close(predict(EVEN, s, dataclasses.replace(slow, matmul=1e9)).tp, seen / 2, 1e-5)
 
 
 @parametrize("schedule, m", [*((name, 8) for name in SCHEDULES if name != "v-min"), ("interleaved", 2)])

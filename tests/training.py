@@ -180,10 +180,11 @@ def training_at_a_known_peak(flags):
         return printed_by(run_training, flags)
 
 
-def test_train_logs_mfu(trained, tmp_path):
-    printed, = trained(1, "--steps 2 --seq-len 65 --out OUT", training_at_a_known_peak)
-    config = model.GPTConfig(256, 65, 1, 2, 16)
-    assert "  MFU " in printed
+@parametrize("tokens", [64, 65])
+def test_train_says_when_mfu_counts_half_of_attention(trained, tmp_path, tokens):
+    printed, = trained(1, f"--steps 2 --seq-len {tokens} --out OUT", training_at_a_known_peak)
+    config = model.GPTConfig(256, tokens, 1, 2, 16)
+    assert "  MFU " in printed and ("MFU counts half" in printed) == (tokens > 64)
     logged = log_of(tmp_path, "mfu", "tokens_per_s")
     assert logged and all(close(mfu, speed * theory.speed.counted_flops(config) / 1e12) for mfu, speed in logged)
 

@@ -22,7 +22,7 @@ from theory.traffic import blocks_of, contents, runs_again, shards_of, tokens_of
 def memory_bytes(config, s, rank=0, load=1.0, micro_batches=None):
     """Predicted bytes of a pipeline rank of a layout: {"parameters", "gradients", "optimizer", "activations"}.
 
-    All but activations are what is left when a step ends. `most_in_a_step` has what the list holds besides.
+    All but activations are what is left when a step ends.
 
     s: train.py's settings. optimizer: AdamW's two moments, Muon's one, and float32 master weights if layers compute in
     bf16 or fp16. activations: the most that the rank holds at once, by its list of actions for so many `micro_batches`
@@ -234,34 +234,15 @@ def kept_tensors(net):
     return {kind: [t for t in tensors_in(parts) if t.dim()] for kind, parts in kinds.items()}
 
 
-def most_in_a_step(actions, net):
-    """(bytes of weights that are whole, of gradients that wait for an A): the most at once in a rank's list of the
-    reference. net: the Parallel that runs it."""
-    holders = Counter()  # unit -> pieces that have gathered it and not dropped it
-    waiting = set()
-    whole = [0]
-    wait = [0]
-    for kind, piece, _ in actions:
-        for unit in net.pipeline.units[piece] if kind in "GD" else ():
-            holders[unit] += 1 if kind == "G" else -1
-        if kind in "BW":
-            waiting |= {param for param in net.pieces[piece].parameters() if param.requires_grad}
-        if kind == "A":
-            waiting -= {param for unit in net.pipeline.averaged[piece] for param in unit.params}
-        whole.append(sum(unit.weights.nbytes for unit, held in holders.items() if held))
-        wait.append(sum(param.numel() * net.unit_of[param].mine.itemsize for param in waiting))
-    return max(whole), max(wait)
-
-
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 ROOM = 0.9  # share of a GPU's memory that predicted bytes may fill; temporaries, gaps and NCCL's buffers take the rest
 
 
 def besides(config, s, stages):
-    """Bytes of weights that are whole, and of gradients that wait for an A, at most: as `most_in_a_step` reads them off
-    a list, taken for equally large pieces. ZeRO-1's gradients wait, all of them, for the last micro-batch; their
-    averages come as they go."""
+    """Bytes of weights that are whole, and of gradients that wait for an A, at most, as a list of equally large pieces
+    has them: two pieces' weights, one's gradients. ZeRO-1's gradients wait, all of them, for the last micro-batch;
+    their averages come as they go."""
     narrow, wide = widths(s)
     pieces = sum(map(len, stages.values()))
     whole = sum(elements_of(config, s, stages.values()).values())

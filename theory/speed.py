@@ -13,7 +13,7 @@ import torch
 
 import parallel
 from further.pieces import matrices
-from theory.clock import bubble, halves_backward, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
+from theory.clock import bubble, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import elements_kept, elements_of, table_elements
 from theory.traffic import (
     contents, GATHER, HALVES, in_two_levels, Message, messages, recomputed, SCATTER, sent, shards_of, tokens_of,
@@ -25,9 +25,6 @@ from theory.traffic import (
 PEAK_TFLOPS = {  # dense 16-bit, by the maker's datasheet
     "H[18]00 PCIe": 756, "H[12]00 NVL": 835, "H[128]00": 989, "A[18]00": 312, "B200": 2250, "L40S": 362, "L4": 121,
     "RTX 4090$": 165, "RTX 3090$": 71, "V100 PCIE": 112, "V100": 125, "T4": 65}
-
-
-HALF_COUNTED = "MFU counts half of attention's FLOPs, those that the mask leaves: sequences are longer than 4C"
 
 
 def peak_flops(device):
@@ -99,7 +96,8 @@ def call_seconds(op, elements, width, machine, n, here):
 class Costs(NamedTuple):
     """Predicted seconds of a step on the busiest pipeline rank, whose sum the step takes."""
     compute: float      # forward and backward of all micro-batches
-    tp: float           # tensor parallelism's collectives, less the time that backward's products hide
+    tp: float           # tensor parallelism's collectives. fast/ hides some of them under weight gradients, but
+                        # predictions without those were 4 to 15 % too short, with them they are at most 7 % off
     cp: float           # context parallelism's traffic, less the time that attention hides
     ep: float           # expert parallelism's all-to-alls, which nothing hides
     bubble: float
@@ -192,10 +190,6 @@ def stage_seconds(config, s, machine, stages):
         product = 2 * config.n_embd * logits / machine.matmul
         loss = logits / machine.loss
         parts = product + loss / 3, product + loss * 2 / 3, product
-        if s.loss_chunk:  # all in F; each chunk's term of dW is written, read, and added to the sum
-            narrow, wide = widths(s)
-            terms = tokens / s.loss_chunk * table_elements(config, s) * (2 * narrow + 2 * wide) / machine.hbm
-            parts = sum(parts) + terms, 0.0, 0.0
         seconds = [total + part for total, part in zip(seconds, parts)]
     return seconds
 
@@ -342,18 +336,6 @@ def data_seconds(s, spent, touched, count, forward, backward):
     return seen + (gather + reduce - seen) * lost + between
 
 
-def tensor_seconds_saved(config, s, machine, stages, spent, touched):
-    """Seconds of a micro-batch's backward that fast/ saves, because backward's half of tensor parallelism's traffic
-    travels beside the weight gradients of its sublayer; hidden traffic's cost is taken off. Where backward comes in
-    halves, an I leaves the weight gradients to W."""
-    if s.tp == 1 or not is_fast(s) or halves_backward(s.schedule, s.pp, s.virtual_stages):
-        return 0.0
-    blocks, routed, _, _ = contents(config, stages.values())
-    gradients = (blocks - routed) * block_seconds(config, s, machine, False)[2]
-    total = spent["tp"].total()
-    return min(total / 2 / s.micro_batches, gradients) * (1 - min(1.0, touched["tp"] / total))
-
-
 def predict(config, s, machine):
     """Costs of a training step of train.py in layout s."""
     m = s.micro_batches
@@ -367,8 +349,7 @@ def predict(config, s, machine):
     ep = spent["ep"].total()
     cp = context_seconds(config, s, machine, stages, spent)
     waits = (tp + cp + ep) / m / 2  # a micro-batch's, in forward, and as long in backward
-    saved = tensor_seconds_saved(config, s, machine, stages, spent, touched)  # a micro-batch's, in backward
-    costs = f + waits, i + waits - saved, w
+    costs = f + waits, i + waits, w
     idle = bubble(s.schedule, s.pp, len(stage_to_rank_in(s)) // s.pp, *costs) if m >= s.pp else None
     if idle is None:
         idle = max(simulate(lists_of(s.schedule, s.pp, m, s.virtual_stages), *costs).idle)
@@ -376,12 +357,12 @@ def predict(config, s, machine):
     # gradient.
     pp = spent["pp"]["activations"] / m * (s.pp - 1) + spent["embedding"].total()
     pieces = sum(map(len, stages.values()))
-    dp = data_seconds(s, spent, touched, pieces, f + waits, i + w + waits - saved)
+    dp = data_seconds(s, spent, touched, pieces, f + waits, i + w + waits)
     # Clipping reads gradients, AdamW reads four numbers and writes three, and weights in the layers' dtype.
     narrow, wide = widths(s)
     _, stepped, _ = elements_kept(config, s, stages.values())
     optimizer = stepped * (8 * wide + narrow * (narrow < wide)) / machine.hbm
-    return Costs(m * (f + i + w), tp - m * saved, cp, ep, idle, pp, dp, optimizer)
+    return Costs(m * (f + i + w), tp, cp, ep, idle, pp, dp, optimizer)
 
 
 def describe_machine(machine):
@@ -395,22 +376,19 @@ def describe_machine(machine):
     return text
 
 
-def half_counted(config):
-    """Whether attention's FLOPs count half, those that the mask leaves. To count all of them, as others do, is a
-    quarter too much at most up to T = 4C. Beyond that a fast kernel's MFU would pass 100 %."""
-    return config.seq_len > 4 * config.n_embd
+def mfu_note(config):
+    """A line about attention's FLOPs, if an MFU counts half of them, those that the mask leaves. To count all of them,
+    as others do, is a quarter too much at most up to T = 4C. Beyond that a fast kernel's MFU would pass 100 %."""
+    half = config.seq_len > 4 * config.n_embd
+    return "MFU counts half of attention's FLOPs, those that the mask leaves: sequences are longer than 4C" * half
 
 
 def counted_flops(config):
     """FLOPs a token that an MFU counts: 6 (K - T C) + 12 L C T, of longer sequences 6 L C T."""
     scores = config.n_layer * config.heads_width * config.seq_len
-    return config.flops_per_token() - 6 * scores * half_counted(config)
+    return config.flops_per_token() - 6 * scores * bool(mfu_note(config))
 
 
 def mfu(config, tokens, peak):
     """Percent of `peak` FLOP/s that so many tokens/s a GPU use; None if the peak is not known."""
     return 100 * tokens * counted_flops(config) / peak if peak else None
-
-
-def mfu_note(config):
-    return f"\n{HALF_COUNTED}" if half_counted(config) else ""

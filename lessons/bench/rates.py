@@ -130,7 +130,7 @@ def calls_of(op, size, device):
 def load_machine(a):
     machine = MACHINES.get(a.machine)
     if machine is None:
-        advice = f"give one of {', '.join(MACHINES)}, or a file that `bench.py collectives --json` wrote"
+        advice = f"give one of {', '.join(MACHINES)}, or a file that `bench.py strategies --json` wrote"
         with readable(f"--machine {a.machine}", advice), open(a.machine) as file:
             machine = Machine(**json.load(file)["machine"])
     reject(a.dtype == "fp32" and a.machine in MACHINES,

@@ -14,7 +14,6 @@ import torch.distributed as torch_dist
 
 import collectives as dist
 import kernels
-import parallel
 import train
 from fast import norm, run
 from fast.edition import Fast
@@ -38,11 +37,12 @@ from theory.traffic import messages, messages_of_list
 # ----------------------------------------------------------------------------------------------------------- strategies
 
 def layouts(n, m, experts):
-    """{strategy: its fields of train.py's Settings} for n processes. experts: how many the strategy "experts" has."""
+    """{strategy: its fields of train.py's Settings} for n processes. experts: how many the model has."""
     every = {"ddp": {"dp": n}, **{f"zero{zero}": {"dp": n, "zero": zero} for zero in (1, 2, 3)}}
     # Random tokens teach a router nothing, and training on them would soon send all tokens to a few experts.
     still = {"lr": 0.0, "min_lr": 0.0}
     last = {"experts": {"dp": n, "ep": math.gcd(n, experts), **still}, "dense twin": {"dp": n, **still}}
+    last = last if experts else {}
     if n == 1:
         return {"one": {"dp": n}, **every, **last}
     every |= {"tp": {"tp": n}, "tp+sp": {"tp": n, "sp": True}, "cp": {"cp": n},
@@ -55,15 +55,10 @@ def layouts(n, m, experts):
     return every | last
 
 
-def configs_of(config):
-    """(the dense model, the model with experts, its dense twin) of a config. If the config has no experts, every second
-    block gets 8, of which a token uses 2. The twin has no experts, but MLPs so wide that a token uses as many
-    parameters."""
-    dense = resized(config, experts=0)
-    few = {"experts": 8, "top_k": 2, "expert_every": min(2, config.n_layer)}
-    routed = config if config.experts else resized(config, **few)
-    mlps = config.n_layer + (routed.top_k - 1) * sum(map(routed.has_experts, range(config.n_layer)))  # of a token
-    return dense, routed, dataclasses.replace(dense, inner=config.hidden * mlps // config.n_layer)
+def dense_twin(config):
+    """A config without experts, but with MLPs so wide that a token uses as many parameters."""
+    mlps = config.n_layer + (config.top_k - 1) * sum(map(config.has_experts, range(config.n_layer)))  # of a token
+    return dataclasses.replace(resized(config, experts=0), inner=config.hidden * mlps // config.n_layer)
 
 
 class Timed(train.Trainer):
@@ -160,27 +155,29 @@ def fills_half(peak, device):
 
 
 def strategies(a, device):
-    if a.without:
-        without(a, device)
-        return
     machine = measure_machine(device, a.dtype, a.config)
     say(f"{a.gpus} processes, {torch_dist.get_backend()}; {describe_model(a)}, {a.dtype}; "
-        f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}{mfu_note(a.config)}")
+        f"{a.batch_size} sequences of {a.config.seq_len} a step\n{describe_machine(machine)}\n"
+        f"{mfu_note(a.config)}".rstrip())
     for reason in a.reasons:
         say(f"left out: {reason}")
     table = Table("A step is forward, backward, clip, AdamW; (plan) is its predicted time. Predicted, measured: GiB of "
                   "tensors on the fullest rank\n(peak: the allocator's on rank 0), MiB that rank 0 sends, bubble. "
                   "comm: the share of a step that its collectives cost", {
         "strategy": "strategy:<11", "who": "who:<31",
-        "ms": "ms:>8.1f", "plan": "(plan):>8.1f", "off": "plan / ms:>9.2f",
-        "ratio": "torch / ours:>12.2f", "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
+        "ms": "ms:>8.1f", "ratio": "over ours:>9.3f", "plan": "(plan):>8.1f", "off": "plan / ms:>9.2f",
+        "tokens": "tokens/s GPU:>12,.0f", "mfu": "MFU %:>5.1f",
         "memory": "GiB:>6.2f", "memory_measured": "measured:>8.2f", "peak": "peak:>6.2f", "traffic": "MiB sent:>9,.1f",
         "traffic_counted": "counted:>9,.1f", "communication": "comm %:>8.1f", "bubble": "bubble %:>8.1f",
         "bubble_measured": "measured:>8.1f"}, device)
     for name, s in a.layouts.items():
-        for row in measure_strategy(name, s, a, device, machine):
-            table.row(**row)
+        rows = [*measure_strategy(name, s, a, device, machine)]
         free_memory()
+        for piece in a.without:
+            ms = 1e3 * seconds_without(piece, name, s, a, device)
+            rows.append({"strategy": name, "who": f"ours without {piece}", "ms": ms, "ratio": ms / rows[0]["ms"]})
+        for row in rows:
+            table.row(**row)
     write_json(a, device, table, model=a.model, machine=dataclasses.asdict(machine))
 
 
@@ -199,35 +196,22 @@ def pieces():
         "fp8": [(run, "use_fp8", lambda stage: None)]}                              # of --dtype fp8: bf16
 
 
-def without(a, device):
-    """Time each strategy's step with all of fast/, then without one piece after the other, and with all again."""
-    table = Table("A step without a piece of fast/, over a step with all (again: with all, for the noise)", {
-        "strategy": "strategy:<11", "ms": "all, ms:>8.1f", **{name: f"{name}:>8.3f" for name in (*a.without, "again")}},
-        device)
-
-    def seconds(name, piece=None):
-        with patched([*pieces().get(piece, ()), (dist.process, "links", defaultdict(dict))]):
-            trainer = make_trainer(a.configs[name], a.layouts[name], device)
-            trainer.step(0)
-            found = interleaved({name: lambda: trainer.step(1)}, device, a.repeats, in_a_row(a, device))[name]
-            trainer = None
-            free_memory()
-            for link in {link for links in dist.process.links.values() for link in links.values()}:  # the world's
-                link.close()
-        return found
-
-    for name in a.layouts:
-        first = seconds(name)
-        ratios = {piece: seconds(name, piece) / first for piece in (*a.without, "again")}
-        table.row(strategy=name, ms=1e3 * first, **ratios)
-    write_json(a, device, table, model=a.model)
-    return table
+def seconds_without(piece, name, s, a, device):
+    """Seconds of a step without a piece of fast/."""
+    with patched([*pieces()[piece], (dist.process, "links", defaultdict(dict))]):
+        trainer = build_ours(a.configs[name], s, device)
+        seconds = interleaved({"": lambda: trainer.step(2)}, device, a.repeats, in_a_row(s, a, device))[""]
+        trainer = None
+        free_memory()
+        for link in {link for links in dist.process.links.values() for link in links.values()}:  # the world's
+            link.close()
+    return seconds
 
 
-def in_a_row(a, device):
+def in_a_row(s, a, device):
     """How many steps are timed at a time. On GPUs several, because a step may leave traffic to the next one's forward,
-    and the CPU runs ahead, as both do in training."""
-    return 3 if device.type == "cuda" and not a.quick else 1
+    and the CPU runs ahead, as both do in training; but a pipeline fills and drains in each step."""
+    return 3 if device.type == "cuda" and not a.quick and s.pp == 1 else 1
 
 
 def build_ours(config, s, device):
@@ -298,7 +282,7 @@ def measure_strategy(name, s, a, device, machine):
     config, tokens = a.configs[name], a.batch_size * a.config.seq_len / a.gpus
     trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
     alone = fills_half(peak, device)  # then there is no room for a peer beside it
-    calls = 1 if s.pp > 1 or alone else in_a_row(a, device)  # a pipeline fills and drains in each step
+    calls = in_a_row(s, a, device)
     found = memory_and_traffic(trainer)
     steps = {"ours": lambda: trainer.step(2)}
     peaks = {"ours": peak}
@@ -317,10 +301,10 @@ def measure_strategy(name, s, a, device, machine):
             steps[title] = step
             peaks[title] = peak
     seconds |= interleaved(steps, device, a.repeats, calls) if steps else {}
-    ours, *theirs = seconds.values()
+    ours = seconds["ours"]
     costs = predict(config, s, machine)
     planned = sum(costs)
-    found |= {"plan": 1e3 * planned, "off": planned / ours, "ratio": theirs[0] / ours if theirs else None}
+    found |= {"plan": 1e3 * planned, "off": planned / ours}
     if s.pp > 1 and not alone:
         found |= {"bubble": 100 * costs.bubble / (planned - costs.optimizer),
                   "bubble_measured": measured_bubble(trainer, a.repeats)}
@@ -328,8 +312,8 @@ def measure_strategy(name, s, a, device, machine):
         found["communication"] = communication(trainer, device, ours, a.repeats, calls)
     for who, took in seconds.items():
         speed = tokens / took
+        more = found if who == "ours" else {"ratio": took / ours}
         yield {"strategy": name, "who": who, "ms": 1e3 * took, "tokens": speed, "mfu": mfu(config, speed, machine.peak),
-               "peak": peaks[who], **found}
-        found = {}  # all of it is about ours
+               "peak": peaks[who], **more}
     if why:
-        yield dict.fromkeys(("ms", "tokens", "mfu", "peak"), None) | {"strategy": name, "who": f"torch: {why}"}
+        yield {"strategy": name, "who": f"torch: {why}"}
