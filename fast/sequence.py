@@ -1,8 +1,7 @@
 """Sequence parallelism without permutations, and with less memory.
 
-Other f and g than further/sequence.py's, and a subclass of ColumnParallelLinear. Gathering in
-place saves 10 % of a step of GPT-2 medium with --tp --sp on two H200s. X is kept of T/N tokens, not T (but
-in FP8).
+Other f and g than further/sequence.py's, and a subclass of ColumnParallelLinear. Gathering in place saves 10 % of a
+step of GPT-2 medium with --tp --sp on two H200s. X is kept of T/N tokens, not T (but in FP8).
 """
 
 from functools import partial
