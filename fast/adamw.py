@@ -62,6 +62,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self):
+        self.make_states()
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             stepped = sorted((p for p in group["params"] if p.grad is not None), key=torch.Tensor.data_ptr)
@@ -89,8 +90,6 @@ class AdamW(torch.optim.AdamW):
             if not (able and p.is_contiguous() and p.grad.is_contiguous()):
                 raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not "
                                  f"{tuple(p.shape)} {p.dtype} on {p.device}")
-            if not self.state[p]:
-                self.make_states(params)
             state = self.state[p]
             parts = [part for part in (p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p))
                      if part is not None]
@@ -101,11 +100,15 @@ class AdamW(torch.optim.AdamW):
             end = [part.data_ptr() + part.nbytes for part in parts]
         return runs
 
-    def make_states(self, params):
-        """Zero moments for those that have none, side by side."""
-        new = [p for p in params if not self.state[p]]
-        sizes = [p.numel() for p in new]
-        both = [torch.zeros(sum(sizes), device=new[0].device).split(sizes) for _ in range(2)]
-        for p, *moments in zip(new, *both):
-            m, v = (moment.view_as(p) for moment in moments)
-            self.state[p].update(step=torch.zeros(()), exp_avg=m, exp_avg_sq=v)
+    def make_states(self):
+        """Zero moments for parameters that have none, side by side in memory. To be called before a checkpoint's are
+        copied there, too: moments that come alone lie alone, and then each parameter takes a kernel of its own."""
+        for group in self.param_groups:
+            new = sorted((p for p in group["params"] if not self.state[p]), key=torch.Tensor.data_ptr)
+            if not new:
+                continue
+            sizes = [p.numel() for p in new]
+            both = [torch.zeros(sum(sizes), device=new[0].device).split(sizes) for _ in range(2)]
+            for p, *moments in zip(new, *both):
+                m, v = (moment.view_as(p) for moment in moments)
+                self.state[p].update(step=torch.zeros(()), exp_avg=m, exp_avg_sq=v)

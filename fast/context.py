@@ -182,17 +182,17 @@ class InTwoKernels:
     def add_part(self, kv, rows):
         """Add dQ of attention of some rows to another rank's keys kv (B, Tk, 2, H/G, D), all of which each of them
         sees. Returns dK and dV, as kv."""
-        q, o, do = (x[:, :, rows] for x in self.queries)
         dkv = kv.new_empty(kv.shape)
-        self.add(q, *kv.permute(2, 0, 3, 1, 4), o, do, self.lse[:, rows], self.delta[:, rows], self.total[:, rows],
-                 *dkv.permute(2, 0, 3, 1, 4))
+        self.add(rows, *kv.permute(2, 0, 3, 1, 4), *dkv.permute(2, 0, 3, 1, 4))
         return dkv
 
-    def add(self, q, k, v, o, do, lse, delta, total, dk, dv):
+    def add(self, rows, k, v, dk, dv):
+        q, o, do = (x[:, :, rows] for x in self.queries)
+        lse, delta = self.lse[:, rows], self.delta[:, rows]
         dq = q.new_empty(q.transpose(1, 2).shape)
         tuned_backward_q(q, k, v, o, lse, delta, do, False, dq.transpose(1, 2))
         tuned_backward_kv(q, k, v, lse, delta, do, False, dk, dv)
-        add_rows(total, dq)
+        add_rows(self.total[:, rows], dq)
 
     def end(self):
         q, _, do = self.queries
@@ -227,8 +227,9 @@ class InOnePass(InTwoKernels):
                              for x in (self.lse, self.delta, self.total))
         add_in_one_pass(q, k, v, do, lse, delta, True, total, dk, dv)
 
-    def add(self, q, k, v, o, do, lse, delta, total, dk, dv):
-        add_in_one_pass(q, k, v, do, lse, delta, False, total, dk, dv)
+    def add(self, rows, k, v, dk, dv):
+        q, _, do = (x[:, :, rows] for x in self.queries)
+        add_in_one_pass(q, k, v, do, self.lse[:, rows], self.delta[:, rows], False, self.total[:, rows], dk, dv)
 
     def end(self):
         self.add_own(first=False)

@@ -13,7 +13,7 @@ from fast.context import TunedRing
 from fast.experts import fast_grouped, FusedExperts, visit_under_own_rows, without_sorting
 from fast.graphs import RecordedPipeline
 from fast.muon import fast_orthogonal
-from fast.sequence import gathered, RegatheringColumns, scattered
+from fast.sequence import GatherInPlace, RegatheringColumns, scattered
 from fast.tensor import BiasedOnce, CopyInPlace, ReduceInPlace
 from fast.units import WrittenMatrices, WrittenUnit
 from further.expert_parallel import through_experts
@@ -65,6 +65,6 @@ class Fast(Reference):
     """What train.parallelize makes a GPT of."""
     columns = RegatheringColumns
     tensor = CopyInPlace.apply, ReduceInPlace.apply
-    sequence = gathered, scattered
+    sequence = GatherInPlace.apply, scattered
     context = {"ring": TunedRing.apply}
     experts = {"travel": visit_under_own_rows}

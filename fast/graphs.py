@@ -10,6 +10,7 @@ from collections import Counter, defaultdict, deque
 from functools import partial
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 import collectives as dist
 from fast import recorded
@@ -70,38 +71,32 @@ class RecordedPipeline(HalvedPipeline):
     def run(self, actions, x, y, dloss=None, beside=None):
         for weight_gradients in self.weight_gradients.values():
             weight_gradients.waiting.clear()  # of a step whose backward raised
+        inputs = x, y, dloss, beside or [{}] * len(x)
         if not self.records or not torch.is_grad_enabled():
-            return super().run(self.late(actions), x, y, dloss, beside)
-        beside = beside or [{}] * len(x)
-        key = tuple(actions), *(tensor.shape for tensor in given_to(x, y, dloss, beside))
+            return self.launch(actions, *inputs)
+        key = tuple(actions), *(tensor.shape for tensor in given_to(inputs))
         self.steps[key] += 1
         if self.steps[key] == 1:
             self.recording = None  # its memory goes before other shapes need theirs
-            return super().run(self.late(actions), x, y, dloss, beside)
+            return self.launch(actions, *inputs)
         if not self.recording or self.recording.key != key:
             self.recording = None
-            self.recording = Recording(self, key, super().run, self.late(actions), x, y, dloss, beside)
-        return self.recording.replay(x, y, dloss, beside)
+            self.recording = Recording(self, key, actions, inputs)
+        return self.recording.replay(inputs)
 
-    def late(self, actions):
-        """The list that runs. A replay needs none."""
-        return received_late(actions, self.piece_to_rank) if self.device.type == "cuda" else actions
+    def launch(self, actions, *inputs):
+        """Run the list, kernel by kernel."""
+        if self.device.type == "cuda":
+            actions = received_late(actions, self.piece_to_rank)
+        return super().run(actions, *inputs)
 
     def forward(self, action):
         self.micro_batch = partial(CollectingMicroBatch, weight_gradients=self.weight_gradients[action.stage])
         super().forward(action)
 
-    def backward(self, action):
-        super().backward(action)
-        self.collect(action.stage)
-
-    def backward_input(self, action):
-        super().backward_input(action)
-        self.collect(action.stage)
-
-    @torch.no_grad()
-    def collect(self, piece):
-        for unit in self.units[piece]:
+    def do(self, action):
+        super().do(action)
+        for unit in self.units[action.stage] if action.kind in ("B", "I") else ():
             unit.collect()
 
     def wait_for(self, result):
@@ -158,33 +153,30 @@ def received_late(actions, piece_to_rank):
     return late
 
 
-def given_to(x, y, dloss, beside):
+def given_to(inputs):
     """All tensors that a step is given, always in the same order."""
-    return [*x, *y, dloss, *(tensor for more in beside for tensor in more.values())]
+    return tree_leaves(inputs)
 
 
 class Recording:
-    """A list with its inputs, as a CUDA graph. run: what runs a list."""
+    """A list with its inputs, (x, y, dloss, beside) of `Pipeline.run`, as a CUDA graph."""
 
-    def __init__(self, pipeline, key, run, actions, x, y, dloss, beside):
+    def __init__(self, pipeline, key, actions, inputs):
         self.key = key
-        self.x, self.y = [t.clone() for t in x], [t.clone() for t in y]
-        self.dloss = dloss.clone()
-        self.beside = [{name: tensor.clone() for name, tensor in more.items()} for more in beside]
+        self.inputs = tree_map(torch.clone, inputs)
         self.units = {unit for some in (pipeline.units, pipeline.averaged) for units in some.values() for unit in units}
         for unit in self.units:
             unit.refresh()  # or the graph would not gather what an evaluation has left whole
         recorded.make_room()
 
         def body():
-            self.losses = run(actions, self.x, self.y, self.dloss, self.beside)
+            self.losses = pipeline.launch(actions, *self.inputs)
 
         self.graph = recorded.RecordedGraph(body)
         self.totals = [(unit, unit.total) for unit in self.units if unit.total is not None]
 
-    def replay(self, x, y, dloss, beside):
-        inputs = given_to(self.x, self.y, self.dloss, self.beside)
-        for into, tensor in zip(inputs, given_to(x, y, dloss, beside)):
+    def replay(self, inputs):
+        for into, tensor in zip(given_to(self.inputs), given_to(inputs)):
             into.copy_(tensor)
         self.graph.replay()
         for unit, total in self.totals:

@@ -61,8 +61,6 @@ def swiglu(ab):
     return GatedLayer.apply(ab) if on_triton(ab) else plain_swiglu(ab)
 
 
-
-
 # ----------------------------------------------------------------------------------------------------- rotary positions
 
 @triton.jit

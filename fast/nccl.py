@@ -190,8 +190,7 @@ class Direct(LeavesRoom):
         gaps = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape
         row, flat = (own[0].numel(), whole.transpose(0, 1)) if gaps else (0, whole)
         nbytes = row * whole.itemsize
-        alike = own.is_contiguous() and flat.is_contiguous() and own.dtype == whole.dtype and (
-            whole.numel() == self.size * own.numel())
+        alike = own.is_contiguous() and flat.is_contiguous()
         kernel = self.kernel_for(flat := flat.reshape(-1), op) if alike else None
         if kernel and (not row or kernel.takes_rows(nbytes)):
             if op is None:
@@ -228,20 +227,14 @@ class Direct(LeavesRoom):
             return
         self._swap(outgoing, incoming)
 
-    def _by_one_kernel(self, outgoing, incoming):
-        """Do an all-to-all by one kernel. Returns False, and does nothing, if the caller does not wait, or the kernel
-        or a window cannot be had."""
-        window = self.kernel_window()
-        if window:
-            places = ([(t.data_ptr(), t.nbytes) for t in tensors] for tensors in (outgoing, incoming))
-            window.all_to_all(*places, self.log)
-            _written(*incoming)
-        return bool(window)
-
     def _swap(self, outgoing, incoming):
         """An all-to-all by one kernel, or by messages that are all sent at once. My own block may be one and the same
         tensor in both."""
-        if not self._by_one_kernel(outgoing, incoming):
+        if window := self.kernel_window():
+            places = ([(t.data_ptr(), t.nbytes) for t in tensors] for tensors in (outgoing, incoming))
+            window.all_to_all(*places, self.log)
+            _written(*incoming)
+        else:
             incoming[self.rank].copy_(outgoing[self.rank])
             others = [r for r in range(self.size) if r != self.rank]
             self.exchange([(outgoing[r], r) for r in others], [(incoming[r], r) for r in others])

@@ -36,6 +36,8 @@ def prepare(trainer):
             use_fp8(module)
     trainer.net.pipeline.records = trainer.s.cuda_graphs == "on"
     if isinstance(trainer.optimizer, AdamW):
+        if trainer.s.resume:
+            trainer.optimizer.make_states()
         for unit in trainer.net.units:
             unit.cast_by = trainer.optimizer
             trainer.optimizer.copies |= unit.copies()

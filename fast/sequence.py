@@ -1,8 +1,7 @@
 """Sequence parallelism without permutations, and with less memory.
 
-Other f and g than further/sequence.py's, and a subclass of ColumnParallelLinear. Gathering in
-place saves 10 % of a step of GPT-2 medium with --tp --sp on two H200s. X is kept of T/N tokens, not T (but
-in FP8).
+Other f and g than further/sequence.py's, and a subclass of ColumnParallelLinear. Gathering in place saves 10 % of a
+step of GPT-2 medium with --tp --sp on two H200s. X is kept of T/N tokens, not T (but in FP8).
 """
 
 from functools import partial
@@ -67,7 +66,7 @@ class GatherInPlace(torch.autograd.Function):
     """f. collector: as for CopyInPlace."""
 
     @staticmethod
-    def forward(ctx, x, group, collector):
+    def forward(ctx, x, group, collector=None):
         ctx.group = group
         ctx.collector = collector
         return gather_in_place(x, group)
@@ -76,10 +75,6 @@ class GatherInPlace(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return added_beside(ctx.collector, grad, partial(start_scattering, grad, ctx.group)), None, None
-
-
-def gathered(x, group, collector=None):
-    return GatherInPlace.apply(x, group, collector)
 
 
 def scattered(x, group):
@@ -120,7 +115,7 @@ class RegatheredProduct(torch.autograd.Function):
 
 
 class RegatheringColumns(ColumnParallelLinear):
-    """In sequence parallelism f is `gathered`. Then f and the product are one RegatheredProduct. A layer without a
+    """In sequence parallelism f is a GatherInPlace. Then f and the product are one RegatheredProduct. A layer without a
     bias and not fused, which in a GPT or a Llama is the head alone, keeps the gathered X for backward. With
     --dtype fp8 f and the product stay apart, too: FP8 keeps all T tokens, in a byte an element, and gathers nothing
     again. An f that stays apart, and CopyInPlace without sequence parallelism, is told whose weight gradients wait.
@@ -129,13 +124,13 @@ class RegatheringColumns(ColumnParallelLinear):
     def __init__(self, layer, group, f, fused=(1,)):
         super().__init__(layer, group, f, fused)
         self.product = None
-        if f is gathered and (self.bias is not None or len(fused) > 1):
+        if f == GatherInPlace.apply and (self.bias is not None or len(fused) > 1):
             self.product = lambda x, weight, bias: RegatheredProduct.apply(x, *collected(x, weight, bias), group)
 
     def forward(self, x):
         if self.product and not hasattr(self.weight, "in_fp8"):
             return self.product(x, self.weight, self.bias)
-        if self.f in (gathered, CopyInPlace.apply):
+        if self.f in (GatherInPlace.apply, CopyInPlace.apply):
             x = self.f(x, self.cut.group, getattr(self.weight, "collector", None))
             return kernels.table[F.linear](x, self.weight, self.bias)
         return super().forward(x)

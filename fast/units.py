@@ -66,6 +66,7 @@ class WrittenUnit(Unit):
         else:
             torch.ops.aten.addmm.dtype_out(place, a, b, place.dtype, beta=beta, out=place)
 
+    @torch.no_grad()
     def collect(self):
         """Move to the message what autograd has left in .grad. In 16 bits nothing may add up there."""
         came = [param for param in self.params if param.grad is not None]

@@ -74,8 +74,13 @@ class Window:
         self.handle.barrier(timeout_ms=int(1000 * (self.link.timeout + 60)))
 
     def open(self, flat):
-        """Copy `flat` to the beginning of this rank's window, where all ranks can read it until the next barrier."""
-        _copy(self, self.mine[:flat.nbytes].view(flat.dtype), flat)
+        """Copy `flat` to the beginning of this rank's window, where all ranks can read it until the next barrier. By a
+        kernel where there is one: a graph that has recorded it works on any memory at that address."""
+        place = self.mine[:flat.nbytes].view(flat.dtype)
+        if _kernel_sums(flat):
+            exchange.sum_rows([flat], place, False)
+        else:
+            self.copy(place, flat)
         self.barrier()
 
     def scatter(self, parts, log):
@@ -183,15 +188,6 @@ def _kernel_sums(tensor):
     """Whether `sum_rows` sums tensors like this one."""
     return tensor.is_cuda and tensor.dtype in exchange.SUMMED and (
         kernels.on_triton(tensor.new_empty(0, dtype=torch.float32)))  # as float32, because sum_rows takes float64, too
-
-
-def _copy(window, to, source):
-    """Copy within a GPU's memory, by a kernel where there is one: a graph that has recorded the kernel works on any
-    memory at that address, and one that has recorded a copy engine does not."""
-    if _kernel_sums(source):
-        exchange.sum_rows([source], to, False)
-    else:
-        window.copy(to, source)
 
 
 def combine_rows(rows, result, op):

@@ -4,6 +4,7 @@ import inspect
 import math
 import threading
 import types
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -61,9 +62,8 @@ class Shared:
 class Barriers:
     """mbarriers. A phase ends when `count` have arrived, and the expected bytes with them."""
 
-    def __init__(self, seconds):
+    def __init__(self):
         self.changed = threading.Condition()
-        self.seconds = seconds
 
     def init(self, barrier, count):
         barrier.x.copy_(torch.tensor([count, count, 0, 0]))  # how many arrive, are missing, bytes missing, the phase
@@ -86,24 +86,23 @@ class Barriers:
 
     def wait(self, barrier, phase, pred=True):
         with self.changed:
-            assert not pred or self.changed.wait_for(lambda: barrier.x[3] % 2 != phase, self.seconds), "a deadlock"
+            assert not pred or self.changed.wait_for(lambda: barrier.x[3] % 2 != phase, 20), "a deadlock"
 
 
 class Launch:
-    """Launch(kernel, module)[(programs,)](*arguments, **constants), program after program. kernel: one of module's."""
+    """Launch(kernel, module)[(programs,)](*arguments, **constants). kernel: one of module's Gluon functions."""
 
     def __init__(self, kernel, module):
         self.kernel = kernel
         self.module = module
 
     def __getitem__(self, grid):
-        return lambda *arguments, num_warps, maxnreg, **constants: run(
-            self.kernel, self.module, *grid, *arguments, **constants)
+        return partial(run, self.kernel, self.module, *grid)
 
 
-def run(kernel, module, programs, *arguments, seconds=20, **constants):
-    """kernel[(programs,)](*arguments, **constants), program after program. kernel: one of module's Gluon functions."""
-    barriers = Barriers(seconds)
+def run(kernel, module, programs, *arguments, num_warps, maxnreg, **constants):
+    """Program after program."""
+    barriers = Barriers()
     program = [0]
 
     def allocate(dtype, shape, layout):

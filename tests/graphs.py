@@ -302,8 +302,9 @@ def test_a_recording_of_another_shape_goes_before_its_first_step(zero):
     (0, {"sp": True}, ["sum", "dW", "wait"] + ["sum", "dW", "dW, db", "wait"] * 4)], ids=str)
 @on_ranks(2)
 def test_weight_gradients_of_cut_layers_wait_for_traffic(least, options, expected):
-    """Of the head, and of two sublayers in each of two blocks. With sp biases of rows stay with autograd."""
-    log = []
+    """Of the head, and of two sublayers in each of two blocks. With sp biases of rows stay with autograd. A small
+    gradient travels beside nothing: even so only two layers' wait."""
+    log, waiting, take = [], [], WeightGradients.take
 
     def logged(send):
         def call(*args, async_op=False, **more):
@@ -318,34 +319,19 @@ def test_weight_gradients_of_cut_layers_wait_for_traffic(least, options, expecte
         log.append("dW" if bias is None else "dW, db")
         return compute(collector, weight, bias, *rest)
 
+    def taken(collector, *computed_from):
+        take(collector, *computed_from)
+        waiting.append(len(collector.waiting))
+
     compute = WeightGradients.compute
     with (graphs_on_tape(), patch.object(fast.tensor, "BESIDE_FROM", least),
           patch.object(dist, "all_reduce", logged(dist.all_reduce)),
           patch.object(dist, "reduce_scatter_tensor", logged(dist.reduce_scatter_tensor)),
-          patch.object(WeightGradients, "compute", computed)):
+          patch.multiple(WeightGradients, compute=computed, take=taken)):
         net = small_gpt(sized(tied=not options), tp=2, **options)
         net.pipeline.records = True
         net.forward_backward(*([t.to(net.device)] for t in tokens_of(0)))
-    assert log == expected
-
-
-@parametrize("sp", [False, True])
-@on_ranks(2)
-def test_few_weight_gradients_wait(sp):
-    """Also where no f computes them: a small gradient travels beside nothing; with FP8 and sp f is by itself."""
-    most, take = [], WeightGradients.take
-
-    def taken(collector, *computed_from):
-        take(collector, *computed_from)
-        most.append(len(collector.waiting))
-
-    with graphs_on_tape(), patch.object(WeightGradients, "take", taken):
-        net = small_gpt(sized(n_layer=4), tp=2, sp=sp)
-        net.pipeline.records = True
-        for block in (block for piece in net.pieces.values() for block in piece.h.values()):
-            block.attn.c_attn.product = block.mlp.c_fc.product = None  # as with FP8
-        net.forward_backward(*([t.to(net.device)] for t in tokens_of(0)))
-    assert len(most) == 17 and max(most) == 2
+    assert log == expected and max(waiting) == 2
 
 
 @on_cpus  # in a recording an error would end the capture, too

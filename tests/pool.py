@@ -262,7 +262,6 @@ def pools(device_type, plain=False):
             started[size] = Pool(size, device_type, plain)
         return started[size]
 
-    get.device_type = device_type
     yield get
     for p in started.values():
         p.stop()
