@@ -190,7 +190,8 @@ class Direct(LeavesRoom):
         gaps = whole.dim() > 1 and not whole.is_contiguous() and whole[0].shape == own.shape
         row, flat = (own[0].numel(), whole.transpose(0, 1)) if gaps else (0, whole)
         nbytes = row * whole.itemsize
-        alike = own.is_contiguous() and flat.is_contiguous()
+        alike = own.is_contiguous() and flat.is_contiguous() and own.dtype == whole.dtype and (
+            whole.numel() == self.size * own.numel())
         kernel = self.kernel_for(flat := flat.reshape(-1), op) if alike else None
         if kernel and (not row or kernel.takes_rows(nbytes)):
             if op is None:
