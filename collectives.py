@@ -340,6 +340,9 @@ def _reduce_scatter_tensor(link, output, input, op):
     unflatten(result, output)
 
 
+all_gather_single, reduce_scatter_single = all_gather_into_tensor, reduce_scatter_tensor  # as torch 2.13 calls them
+
+
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Combine `tensor` of all ranks in place; every rank ends with the same bits."""
     return link_of(group).run("all_reduce", async_op, _all_reduce, tensor, op)

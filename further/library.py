@@ -34,7 +34,9 @@ class Library(dist.Link):
             return self.call(name, async_op, *arguments)
 
     def call(self, name, async_op, *arguments):
-        call = functools.partial(getattr(torch_dist, name), group=self.group, async_op=async_op)
+        name_since_2_13 = name.replace("into_tensor", "single").replace("scatter_tensor", "scatter_single")
+        function = getattr(torch_dist, name_since_2_13, None) or getattr(torch_dist, name)
+        call = functools.partial(function, group=self.group, async_op=async_op)
         arguments = dict(zip(arguments_of(name), arguments))
         if name not in self.outputs:
             return call(**arguments)

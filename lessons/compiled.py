@@ -17,6 +17,7 @@ from collections import Counter
 import kernels
 from kernels import HAVE_TRITON, tl, triton
 from further.bad_input import reject
+from further.tiles import _matmul
 
 REGISTERS, WARPS, SHARED = 65_536, 64, 228 << 10  # of a multiprocessor of an H100; SHARED in bytes
 RESERVED = 1024                                   # bytes of SHARED that the driver takes a program
@@ -73,10 +74,10 @@ def cases():
         yield f"layer norm of 1024, {kind}", kernels._layer_norm, rows | statistics, {"BLOCK": 1024}, 8
         matrices = dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), f"*{kind}")
         tiles = {"FUNCTION": None, "BM": 128, "BN": 128, "BK": 32, "GROUP": 8, "a_column": 1, "b_column": 1}
-        yield f"product, {kind}", kernels._matmul, matrices | sizes, tiles, 8
+        yield f"product, {kind}", _matmul, matrices | sizes, tiles, 8
         if kind == "bf16":
-            yield "  with GELU, one kernel", kernels._matmul, matrices | sizes, tiles | {"FUNCTION": kernels._gelu}, 8
-            yield "  B's rows of 50,257", kernels._matmul, matrices | sizes | {"N": "odd", "b_row": "odd"}, tiles, 8
+            yield "  with GELU, one kernel", _matmul, matrices | sizes, tiles | {"FUNCTION": kernels._gelu}, 8
+            yield "  B's rows of 50,257", _matmul, matrices | sizes | {"N": "odd", "b_row": "odd"}, tiles, 8
 
 
 def demo_compile():

@@ -8,6 +8,7 @@ import torch
 
 import kernels
 from further import by_hand
+from further.tiles import matmul
 from kernels import triton
 from lessons.eight_bits import sixteen_and_fewer_bits
 from lessons.kernels import tiles_read
@@ -81,7 +82,7 @@ def ungrouped_and_grouped(device, n, side):
 
     def elements(group):  # read and written
         return triton.cdiv(count**2, at_once) * tile * side * tiles_read(count, count, group, at_once) + side**2
-    return {way: (functools.partial(kernels.matmul, tiles=(tile, tile, 64, group)), [a, b], 2 * elements(group))
+    return {way: (functools.partial(matmul, tiles=(tile, tile, 64, group)), [a, b], 2 * elements(group))
             for way, group in (("row after row", 1), ("groups of 8 rows", 8))}
 
 
@@ -101,7 +102,7 @@ LESSONS = {
     "tiling": Lesson("what is read once serves a whole tile", "lessons/ladder.py KERNELS", columns_and_tiles),
     **{f"flash-{tokens}": Lesson("S and P need not exist", "kernels.py attention", in_memory_and_flash(tokens))
        for tokens in (512, 4096)},
-    "order": Lesson("programs that run together share L2", "kernels.py tile_of", ungrouped_and_grouped, True),
+    "order": Lesson("programs that run together share L2", "further/tiles.py tile_of", ungrouped_and_grouped, True),
     "precision": Lesson("fewer bits, and tensor cores", "parallel.py master_dtype", float32_and_bf16),
     "eight-bits": Lesson("few rows wait for weights: halve their bytes", "lessons/eight_bits.py _few_rows",
                          sixteen_and_fewer_bits, True),

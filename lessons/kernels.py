@@ -14,7 +14,8 @@ import kernels
 from fast import edition, norm
 from further import by_hand
 from further.letters import tensors_in
-from kernels import HAVE_TRITON, tile_of
+from further import tiles as tiled
+from kernels import HAVE_TRITON
 from lessons.bench.timing import off, patched, plain_kernels
 
 
@@ -102,7 +103,7 @@ TILES = 256, 128, 64, 8  # BM, BN, BK, GROUP: the fastest of six measured
 def matmul(size):
     side, tiles = (8192, TILES) if size.large else (64, (64, 64, 32, 8))
     a, b = (size.random(side, side).detach() for _ in range(2))
-    yield Case(f"product {side}", functools.partial(kernels.matmul, tiles=tiles), torch.matmul, [a, b], (3, 0),
+    yield Case(f"product {side}", functools.partial(tiled.matmul, tiles=tiles), torch.matmul, [a, b], (3, 0),
                (2 * side**3, 0), {"cuBLAS": (torch.matmul, [a, b])})
 
 
@@ -124,7 +125,7 @@ def errors(function, exact, inputs):
 
 def tiles_read(tall, wide, group, at_once=132):
     """How many rows of A's tiles plus columns of B's tiles `at_once` programs read together, on average."""
-    tiles = [tile_of(program, tall, wide, group) for program in range(tall * wide)]
+    tiles = [tiled.tile_of(program, tall, wide, group) for program in range(tall * wide)]
     waves = [tiles[start:start + at_once] for start in range(0, len(tiles), at_once)]
     return sum(len({row for row, _ in wave}) + len({column for _, column in wave}) for wave in waves) / len(waves)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from further.schedules import HalvedPipeline, SCHEDULES, zero_bubble_h1
 from further.whole import take_state, whole_state
 from parallel import (
     Action, ColumnParallelLinear, CopyToGroup, even_runs, into_pieces, lower, make_mesh, Parallel, ranks_of_stages,
-    ReduceFromGroup, RowParallelLinear, ScheduleError, tensor_parallel, with_weights)
+    ReduceFromGroup, RowParallelLinear, ScheduleError, tensor_parallel, VocabParallelEmbedding, with_weights)
 from tests.pool import close, parametrize
 
 TABLE = {"up": partial(ColumnParallelLinear, f=CopyToGroup.apply),
@@ -26,14 +27,15 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
 class Wide(nn.Module):
-    """Inputs and outputs of pieces have different shapes, and the norm's weights are vectors."""
+    """Inputs and outputs of pieces have different shapes, and the norm's weights are vectors. The output is not
+    contiguous."""
 
     def __init__(self, n_in, n_out):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(n_in), nn.Linear(n_in, 12), nn.Linear(12, n_out)
 
     def forward(self, x):
-        return self.down(self.up(self.norm(x)).tanh())
+        return self.down(self.up(self.norm(x)).tanh()).T.contiguous().T
 
 
 def pieces_of(seed):
@@ -105,9 +107,30 @@ def assert_same(want, got):
     assert all(close(got[2][name], weight, 1e-12) for name, weight in want[2].items())
 
 
-def test_replicas_start_with_the_first_one_s_weights():
-    for found in together.run(2, lambda: on_rank({"dp": 2}, 1, seeds=True, zero=1)):
+@parametrize("axis", ["dp", "tp"])
+def test_ranks_start_with_the_first_one_s_weights(axis):
+    for found in together.run(2, lambda: on_rank({axis: 2}, 1, seeds=True, zero=1)):
         assert_same(of_one_process(), found)
+
+
+def test_a_layer_of_two_names_is_cut_once():
+    def body():
+        torch.manual_seed(0)
+        net = nn.ModuleDict({"up": nn.Linear(4, 6)})
+        net["again"] = nn.ModuleDict({"up": net["up"]})
+        tensor_parallel(net, None, TABLE)
+        return net["up"] is net["again"]["up"], net["up"].weight.shape
+    assert together.run(2, body) == 2 * [(True, (3, 4))]
+
+
+def test_a_tied_weight_of_one_rank_is_saved_once():
+    def body():
+        pieces = [nn.Linear(4, 4, bias=False) for _ in range(3)]
+        pieces[2].weight = pieces[0].weight
+        net = Parallel(pieces, LOSS, make_mesh("cpu", dp=2), zero=3, optimizer=SGD)
+        return whole_state(net)["weights"]
+    for weights in together.run(2, body):
+        assert [*weights] == ["0.weight", "1.weight"] and all(weight.any() for weight in weights.values())
 
 
 def test_a_state_is_taken_by_any_layout():
@@ -134,9 +157,11 @@ def test_a_state_is_taken_by_any_layout():
         assert all(close(state[key][name], whole, 1e-9) for key in states[0] for name, whole in states[0][key].items())
 
 
-def chain(mesh, left_out=None):
+def chain(mesh, left_out=None, loss=LOSS, cut=False, **options):
     pieces = [None if i == left_out else piece for i, piece in enumerate(pieces_of(0))]
-    return Parallel(pieces, LOSS, mesh, zero=2, optimizer=SGD, dtype=torch.float64)
+    for piece in pieces if cut else ():
+        tensor_parallel(piece, mesh.get_group("tp"), TABLE)
+    return Parallel(pieces, loss, mesh, optimizer=SGD, dtype=torch.float64, **{"zero": 2} | options)
 
 
 def step(net, m=1):
@@ -155,18 +180,56 @@ def twice(mesh):
     step(net)
 
 
+def after_steps_of_both_numbers(mesh):
+    net = chain(mesh)
+    for m in 1, 2, 1 + dist.get_rank():
+        net.zero_grad()
+        step(net, m)
+
+
+def tied(mesh):
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    return Parallel([first, last], LOSS, mesh, optimizer=SGD)
+
+
+def sent(mesh, out):
+    net = chain(mesh)
+    net.pipeline.x = [torch.empty(2, 5, dtype=torch.float64)]
+    net.pipeline.check_sent(torch.empty(2, 6, dtype=torch.float64), 0, 0)
+    net.pipeline.check_sent(out, 0, 0)
+
+
+A_MEAN = "a loss that is a mean: give the sum"
+
+
 @parametrize("told, sizes, body", [
     ("piece 3 is None: give shape=", {"pp": 2}, lambda mesh: chain(mesh, left_out=3)),
     ("5 stages are more than 4 pieces: give at most 4 stages", {"pp": 5}, chain),
     ("a step of 0 micro-batches: give lists x and y of at least 1", {"dp": 2},
      lambda mesh: chain(mesh).forward_backward([], [])),
     ("micro-batches, others have more or fewer", {"dp": 2}, lambda mesh: step(chain(mesh), 1 + dist.get_rank())),
-    ("freeze parameters", {"dp": 2}, frozen_too_late), ("before zero_grad", {"dp": 2}, twice)],
+    ("micro-batches, others have more or fewer", {"dp": 2}, after_steps_of_both_numbers),
+    ("freeze parameters", {"dp": 2}, frozen_too_late), ("before zero_grad", {"dp": 2}, twice),
+    ("zero=4: give 0, 1, 2 or 3", {"dp": 2}, lambda mesh: chain(mesh, zero=4)),
+    ("a mesh that cuts sequences", {"cp": 2}, chain),
+    ("stages=2: this schedule has 2 stages on 2 ranks", {"pp": 2}, lambda mesh: chain(mesh, stages=2)),
+    ("a schedule of F I W: give the pipeline", {"dp": 2}, lambda mesh: chain(mesh, schedule=zero_bubble_h1)),
+    ("share a parameter", {"pp": 2}, tied),
+    ("pieces that are cut: give shape=", {"pp": 2, "tp": 2}, lambda mesh: chain(mesh, cut=True)),
+    (A_MEAN, {"dp": 2}, lambda mesh: chain(mesh, loss=nn.functional.mse_loss)),
+    (A_MEAN, {"dp": 2}, lambda mesh: chain(mesh, loss=nn.MSELoss())),
+    ("piece 0 returns (2, 6) of torch.float32", {"pp": 2}, lambda mesh: sent(mesh, torch.empty(2, 6))),
+    ("piece 0 returns (2, 7) of", {"pp": 2}, lambda mesh: sent(mesh, torch.empty(2, 7, dtype=torch.float64))),
+    ("some pieces are None", {"pp": 2},
+     lambda mesh: whole_state(chain(mesh, left_out=3 - 3 * dist.get_rank(), shape=lambda i, x: x.shape))),
+    ("an embedding of 1 rows cannot be cut over 2 ranks", {"tp": 2},
+     lambda mesh: VocabParallelEmbedding(nn.Embedding(1, 4), None, None))],
     ids=lambda value: value if isinstance(value, str) else "")
 def test_what_a_chain_cannot_be_is_refused_in_one_line(told, sizes, body):
     """Some of it would train wrong, or hang."""
     def refused():
-        with pytest.raises((ValueError, RuntimeError), match=told):
+        with pytest.raises((ValueError, RuntimeError), match=re.escape(told)):
             body(make_mesh("cpu", **sizes))
     together.run(math.prod(sizes.values()), refused)
 

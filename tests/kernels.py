@@ -35,6 +35,7 @@ from fast.norm import add_layer_norm, tuned_rms_norm
 from fast.run import prepare
 from further import by_hand
 from further.experts import ExpertsConfig, MixtureOfExperts
+from further.tiles import matmul
 from further.whole import MOMENTS
 from lessons.compiled import occupancy
 from lessons.kernels import attention, CASES, main, tiles_read
@@ -329,7 +330,7 @@ def rows_of_kernels():
 
     for M, K, N, options in ((33, 40, 17, {}), (17, 127, 33, {"function": kernels._gelu}),
                              (127, 40, 100, {"tiles": (32, 16, 16, 3)}), (70, 40, 130, {"function": kernels._elu})):
-        yield Row("product", lambda a, b, **options: kernels.matmul(a, b, **options), plain_product, [(M, K), (K, N)],
+        yield Row("product", lambda a, b, **options: matmul(a, b, **options), plain_product, [(M, K), (K, N)],
                   options, WITH_PRODUCTS, strided="function" in options, replaced=True)
 
 
@@ -399,7 +400,7 @@ def test_unsupported_tensors_raise_with_shape_and_reason(triton_kernels):
             "v (1, 2, 6, 16)": lambda: kernels.FlashAttention.apply(q, q, random(1, 2, 6, 16), True),
             "packed attention takes qkv (B, T, 3, H, D), or (B, T, G + 2, H/G, D), not (1, 5, 2, 2, 16)":
                 lambda: kernels.attention(random(1, 5, 2, 2, 16)),
-            "(3, 4) torch.float32: needs (M, K) and (K, N)": lambda: kernels.matmul(x, x),
+            "(3, 4) torch.float32: needs (M, K) and (K, N)": lambda: matmul(x, x),
             "my own block has 8 bytes to be sent, 16 to be received":
                 lambda: exchange([(0, 8), (0, 0)], [(0, 16), (0, 0)]),
             "(4,) of torch.float64": AdamW([double]).step,

@@ -50,7 +50,8 @@ def test_wrong_calls_are_refused_before_anything_is_sent(rank):
             ("scatter", (t, [elsewhere] * 3, rank),
              f"scatter: a {backend} group takes {device} tensors, but scatter_list is on meta"),
             ("all_reduce", (t, dist.ReduceOp.BAND), "is not supported: use SUM"),
-            ("broadcast", (t, 0, None, False, 0), "give the root once")]:
+            ("broadcast", (t, 0, None, False, 0), "give the root once"),
+            ("broadcast", (t, None, None, False, 9), "rank 9 is not in a group")]:
         with pytest.raises(ValueError, match=says):
             handle = getattr(dist, name)(*given)
             handle.wait()  # where the call itself has not raised, with async_op
