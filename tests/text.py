@@ -140,7 +140,8 @@ def test_a_tokenizer_json_has_the_tokens_of_the_two_files(tmp_path, merges):
 def later_json(folder, digits=3, normalizer=None, **model):
     """As json_of, of Llama 3's or Qwen's kind, whose texts begin with "<pád>"."""
     whole = json.loads(json_of(folder))
-    split = {"type": "Split", "pattern": {"Regex": {1: QWENS, 3: LLAMA_3S}[digits]}, "behavior": "Isolated", "invert": False}
+    pattern = {1: QWENS, 3: LLAMA_3S}[digits]
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     begin = {"id": "<pád>", "ids": [whole["added_tokens"][1]["id"]], "tokens": ["<pád>"]}
     return json.dumps(whole | {
         "normalizer": normalizer,
