@@ -25,6 +25,7 @@ from lessons import kernels, links, mutate, pages, puzzles, same
 from lessons.bench.timing import of_all_ranks, off, say, say_in_order, traffic_of
 from lessons.blind import demo_blind
 from lessons.compiled import demo_compile
+from lessons.drawer import terminal
 from lessons.explore import explore
 from lessons.ladder import demo_ladder
 from lessons.lecture8 import demo_lecture8
@@ -33,7 +34,6 @@ from lessons.machine import demo_machine
 from lessons.measuring import demo_measuring
 from lessons.overlap import demo_overlap
 from lessons.path import demo_path
-from lessons.drawer import terminal
 from lessons.pictures import frames_of_ring, ring_states, ring_steps
 from lessons.sampling import demo_sampling
 from lessons.step import demo_step, settings_of

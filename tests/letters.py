@@ -2,7 +2,6 @@
 
 import math
 import re
-from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -14,7 +13,7 @@ from lessons import blind, demos, letters
 from lessons.blind import case_of, mutated, STRATEGIES, wrong_by_letters
 from tests import layouts
 from tests.pool import in_new_process, parametrize
-from tests.runs import printed_by
+from tests.runs import output_of
 
 MORE = [  # HSDP whose shards and replicas lie across cp and ep; these eight ranks are one process, too
     "dp=4 cp=2 ep=2 experts=4 tokens=8 zero=2 zero_within=2 micro_batches=2",
@@ -103,8 +102,7 @@ def test_parts_of_what_is_joined_keep_their_letters():
 
 
 def test_the_lesson_shows_what_f_and_g_make_of_letters():
-    _, flags = demos.DEMOS["types"]
-    printed = re.sub(r":\d+ ", ":N ", in_new_process(partial(printed_by, demos.demo_types, **flags)))
+    printed = re.sub(r":\d+ ", ":N ", in_new_process(output_of, demos.main, "types"))
     for shown in (
             "tp   all_reduce SUM: P -> R                  8 x  h.*.attn.c_proj parallel.py:N ReduceFromGroup.forward",
             "parallel.py:N CopyToGroup.backward, backward of h.*.attn.c_attn parallel.py:N CopyToGroup.forward",
