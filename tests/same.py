@@ -185,7 +185,8 @@ def test_faults_are_seen_and_named(tmp_path, name, old, new, words):
 @parametrize("old, new, words", [
     ("mesh,", "size,", " of 1: the adapter has no mesh"),
     ("return net\n", "return None\n", " of 2: parallelize(net) returns None: give a module"),
-    (" 3\n", " 3\nboth, batch = batch, lambda step: both(step)[0]\n", " of 1: batch(step) returns a Tensor: give a tuple"),
+    (" 3\n", " 3\nboth, batch = batch, lambda step: both(step)[0]\n",
+     " of 1: batch(step) returns a Tensor: give a tuple"),
     ("return nn.utils", "return x.no, nn.utils", "line 30, in clip: NameError: name 'x' is not defined")])
 def test_an_adapter_that_cannot_run_is_refused_in_a_line(tmp_path, old, new, words):
     text = said(tmp_path, "ddp", 2, change=(old, new))

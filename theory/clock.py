@@ -49,7 +49,7 @@ class Timeline(NamedTuple):
     spans: list         # for each rank: [(action, start, end)]
     length: float
     idle: list          # for each rank: time in which it computes nothing
-    peak: list          # `held_at_once`
+    peak: list          # for each rank: the most activations that it holds at once, in micro-batches of all its stages
 
 
 def most_held(actions, sizes=None):
@@ -61,12 +61,6 @@ def most_held(actions, sizes=None):
         held += {"F": size, "B": -size, "W": -size}.get(kind, 0)
         most = max(most, held)
     return most
-
-
-def held_at_once(lists):
-    """The most activations that each rank holds at once, in micro-batches of all its stages."""
-    stages = len(ranks_of_stages(lists)) // len(lists)
-    return [most_held(actions) / stages for actions in lists]
 
 
 def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0):
@@ -89,7 +83,7 @@ def simulate(lists, forward=1.0, input_gradient=1.0, weight_gradient=1.0):
         spans[r].append((action, start, clock[r]))
     length = max(clock)
     idle = [length - sum(end - start for _, start, end in row) for row in spans]
-    return Timeline(spans, length, idle, held_at_once(lists))
+    return Timeline(spans, length, idle, [most_held(actions) / v for actions in lists])
 
 
 def bubble(schedule, p, v, f, i, w):

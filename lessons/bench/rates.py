@@ -13,7 +13,6 @@ import parallel
 from fast import recorded
 from fast.edition import FusedBlock
 from fast.nccl import Direct
-from further.kinds import resized
 from lessons.bench.timing import interleaved, readable
 from further.bad_input import reject
 from theory import speed
@@ -60,11 +59,10 @@ def both_ways(function, *inputs):
 
 
 def measure_machine(device, dtype, config):
-    """The Machine of these processes: its rates at this model's sizes and in this --dtype, of its links. (Those of FP8
-    are not measured: its steps are predicted as bf16's.) All ranks measure at once, because in training, too, they
-    share power. On CUDA the computing is replayed, so that a slow CPU changes nothing."""
+    """The Machine of these processes: its rates at a dense model's sizes and in this --dtype, and of its links. (Those
+    of FP8 are not measured: its steps are predicted as bf16's.) All ranks measure at once, because in training, too,
+    they share power. On CUDA the computing is replayed, so that a slow CPU changes nothing."""
     dtype = parallel.PRECISIONS[dtype]
-    config = resized(config, experts=0)  # rates are a dense block's
     cuda, n, c, t = device.type == "cuda", dist.get_world_size(), config.n_embd, config.seq_len
     b = max(1, (32768 if cuda else 1024) // t)  # so much that no GPU waits for its CPU
     random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)

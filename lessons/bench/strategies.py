@@ -1,6 +1,5 @@
 """One step of GPT under each strategy: time, memory, traffic, what is hidden; and without a piece of fast/."""
 
-import contextlib
 import dataclasses
 import gc
 import math
@@ -62,10 +61,7 @@ def dense_twin(config):
 
 
 class Timed(train.Trainer):
-    """A Trainer whose first step is measured, and whose steps are judged by the numbers that fast/ looks at.
-
-    s.fast says what it is made of."""
-    seen = None  # the Measured of its first step
+    """A Trainer whose steps are judged by the numbers that fast/ looks at. s.fast says what it is made of."""
 
     def __init__(self, s, config, source, data, device):
         parts = (run if s.fast == "on" else Plain).parts(s, device)
@@ -75,11 +71,9 @@ class Timed(train.Trainer):
         self.look = (run if s.fast == "on" else Plain).look(s, self)
 
     def step(self, i):
-        with contextlib.nullcontext(self.seen) if self.seen else measured(self) as self.seen:
-            found = self.gradients(i)
-            bad, _ = self.agree(not self.look(found).is_finite, 0)  # as safe/run.py asks, who stops, too
-            self.update(found, i, bad)
-        self.seen.share = share_of(self, found.loads)
+        found = self.gradients(i)
+        bad, _ = self.agree(not self.look(found).is_finite, 0)  # as safe/run.py asks, who stops, too
+        self.update(found, i, bad)
         return found
 
 
@@ -87,6 +81,14 @@ def make_trainer(config, s, device):
     """A Timed trainer on random tokens."""
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 64 * config.seq_len)
     return Timed(s, config, peers.random_source(config, device), (tokens, tokens, Bytes()), device)
+
+
+def first_step(trainer):
+    """Run it. Returns its Measured."""
+    with measured(trainer) as seen:
+        found = trainer.step(0)
+    seen.share = share_of(trainer, found.loads)
+    return seen
 
 
 def predicted_traffic(trainer):
@@ -199,7 +201,7 @@ def pieces():
 def seconds_without(piece, name, s, a, device):
     """Seconds of a step without a piece of fast/."""
     with patched([*pieces()[piece], (dist.process, "links", defaultdict(dict))]):
-        trainer = build_ours(a.configs[name], s, device)
+        trainer, _ = build_ours(a.configs[name], s, device)
         seconds = interleaved({"": lambda: trainer.step(2)}, device, a.repeats, in_a_row(s, a, device))[""]
         trainer = None
         free_memory()
@@ -215,16 +217,16 @@ def in_a_row(s, a, device):
 
 
 def build_ours(config, s, device):
-    """A trainer that has run a few steps, because the first ones take longer. With experts it has run 64, in which the
-    routers' biases move less and less and even out the loads, as training soon would. Then the biases stay, so that all
-    steps take equally long."""
+    """(a trainer that has run a few steps, because the first ones take longer; the Measured of the first). With experts
+    it has run 64, in which the routers' biases move less and less and even out the loads, as training soon would. Then
+    the biases stay, so that all steps take equally long."""
     trainer = make_trainer(config, s, device)
-    trainer.step(0)
+    seen = first_step(trainer)
     for i in range(64 if config.experts else 1):
         trainer.balance_rate = 0.1 * 0.88**i  # 0.83 in all, more than scores of 0 to 1 differ; the last 3e-5
         trainer.step(1)
     trainer.balance_rate = 0.0
-    return trainer
+    return trainer, seen
 
 
 def build_peer(name, config, s, device, batches):
@@ -263,11 +265,10 @@ def tried(build):
     return (None, first[1]) if first else (made, None)
 
 
-def memory_and_traffic(trainer):
+def memory_and_traffic(trainer, seen):
     """Columns: GiB that the fullest rank keeps, and MiB that rank 0 sends, predicted and found."""
     memory = [max(of_all_ranks(sum(kinds.values()))) / 2**30
-              for kinds in (predicted_bytes(trainer, trainer.seen.share),
-                            measured_bytes(trainer, trainer.seen))]
+              for kinds in (predicted_bytes(trainer, seen.share), measured_bytes(trainer, seen))]
     trainer.step(2)
     dist.reset_traffic()
     trainer.step(2)
@@ -280,10 +281,10 @@ def memory_and_traffic(trainer):
 def measure_strategy(name, s, a, device, machine):
     """Rows of one strategy: ours, and PyTorch's own, or why that failed."""
     config, tokens = a.configs[name], a.batch_size * a.config.seq_len / a.gpus
-    trainer, peak = peak_gib(device, lambda: build_ours(config, s, device))
+    (trainer, seen), peak = peak_gib(device, lambda: build_ours(config, s, device))
     alone = fills_half(peak, device)  # then there is no room for a peer beside it
     calls = in_a_row(s, a, device)
-    found = memory_and_traffic(trainer)
+    found = memory_and_traffic(trainer, seen)
     steps = {"ours": lambda: trainer.step(2)}
     peaks = {"ours": peak}
     batches = trainer.micro_batches(trainer.train_data, 0, 0)
