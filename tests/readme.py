@@ -188,6 +188,23 @@ def test_commands_run_as_typed(page, tmp_path):
             command("bash", "-c", f'unset TRITON_INTERPRET; PATH="{path}"; {line}')
 
 
+FIGURES = """  # flags of a command of questions.md | what it prints | what the page says
+    --cp 4                            | isend 36 calls 18.0 MiB            | the ring 36 isends of 18.0 MiB
+    --cp 4 --cp-kind ulysses          | all_to_all_single 16 calls 6.0 MiB | Ulysses 16 all-to-alls of 6.0 MiB
+    --dp 4 --zero 1 --micro-batches 4 | reduce_scatter_tensor 6 calls 2.4 MiB | ZeRO-1 sends 2.4 + 2.4 MiB
+    --dp 4 --zero 3 --micro-batches 4 | reduce_scatter_tensor 24 calls 9.6 MiB | 19.3 + 9.6 MiB
+    --tp 4 --sp                       | activations 23.9 MiB               | 30.7 MiB | 23.9 MiB | 18.1 MiB"""
+
+
+@parametrize("row", FIGURES.splitlines()[1:])
+def test_a_page_has_the_figures_that_its_command_prints(row):
+    """Those of data depend on Python's version. These do not."""
+    flags, printed, said = map(str.strip, row.split("|", 2))
+    page = re.sub(r"\s+", " ", PAGES["docs/questions.md"])
+    assert f"python train.py {flags} --steps 1 --sample 0" in page and said in page
+    assert printed in command(sys.executable, "train.py", *flags.split(), *"--steps 1 --sample 0".split())
+
+
 def cells_run():
     """[(what a code cell of the notebook prints, what stands there)], run in its folder."""
     os.chdir(os.path.join(HERE, "docs"))
