@@ -1319,10 +1319,11 @@ class Parallel:
 
 def reduction_of(loss):
     """"mean", "sum" or "none" of a loss that has this argument, a module or a function; else None."""
-    if isinstance(loss, nn.Module):
-        return getattr(loss, "reduction", None)
-    argument = inspect.signature(loss).parameters.get("reduction")
-    return argument.default if argument else None
+    try:
+        argument = inspect.signature(loss).parameters.get("reduction")
+    except ValueError:  # of a function that is not Python's
+        argument = None
+    return argument.default if argument else getattr(loss, "reduction", None)
 
 
 def param_names(pieces):
