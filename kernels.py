@@ -320,8 +320,8 @@ def layer_norm(x, weight, bias, eps=1e-5):
 #
 # In the end O = acc / l, and of S and P only L = m + ln l is kept: 4 bytes a row instead of 2 Tk.
 #
-# Backward, with O's gradient dO. O = P V gives dV and dP. Row by row P = softmax(S), whose derivative is
-# dP_ik / dS_ij = P_ik ([j = k] - P_ij), so dS_ij = P_ij (dP_ij - sum_k P_ik dP_ik). S = Q K^T / sqrt(D) gives dQ, dK:
+# Backward, with O's gradient dO. O = P V gives dV and dP. Row by row P = softmax(S): if S_ij grows by a little e,
+# P_ik grows by e P_ik ([j = k] - P_ij), so dS_ij = P_ij (dP_ij - sum_k P_ik dP_ik). S = Q K^T / sqrt(D) gives dQ, dK:
 #
 #     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dQ = dS K / sqrt(D)     dK = dS^T Q / sqrt(D)
 #

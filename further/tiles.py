@@ -4,15 +4,17 @@ C = activation(A B), A (M, K), B (K, N). 2 M N K FLOPs. Element by element, A wo
 program keeps a BM x BN tile of C in registers and walks once over K: A is then read N / BN times, B M / BM times.
 The activation runs on the tile while it is in registers, which saves writing C and reading it again.
 
-About 132 programs run at a time (H100), in the order of their numbers, and what they read meets in L2. Row by row of
-C, they need a few rows of A's tiles and all of B. In groups of GROUP rows of tiles, walked column by column, they
-need GROUP rows of A's tiles and 132 / GROUP columns of B's: `tiles_read` in lessons/kernels.py counts them. Which
-program has which tile of C, of 4 rows and 3 columns:
+Programs that run at a time, in the order of their numbers, share what they read in L2. Which program has which tile
+of C, of 4 rows and 3 columns:
 
     row by row      0   1   2        in groups of 2 rows     0   2   4        programs 0 to 3 read 2 rows of A's tiles
                     3   4   5                                1   3   5        either way, but here 2 columns of B's,
                     6   7   8                                6   8  10        there all 3
                     9  10  11                                7   9  11
+
+On an H100 132 programs run at a time. Row by row of C they need a few rows of A's tiles and all of B. In groups of
+GROUP rows, walked column by column, they need GROUP rows of A's tiles and 132 / GROUP columns of B's: `tiles_read` in
+lessons/kernels.py counts them.
 
 This is the page to learn tiling from. The model multiplies with cuBLAS, which is faster (H200, bf16,
 32768 x 768 x 3072 with GELU: 386 us in tiles of 256 x 128, 340 us for cuBLAS and then the GELU kernel).

@@ -39,7 +39,7 @@ def run(ranks):
 # ----------------------------------------------------------------------- collectives on a ring
 # Each rank cuts its rows into N chunks. In each step it sends one to its right and takes one from its left.
 # Reduce-scatter adds what comes: after N-1 steps rank i has the sum of all ranks' chunk i. Rank 0 begins
-# with chunks a, rank 1 with b, rank 2 with c. The chunk in [ ] is sent next.
+# with chunks a, rank 1 with b, rank 2 with c. The chunk in [ ] is sent next; [c+a]: rank 0 has added its a to c.
 #     chunk    0    1    2            0     1     2             0      1      2
 #     rank 0   a    a   [a]           a   [c+a]   a           b+c+a
 #     rank 1  [b]   b    b     ->     b     b   [a+b]   ->           c+a+b
@@ -315,6 +315,6 @@ if __name__ == "__main__":
 # forward, backward      model.py Block, GPT                              GPT-2's biases, GELU; autograd
 # g_forward, f_backward  parallel.py ReduceFromGroup, CopyToGroup         autograd calls them
 # A of ZeRO-0            parallel.py average_gradients                    any module
-# ZERO, step_list        parallel.py with_weights                         G earlier; no D where B follows F
+# ZERO, step_list        parallel.py with_weights                         G earlier; none where the weights stay
 # one_f_one_b            parallel.py one_f_one_b                          further/schedules.py: less idle time
 # Rank                   parallel.py Unit, Pipeline                       it computes while messages travel

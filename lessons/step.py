@@ -108,11 +108,11 @@ def demo_step(s, ranks):
     print("\nwhole: pieces whose weights are there. alive: what waits for its backward. waiting: whose gradients "
           "wait for an A.\n")
     for rank, rows, beside in stages:
-        print(f"rank {rank}  {'':8}{'whole':14}{'alive':22}{'waiting':14}sent")
+        print(f"rank {rank}  {'':8}{'whole':14}{'alive':26}{'waiting':14}sent")
         for action, whole, alive, waiting, bytes_sent in rows:
             alive = " ".join(f"{i}/{piece}" if several else str(piece) for i, piece in alive)
             cells = [name_of(action, several), numbers(whole), alive, numbers(waiting), in_bytes(bytes_sent)]
-            print("        {:8}{:14}{:22}{:14}{}".format(*cells).rstrip())
+            print("        {:8}{:14}{:26}{:14}{}".format(*cells).rstrip())
         print(f"        beside the list, such as targets, tied ends, the norm: {in_bytes(beside) or 'nothing'}")
 
 
