@@ -27,10 +27,8 @@ Read with: CS336 lecture 8 (collective operations), Ultra-Scale Playbook "parall
 
 import atexit
 import contextlib
-import functools
 import os
 import queue
-import sys
 import threading
 import zlib
 from collections import defaultdict
@@ -704,16 +702,7 @@ def make_link(group, comm):
                          "torch")
     if comm == "ours":
         make = process.registered.get(group, make)
-    if make is Link and comm == "ours":
-        say_what_is_faster(torch_dist.get_backend(group))
     return make(group)
-
-
-@functools.cache  # once a process
-def say_what_is_faster(backend):
-    if backend == "nccl" and get_rank() == 0:
-        print("collectives.py: these are the reference's loops of send and recv; `import fast; fast.on()`, before any "
-              "group is made, is about as fast as NCCL", file=sys.stderr)
 
 
 class NoLink:

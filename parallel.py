@@ -1135,7 +1135,7 @@ class Parallel:
         self.schedule = schedule
         self.stages = stages
         self.dtype = dtype
-        self.count = count or (lambda target: torch.tensor(target.numel(), device=target.device))
+        self.count = count or torch.numel
         group = mesh.get_group("dp")
         self.groups = groups or SimpleNamespace(pp=mesh.get_group("pp"), dp_cp=group, shard=group)
         p = mesh["pp"].size()
@@ -1149,13 +1149,12 @@ class Parallel:
         names = param_names({i: piece for i, piece in enumerate(pieces) if piece})
         self.shapes = None if None in pieces else {name: whole_shape(param) for param, name in names.items()}
         self.check_given(pieces, loss, lists, pipeline, groups, shape)
-        shape = shape or shapes_of(pieces)
-        if not groups:
-            for piece in self.pieces.values():
-                start_alike(piece, self.groups.dp_cp)
+        shape = shape or (shapes_of(pieces) if p > 1 else None)
+        for piece in self.pieces.values() if not groups else ():
+            start_alike(piece, mesh.get_group("tp"))
+            start_alike(piece, self.groups.dp_cp)
         if p > 1:
-            for param in self.named_parameters():  # other ranks have other pieces
-                set_placement(param, sharded_over=placement_of(param).sharded_over + (self.groups.pp,))
+            self.note_other_pieces()
         made = units(self.pieces, self.groups.shard, zero, dtype)
         self.units = [unit for _, unit in made]
         self.unit_of = {param: unit for unit in self.units for param in unit.params}
@@ -1180,18 +1179,23 @@ class Parallel:
         wrong = {
             f"zero={self.zero}: give 0, 1, 2 or 3": self.zero not in range(4),
             "a mesh that cuts sequences: give cp=1, or `groups`": self.mesh["cp"].size() > 1 and not groups,
-            f"stages={self.stages}: this schedule has {len(self.runs)} stages on {p} ranks":
-                self.stages > 1 and len(self.runs) != p * self.stages,
             f"a schedule of {' '.join(sorted(kinds))}: give the pipeline that runs these, HalvedPipeline of "
             "further/schedules.py": not kinds <= {*pipeline.computes},
             "two pieces on different ranks share a parameter, and each would train its own: put both on one rank, or "
             "untie them": any(len(some) > 1 for some in ranks.values()),
             "pieces that are cut: give shape=(i, x) -> of piece i's output":
                 p > 1 and not shape and any(cut.size > 1 for param in ranks for cut in placement_of(param).cuts),
-            'a loss that is a mean: give the sum, reduction="sum"': reduction_of(loss) == "mean"}
+            'a loss that is no sum: give reduction="sum"': reduction_of(loss) not in ("sum", None)}
         for why, is_so in wrong.items():
             if is_so:
                 raise ValueError(why)
+
+    def note_other_pieces(self):
+        """Other ranks of the pipeline have other parameters. Another Parallel of these pieces may have noted it."""
+        for param in self.named_parameters():
+            over = placement_of(param).sharded_over
+            if not inside(self.groups.pp, over):
+                set_placement(param, sharded_over=over + (self.groups.pp,))
 
     def named_parameters(self):
         """{parameter: its name} of this rank's pieces."""
@@ -1262,6 +1266,8 @@ class Parallel:
         return self.run(self.lists(len(x), training=False), x, y, 1.0, beside)
 
     def run(self, lists, x, y, scale, beside):
+        if len(x) != len(y):
+            raise ValueError(f"{len(x)} x and {len(y)} y: give a y for each x")
         weight = self.weight_of_a_target(y)
         losses = self.pipeline.run(lists[dist.get_rank(self.groups.pp)], x, y, scale * weight, beside)
         total = torch.zeros_like(weight)
@@ -1281,7 +1287,7 @@ class Parallel:
         micro-batches than the others: under ZeRO 2 and 3 one replica would wait for another's A for ever.
         """
         m = len(y)
-        counted = torch.as_tensor(sum(self.count(target) for target in y), dtype=torch.int64, device=self.device)
+        counted = torch.as_tensor(sum(map(self.count, y)), dtype=torch.float64, device=self.device)
         numbers = torch.stack([counted, torch.full_like(counted, m), torch.full_like(counted, m * m)])
         dist.all_reduce(numbers, group=self.groups.dp_cp)
         n, sums, squares = numbers
@@ -1294,7 +1300,7 @@ class Parallel:
         elif not alike:
             raise ValueError(why)
         self.seen.add(m)
-        return replicas / n.clamp(min=1).to(master_dtype(self.dtype))
+        return replicas / n.where(n != 0, 1).to(master_dtype(self.dtype))
 
     @torch.no_grad()
     def add_up_gradients(self):
@@ -1318,12 +1324,12 @@ class Parallel:
 
 
 def reduction_of(loss):
-    """"mean", "sum" or "none" of a loss that has this argument, a module or a function; else None."""
+    """"mean", "sum" ... of a loss that has this argument, a module or a function; else None."""
     try:
         argument = inspect.signature(loss).parameters.get("reduction")
     except ValueError:  # of a function that is not Python's
         argument = None
-    return argument.default if argument else getattr(loss, "reduction", None)
+    return argument.default if argument else getattr(getattr(loss, "func", loss), "reduction", None)
 
 
 def param_names(pieces):

@@ -81,16 +81,31 @@ def set_updates(net, updates):
 def whole_state(net):
     """{"weights": {name: whole tensor}, and as much for each of MOMENTS} of a parallel.Parallel, on all ranks; buffers
     are not in it. Call it on all ranks. What the optimizer has not kept is zeros. ValueError if pieces of the model are
-    None, because their names are on other ranks."""
+    None, because their names are on other ranks, or if the optimizer keeps something else."""
     if not net.shapes:
         raise ValueError("some pieces are None: give Parallel all of them, on each rank, to make its state whole")
+    refuse_other_states(net)
     return {key: {name: whole_tensor(net, name, shape, None if key == "weights" else key)
                   for name, shape in net.shapes.items()} for key in ("weights", *MOMENTS)}
+
+
+def refuse_other_states(net):
+    """ValueError unless the optimizer keeps nothing but MOMENTS."""
+    optimizer = net.optimizer
+    if not optimizer:
+        return
+    keeps_more = optimizer.defaults.get("amsgrad") or optimizer.defaults.get("momentum")
+    if keeps_more or not isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD)):
+        raise ValueError(f"{type(optimizer).__name__}'s state is not known: AdamW's is, and SGD's without momentum")
 
 
 @torch.no_grad()
 def take_state(net, state, steps):
     """Let each rank take its part of what `whole_state` has returned, in any layout, after so many optimizer steps."""
+    refuse_other_states(net)
+    if net.shapes and {*net.shapes} != {*state["weights"]}:
+        other = ", ".join(sorted({*net.shapes} ^ {*state["weights"]})[:3])
+        raise ValueError(f"the state is another model's: one of them alone has {other}")
     for param, name in net.named_parameters().items():
         take_part(*net.kept(param), param, state["weights"][name].to(net.device))
     if net.optimizer:

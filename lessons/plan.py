@@ -182,6 +182,6 @@ def plan(a, _):
             "--gpus, or another --batch-size")
     near = sum(row["ms"] < 1.03 * rows[0]["ms"] for row in rows)
     if near > 1:
-        say(f"\nThe first {near} are within 3 %, and predictions have been up to 17 % too short on four H100s "
+        say(f"\nThe first {near} are within 3 %, and predictions have been up to 13 % too short on four H100s "
             "(docs/results.md): measure them.")
     write_json(a, torch.device("cpu"), table)

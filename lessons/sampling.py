@@ -121,6 +121,7 @@ def forward(net, tokens, seen):
 def demo_sampling(steps=60):
     """Sampling: prefill and decode, the cache, batches, weights of 8 and 4 bits; what launches cost."""
     device, config = torch.device("cuda" if torch.cuda.is_available() else "cpu"), PRESETS["tiny"]
+    say(f"trains for {steps} steps ...")
     net, held_out = trained(config, steps, device)
     net = net.bfloat16() if device.type == "cuda" else net
     unfused, T, dtype = copy.deepcopy(net), config.seq_len // 2, net.wte.weight.dtype

@@ -397,6 +397,7 @@ class Run:
         # which is ignored under nohup, and SIGINT at Ctrl-C, which without --out ends a rank at once. The handler only
         # sets a number, so that this step ends and is saved. It stays after an error, because torchrun sends SIGTERM to
         # ranks that still print it.
+        dist.barrier()  # or Ctrl-C could end a rank that has no handler yet, while the others save
         ends = [*launch.ENDS, *[signal.SIGINT] * bool(s.out)]
         ends = [end for end in ends if signal.getsignal(end) != signal.SIG_IGN]
         before = [signal.signal(end, lambda number, _: setattr(loop, "terminated", number)) for end in ends]

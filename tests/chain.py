@@ -161,7 +161,7 @@ def chain(mesh, left_out=None, loss=LOSS, cut=False, **options):
     pieces = [None if i == left_out else piece for i, piece in enumerate(pieces_of(0))]
     for piece in pieces if cut else ():
         tensor_parallel(piece, mesh.get_group("tp"), TABLE)
-    return Parallel(pieces, loss, mesh, optimizer=SGD, dtype=torch.float64, **{"zero": 2} | options)
+    return Parallel(pieces, loss, mesh, dtype=torch.float64, **{"zero": 2, "optimizer": SGD} | options)
 
 
 def step(net, m=1):
@@ -200,7 +200,7 @@ def sent(mesh, out):
     net.pipeline.check_sent(out, 0, 0)
 
 
-A_MEAN = "a loss that is a mean: give the sum"
+A_MEAN = 'a loss that is no sum: give reduction="sum"'
 
 
 @parametrize("told, sizes, body", [
@@ -213,12 +213,18 @@ A_MEAN = "a loss that is a mean: give the sum"
     ("freeze parameters", {"dp": 2}, frozen_too_late), ("before zero_grad", {"dp": 2}, twice),
     ("zero=4: give 0, 1, 2 or 3", {"dp": 2}, lambda mesh: chain(mesh, zero=4)),
     ("a mesh that cuts sequences", {"cp": 2}, chain),
-    ("stages=2: this schedule has 2 stages on 2 ranks", {"pp": 2}, lambda mesh: chain(mesh, stages=2)),
     ("a schedule of F I W: give the pipeline", {"dp": 2}, lambda mesh: chain(mesh, schedule=zero_bubble_h1)),
     ("share a parameter", {"pp": 2}, tied),
     ("pieces that are cut: give shape=", {"pp": 2, "tp": 2}, lambda mesh: chain(mesh, cut=True)),
     (A_MEAN, {"dp": 2}, lambda mesh: chain(mesh, loss=nn.functional.mse_loss)),
-    (A_MEAN, {"dp": 2}, lambda mesh: chain(mesh, loss=nn.MSELoss())),
+    (A_MEAN, {"dp": 2}, lambda mesh: chain(mesh, loss=partial(nn.MSELoss()))),
+    ("2 x and 3 y: give a y for each x", {"dp": 2}, lambda mesh: chain(mesh).forward_backward([1, 2], [1, 2, 3])),
+    ("SGD's state is not known", {"dp": 2},
+     lambda mesh: whole_state(chain(mesh, optimizer=partial(SGD, momentum=0.9)))),
+    ("Adagrad's state is not known", {"dp": 2},
+     lambda mesh: take_state(chain(mesh, optimizer=partial(torch.optim.Adagrad, lr=0.1)), {}, 1)),
+    ("another model's: one of them alone has 4.bias", {"dp": 2},
+     lambda mesh: take_state(chain(mesh), {"weights": dict.fromkeys([*chain(mesh).shapes, "4.bias"])}, 1)),
     ("piece 0 returns (2, 6) of torch.float32", {"pp": 2}, lambda mesh: sent(mesh, torch.empty(2, 6))),
     ("piece 0 returns (2, 7) of", {"pp": 2}, lambda mesh: sent(mesh, torch.empty(2, 7, dtype=torch.float64))),
     ("some pieces are None", {"pp": 2},
