@@ -148,6 +148,8 @@ class World:
             self.can_go_on(task)
 
     def post(self, ticket, tensor, what):
+        if not tensor.is_contiguous():
+            raise ValueError("a message must be contiguous")  # gloo and NCCL want it, too
         self.messages[ticket] = tensor, what
         self.deliver(ticket)
 

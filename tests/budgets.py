@@ -24,7 +24,7 @@ BUDGETS = [  # a name, its rooms, and the most tokens of code that they may have
     ("safe", ("safe",), 16_500),
     ("theory", ("theory",), 8_000),
     ("lessons with bench.py", ("lessons", "bench"), 56_600),
-    ("tests", ("tests", "test_all"), 98_300)]
+    ("tests", ("tests", "test_all"), 98_400)]
 README = pathlib.Path(HERE, "README.md").read_text()
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -15,8 +15,9 @@ from further.lists import check, check_weights
 from further.schedules import HalvedPipeline, SCHEDULES, zero_bubble_h1
 from further.whole import take_state, whole_state
 from parallel import (
-    Action, ColumnParallelLinear, CopyToGroup, even_runs, into_pieces, lower, make_mesh, Parallel, ranks_of_stages,
-    ReduceFromGroup, RowParallelLinear, ScheduleError, tensor_parallel, VocabParallelEmbedding, with_weights)
+    Action, ColumnParallelLinear, CopyToGroup, even_runs, into_pieces, lower, make_mesh, Parallel, Pipeline,
+    ranks_of_stages, ReduceFromGroup, RowParallelLinear, ScheduleError, tensor_parallel, VocabParallelEmbedding,
+    with_weights)
 from tests.pool import close, parametrize
 
 TABLE = {"up": partial(ColumnParallelLinear, f=CopyToGroup.apply),
@@ -86,12 +87,16 @@ def on_rank(sizes, m, frozen=(), seeds=False, **options):
     return losses, norms, whole_state(net)["weights"]
 
 
+class Plain(Pipeline):
+    """The reference's, which fast/ does not replace."""
+
+
 HALVED = dict(schedule=zero_bubble_h1, pipeline=HalvedPipeline)
 
 
 @parametrize("sizes, m, options", [
     ({"dp": 2}, 2, {}), ({"dp": 2}, 2, {"zero": 1}), ({"dp": 4}, 2, {"zero": 2}),
-    ({"dp": 2, "tp": 2}, 2, {"zero": 3}), ({"pp": 2, "dp": 2}, 2, {"zero": 3}),
+    ({"dp": 2, "tp": 2}, 2, {"zero": 3}), ({"pp": 2, "dp": 2}, 2, {"zero": 3, "pipeline": Plain}),
     ({"pp": 2, "dp": 2}, 4, {"zero": 2, **HALVED}), ({"dp": 2}, 2, {"zero": 3, "frozen": (0, 1)}),
     ({"pp": 2, "dp": 2}, 2, {"zero": 1, "frozen": (0,)}), ({"pp": 2}, 2, {"frozen": (0, 1), **HALVED})], ids=str)
 def test_a_chain_of_pieces_equals_one_process(sizes, m, options):
@@ -155,6 +160,18 @@ def test_a_state_is_taken_by_any_layout():
         states.append(state)
     for state in states[1:]:
         assert all(close(state[key][name], whole, 1e-9) for key in states[0] for name, whole in states[0][key].items())
+
+
+def test_two_models_of_the_same_pieces_have_one_norm():
+    def body():
+        pieces, norms = pieces_of(0), []
+        for _ in range(2):
+            net = Parallel(pieces, LOSS, make_mesh("cpu", pp=2), optimizer=SGD, dtype=torch.float64)
+            step(net)
+            norms.append(net.clip_grad_norm_(0.0).item())
+        return norms
+    for first, second in together.run(2, body):
+        assert first == second
 
 
 def chain(mesh, left_out=None, loss=LOSS, cut=False, **options):
