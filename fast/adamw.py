@@ -62,7 +62,6 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self):
-        self.make_states()
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             stepped = sorted((p for p in group["params"] if p.grad is not None), key=torch.Tensor.data_ptr)
@@ -90,6 +89,8 @@ class AdamW(torch.optim.AdamW):
             if not (able and p.is_contiguous() and p.grad.is_contiguous()):
                 raise ValueError(f"AdamW's kernel takes contiguous float32 parameters on CUDA, not "
                                  f"{tuple(p.shape)} {p.dtype} on {p.device}")
+            if not self.state[p]:
+                self.make_states()
             state = self.state[p]
             parts = [part for part in (p, p.grad, state["exp_avg"], state["exp_avg_sq"], self.copies.get(p))
                      if part is not None]

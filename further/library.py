@@ -13,6 +13,9 @@ import torch.distributed as torch_dist
 import collectives as dist
 
 
+SINCE_2_13 = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+
+
 @functools.cache
 def arguments_of(name):
     """The names of the arguments that `run` gets of torch.distributed's function of this name."""
@@ -34,8 +37,7 @@ class Library(dist.Link):
             return self.call(name, async_op, *arguments)
 
     def call(self, name, async_op, *arguments):
-        name_since_2_13 = name.replace("into_tensor", "single").replace("scatter_tensor", "scatter_single")
-        function = getattr(torch_dist, name_since_2_13, None) or getattr(torch_dist, name)
+        function = getattr(torch_dist, SINCE_2_13.get(name, name), None) or getattr(torch_dist, name)
         call = functools.partial(function, group=self.group, async_op=async_op)
         arguments = dict(zip(arguments_of(name), arguments))
         if name not in self.outputs:

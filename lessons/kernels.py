@@ -93,7 +93,7 @@ def attention(size):
 
 def simple_attention(size):
     causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-    yield Case("attention T=70 D=16, simple", lambda *qkv: kernels.SimpleAttention.apply(*qkv), causal,
+    yield Case("attention T=70 D=16, simple", kernels.SimpleAttention.apply, causal,
                [size.random(1, 2, 70, 16) for _ in range(3)], (4 / 3, 8 / 3))
 
 

@@ -5,6 +5,7 @@
 """
 
 import ast
+import functools
 import io
 import pathlib
 import re
@@ -36,6 +37,7 @@ def docstrings(tree):
     return {(node.lineno, node.col_offset) for node in first}
 
 
+@functools.cache  # three tests ask
 def code_of(source, tree):
     """(lines, tokens). Comments, docstrings and line ends do not count. An f-string is one token, because before Python
     3.12 it is."""

@@ -4,14 +4,12 @@ import functools
 import re
 from collections import Counter
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 import collectives as dist
 import parallel
 import train
-from further import together
 from lessons import lecture8, zero
 from lessons.demos import main
 from lessons.bench.timing import of_all_ranks, patched
