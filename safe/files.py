@@ -14,9 +14,13 @@ from further.folder import sync, write_blocks
 
 
 def tell(text, file=None):
-    """Print at once. What cannot be printed (a full disk, a closed pipe or terminal) must not end a run."""
+    """Print at once. What cannot be printed (a full disk, a closed pipe or terminal) must not end a run, nor a letter
+    that the terminal's encoding lacks, as in a file's name."""
+    file = file or sys.stdout
+    encoding = file.encoding or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
     with contextlib.suppress(OSError):
-        print(text + "\n", end="", file=file or sys.stdout, flush=True)  # in one write: lines of ranks do not mix
+        print(text + "\n", end="", file=file, flush=True)  # in one write: lines of ranks do not mix
 
 
 def check_folder(folder, name, files=""):

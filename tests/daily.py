@@ -4,6 +4,7 @@ import ctypes
 import errno
 import functools
 import importlib
+import io
 import json
 import os
 import pathlib
@@ -30,6 +31,7 @@ from further.bpe import FILES
 from further.refusals import how_ranks_differ
 from further.resume import open_checkpoint
 from safe.data import load_data, open_vocabulary
+from safe.files import tell
 from safe.flags import Settings
 from safe.page import sign_of_life
 from train import Trainer
@@ -236,6 +238,13 @@ def test_who_differs_is_whom_most_do_not_agree_with():
 
 BESIDE = {"empty.txt": b"", "tokenizer_notes.txt": b"", "odd.txt": b"odd", "\udcff.txt": b"no UTF-8",
           "n" * 255: b"a long name"}
+
+
+def test_a_name_that_the_terminal_cannot_write_is_printed_all_the_same():
+    for encoding, name, printed in ("utf-8", "\udcff.txt", rb"\udcff.txt"), ("ascii", "naïve.txt", rb"na\xefve.txt"):
+        out = io.TextIOWrapper(io.BytesIO(), encoding)
+        tell(f"export   {name}", out)
+        assert out.buffer.getvalue() == b"export   " + printed + b"\n"
 
 
 @on_linux

@@ -215,7 +215,7 @@ def test_a_recorded_step_takes_as_much_memory_as_a_launched_one():
     batch = [[t.to(net.device)] for t in tokens_of(0)]
     peaks = []
     for _ in range(2):
-        net.optimizer.zero_grad()
+        net.zero_grad()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         net.forward_backward(*batch)

@@ -781,12 +781,12 @@ def test_all_editions_live_in_one_process(zero):
 @on_ranks(1)
 def test_second_derivatives_through_tensor_parallelism_are_refused():
     """An all-reduce inside of a backward is nothing that autograd could differentiate."""
-    net = model.GPT(SMALL)
+    device = torch.get_default_device()
+    net = model.GPT(SMALL).to(device)
     net.again = net.h["0"].mlp  # one layer under two names
     parallel.tensor_parallel(net, None)
     assert net.again.c_fc is net.h["0"].mlp.c_fc
-    device = torch.get_default_device()
-    loss = net.to(device)(tokens_of(0)[0].to(device)).square().sum()
+    loss = net(tokens_of(0)[0].to(device)).square().sum()
     grads = torch.autograd.grad(loss, [*net.parameters()], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         sum(grad.square().sum() for grad in grads).backward()

@@ -18,6 +18,7 @@ import model
 import parallel
 import theory.speed
 import train
+from fast.graphs import received_late
 from tests.pool import close, parametrize, table
 from tests.refusals import heed, refusal_of_layout
 from tests.runs import log_of, parse, printed_by, run_training, trained
@@ -101,8 +102,8 @@ def events_of(path):
 @parametrize("layout,collective", [
     ("--dp 2 --zero 3 --ep 2 --experts 4", "all_to_all_single"),
     ("--pp 2 --schedule zb-h1", "all_reduce"), ("--tp 2 --comm torch", "all_reduce")])
-def test_trace_and_profile_hold_every_rank_s_actions(trained, tmp_path, layout, collective):
-    """In their order, the profile also collectives; with the losses of a run without."""
+def test_trace_and_profile_hold_every_rank_s_actions(pool, trained, tmp_path, layout, collective):
+    """In their order, the profile also collectives; with the losses of a run without. GPUs receive late."""
     def run(out, more=""):
         # With --cuda-graphs a graph is seen as its launch alone.
         trained(2, f"{layout} {more} --steps 4 --micro-batches 4 --dtype fp64 --cuda-graphs off --out OUT/{out}")
@@ -116,7 +117,9 @@ def test_trace_and_profile_hold_every_rank_s_actions(trained, tmp_path, layout, 
     runs = [range(0, 2), range(2, 3)] if pipeline else [range(3)]
     lists = [parallel.with_weights(parallel.into_pieces(actions, runs), 3 * ("--zero" in layout), (0,), shared)
              for actions in schedule(p, 4)]
+    received = received_late if pool(2).device_type == "cuda" else lambda actions, where: actions
     for rank, actions in enumerate(lower(lists) * (2 // p)):
+        actions = received(actions, parallel.ranks_of_stages(lists))
         names = [e["name"] for e in events_of(profile / f"rank-{rank}.json") if e.get("cat") == "user_annotation"]
         assert [name for name in names if " stage " in name] == [f"{action} stage {action.stage}" for action in actions]
         assert any(re.match(rf"{collective} [\d,]+ bytes$", name) for name in names)
