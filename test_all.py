@@ -56,6 +56,7 @@ from tests.attention import *  # noqa: E402, F403
 from tests.walls import *  # noqa: E402, F403
 from tests.budgets import *  # noqa: E402, F403
 from tests.together import *  # noqa: E402, F403
+from tests.survive import *  # noqa: E402, F403
 from tests.text import *  # noqa: E402, F403
 from tests.same import *  # noqa: E402, F403
 from tests.bugs import *  # noqa: E402, F403

@@ -296,9 +296,9 @@ class Trainer:
             dist.use(group, s.comm)
         self.scaler = idea("LossScale")() if s.dtype == "fp16" else None
         self.skipped = 0  # steps left out because a number was not finite
-        n = s.batch_size // s.dp
-        r = dist.get_rank(self.net.groups.dp)
-        self.samples = slice(r * n, (r + 1) * n)  # this rank's of each batch; its peers in tp, cp and pp take the same
+        r, b = dist.get_rank(self.net.groups.dp), s.batch_size
+        # This rank's of each batch; its peers in tp, cp and pp take the same.
+        self.samples = slice(r * b // s.dp, (r + 1) * b // s.dp)
 
     # A step is two calls. Between them a loop decides whether the step counts, which all ranks must decide alike.
 
@@ -337,7 +337,7 @@ class Trainer:
         rows = self.batch(tokens, seed, step, self.s.batch_size, self.config.seq_len, self.samples)
         if self.s.pack:
             rows = idea("packed")(*rows, self.vocabulary.end_token)
-        return [t.to(self.device, non_blocking=True).chunk(self.s.micro_batches) for t in rows]
+        return [t.to(self.device, non_blocking=True).tensor_split(self.s.micro_batches) for t in rows]
 
     def agree(self, *numbers):
         """The largest of each whole number over all ranks, so that all do the same thing."""

@@ -68,8 +68,7 @@ class AdamW(torch.optim.AdamW):
             for run in self.runs_of(stepped):
                 first = run[0]
                 state = self.state[first]
-                for p in run:
-                    self.state[p]["step"] += 1
+                torch._foreach_add_([self.state[p]["step"] for p in run], 1)
                 t = state["step"].item()
                 n = sum(p.numel() for p in run)
                 _adamw[(triton.cdiv(n, 1024),)](

@@ -37,6 +37,7 @@ from lessons.path import demo_path
 from lessons.pictures import frames_of_ring, ring_states, ring_steps
 from lessons.sampling import demo_sampling
 from lessons.step import demo_step, settings_of
+from lessons.survive import demo_survive
 from lessons.together import demo_together
 from lessons.zero import demo_zero
 from model import GPT, PRESETS, GPTConfig, shapes
@@ -319,7 +320,7 @@ DEMOS = {  # an argument of the function is a flag of the command line
     "pipeline": demo_pipeline, "context": demo_context, "experts": demo_experts, "measuring": demo_measuring,
     "links": links.demo_links, "lecture8": demo_lecture8, "ladder": demo_ladder, "sampling": demo_sampling,
     "overlap": demo_overlap, "together": demo_together, "path": demo_path, "blind": demo_blind,
-    "pages": pages.pages, "explore": explore}
+    "survive": demo_survive, "pages": pages.pages, "explore": explore}
 ON_RANKS = {  # how many, if --ranks is left out; each is a process and runs the demo
     demo_collectives: 4, demo_tensor: 2, demo_experts: 2, demo_measuring: 2, demo_lecture8: 2, links.demo_links: 2}
 OF_A_LAYOUT = {  # flags are train.py's; those that stand before the command line
@@ -335,7 +336,7 @@ BY_STOP = {  # of docs/reading.md
     "The machine; 6 to 8 kernels": "machine ladder compile kernels",
     "9, 10 A layout, and a step of it": "sizes path",
     "Measuring": "measuring",
-    "Further": "context experts sampling",
+    "Further": "context experts sampling survive",
     "All of it, to touch": "pages explore puzzles",
     "Your own code (docs/same.md has mutate, too, docs/bugs.md blind)": "same"}
 BY_TEXT = {  # of docs/lecture.md

@@ -16,6 +16,7 @@ import parallel
 from further.fits import multiple, refuse_misfit
 from further.flags import config_of, dashed, device_for, flag, Flags, processes_of
 from further.lists import check, lower, schedule_of
+from safe import survive
 from safe.files import tell
 from safe.huggingface import check_sizes, open_hf, shortened
 from further.bad_input import BadInput, reject
@@ -38,6 +39,7 @@ class Settings(Flags):
                             choices=["auto", "off", "on"])
     deterministic: bool = flag(False, "attention's backward adds up in a fixed order where it would not, so that runs "
                                       "are equal to the bit; for Hopper GPUs, head dim 128 and 2,048 tokens or more")
+    survive: bool = flag(False, "let the others go on when a rank dies: docs/surviving.md")
     keep: int = flag(2, "how many of the newest checkpoints to keep; 0: all")
     timeout: int = flag(600, "seconds without progress after which a rank stops and names the silent ranks")
 
@@ -125,7 +127,23 @@ def check_layout(s, config, world, local_world):
     reject(world > local_world and store == "True" and restarts != "0", "--max-restarts on several nodes: processes "
            "that are started again would not meet; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes")
     check_device(s, config, world, local_world if world > 1 else processes)
+    if s.survive:
+        check_survival(s, processes)
     return processes
+
+
+def check_survival(s, processes):
+    """Reject what further/survive.py cannot do, or no process can be left for."""
+    started = int(os.environ.get("WORLD_SIZE") or 1) > 1 and not survive.is_ours()
+    reject(started, "--survive under torchrun, which ends all ranks when one dies: give it to python train.py")
+    reject(s.dp == 1, f"--survive with one replica: give --dp {max(2, processes + 1)}" if processes == 1 else
+           "--survive with one replica, which goes as a whole: give --dp 2")
+    wants = {"--device cpu": s.device != "cpu", "--fast off": s.fast != "off", "--ep 1": s.ep > 1,
+             "--optimizer adamw": s.optimizer != "adamw", "no --profile": s.profile,
+             "no --zero-within": s.zero_within, "--comm ours": s.comm == "torch"}
+    for need, lacks in wants.items():
+        reject(lacks, f"--survive wants {need}")
+    reject(sys.platform != "linux", "--survive is for Linux")
 
 
 def check_device(s, config, world, local):

@@ -4,12 +4,14 @@ train.py's `main` hands it the Trainer, and what fast/ has in place of a Trainer
 line asks for; `Loop` goes through the Trainer's steps."""
 
 import contextlib
+import gc
 import math
 import os
 import pathlib
 import signal
 import sys
 import time
+import traceback
 from functools import partial
 
 import torch
@@ -23,6 +25,7 @@ from further.muon import Muon
 from further.refusals import agreed, check_numbers, check_steps, told
 from further.resume import check_optimizer, checkpoints, crc_of, find_checkpoint, load
 from further.sampling import show_sample
+from further.survive import Survivor
 from further.text import Bytes
 from safe import launch
 from safe.checkpoints import (
@@ -34,7 +37,8 @@ from safe.flags import check_layout, model_config, Parser, refuse, Settings
 from safe.huggingface import came_with
 from safe.messages import progress
 from safe.page import Page
-from safe.reports import describe, describe_first_steps, measured, profiled, share_of, traced
+from safe.survive import LEFT, Meeting, start
+from safe.reports import describe, describe_first_steps, measured, profiled, share_of, size, traced
 from safe.watch import Watch
 from theory import speed
 
@@ -45,43 +49,50 @@ class Loop:
     """The steps of a Trainer: reports of memory and speed, traces and profiles, a stop of all ranks at a signal or at
     numbers that are not finite, and checkpoints.
 
-    run: the Run. look(found): which step's numbers to judge by now, this one's or, on GPUs, those of the one before.
+    run: the Run. steps: the Trainer, or a Survivor, whose Trainer is another one after each death. look(found): which
+    step's numbers to judge by now, this one's or, on GPUs, those of the one before.
     """
     terminated = stopping = 0  # the signal to end that this rank has had; that one of them has had
     saved = True  # whether the last checkpoint was written
+    since = None  # the time of the last report
+    lost = ()     # with --survive, the errors of a message that does not come
 
-    def __init__(self, run, trainer, look):
-        self.run, self.trainer, self.look = run, trainer, look
+    def __init__(self, run, steps, look):
+        self.run, self.steps, self.look = run, steps, look
         self.s = run.s
         self.config = run.config
-        self.unit = "byte" if isinstance(trainer.vocabulary, Bytes) else "token"
-        self.bytes_a_token = bytes_a_token(trainer.held_out, trainer.vocabulary)
+        _, held_out, vocabulary = run.data
+        self.unit = "byte" if isinstance(vocabulary, Bytes) else "token"
+        self.bytes_a_token = bytes_a_token(held_out, vocabulary)
         self.first = self.logged = run.saved["step"] if run.saved else 0
         self.memory = {"after_step": self.first, "unit": self.unit}  # for the log's next entry
 
+    @property
+    def trainer(self):
+        return self.steps.trainer if self.s.survive else self.steps
+
     def train(self):
         """The steps that the checkpoint has not done; then a sample."""
-        s, trainer = self.s, self.trainer
-        if self.run.lock:
-            self.run.page = Page(s.out)
-        describe(self)
-        if self.first < s.steps:
-            self.go_on()
-        self.since = time.perf_counter()
+        s = self.s
+        i = min(self.first, s.steps)
+        missed = (0.0, None) if s.survive else None  # when a message has not come, the error
         try:
-            for i in range(self.first, s.steps):
-                progress("starting the step", step=i + 1)
-                dist.reset_traffic()  # the log then holds what one step sends
-                with self.observed(i):
-                    found = trainer.gradients(i)
-                    trainer.update(found, i, self.judge(i + 1, found))
-                if i == self.first:
-                    self.seen.share = share_of(trainer, found.loads)
-                self.after(i + 1, found)
-                if self.stopping:
-                    break
-            else:
-                self.show_sample()
+            while i <= s.steps and not self.stopping:
+                try:
+                    if missed:
+                        i = min(self.meet_the_living(*missed), s.steps)
+                        missed = None
+                        gc.collect()  # old groups, in cycles, would keep their connections open
+                    if self.since is None:
+                        self.begin()
+                    if i < s.steps:
+                        self.step(i)
+                    else:
+                        self.show_sample()
+                        self.trainer.agree(0)  # nobody leaves who may be missed
+                    i += 1
+                except self.lost as error:
+                    missed = time.perf_counter(), error
         except torch.OutOfMemoryError as error:
             full, *_ = str(error).partition(" Including")
             graphs = "--cuda-graphs off, " * (s.cuda_graphs == "on")
@@ -90,13 +101,59 @@ class Loop:
         if self.run.page:
             self.run.page.write(over=True)
 
+    def meet_the_living(self, since, error):
+        """Also at the start. Returns the step to go on with. Rank 0 may be another one now, who writes into --out."""
+        run = self.run
+        try:
+            i = self.steps.go_on()
+        except TimeoutError:  # nobody else is dead: the error is this rank's own
+            traceback.print_exception(error)
+            sys.exit(1)
+        if i is None:
+            sys.exit(LEFT)
+        if not self.since:
+            return i
+        self.logged = min(self.logged, i)  # a report may come again
+        if dist.get_rank() == 0 and run.s.out:
+            with contextlib.suppress(BadInput):  # who has the lock leaves, too
+                run.lock = run.lock or lock(run.s.out, run.identity)
+            run.log = Log(f"{run.s.out}/log.jsonl", i)
+            run.page = run.page or Page(run.s.out)
+        seconds = time.perf_counter() - since
+        self.say(f"survive  --dp {self.trainer.s.dp} goes on with step {i + 1}, {seconds:.1f} s after a message that has "
+                 "not come")
+        return i
+
+    def begin(self):
+        """Say what is trained, and take over what a checkpoint has."""
+        if self.run.lock:
+            self.run.page = Page(self.s.out)
+        describe(self)
+        if self.s.survive and self.s.zero:
+            twice = sum(4 * unit.mine.nbytes for unit in self.trainer.net.units)  # row, gradient, two moments
+            self.say(f"survive  each rank also keeps the row of the rank before: {size(twice)}")
+        if self.first < self.s.steps:
+            self.go_on()
+        self.since = time.perf_counter()
+
+    def step(self, i):
+        progress("starting the step", step=i + 1)
+        dist.reset_traffic()  # the log then holds what one step sends
+        with self.observed(i):
+            found = self.steps.gradients(i)
+            self.steps.update(found, i, self.judge(i + 1, found))
+        if i == self.first:
+            self.seen.share = share_of(self.trainer, found.loads)
+        self.after(i + 1, found)
+
     def go_on(self):
         """Take over what a checkpoint has besides weights."""
         trainer, run = self.trainer, self.run
         if run.saved:
             changes = differences(run.saved["run"], run.identity, ("flags",))
             self.say(f"resume   {run.checkpoint.path}: " + ", ".join([f"after step {self.first}", *changes]))
-            load(trainer, run.saved, self.say)
+            if not self.s.survive:  # else the Survivor's Trainer has it already
+                load(trainer, run.saved, self.say)
         if trainer.optimizer.param_groups[0].get("fused"):  # it wants them there
             for state in trainer.optimizer.state.values():
                 state["step"] = state["step"].to(trainer.device)
@@ -194,9 +251,10 @@ class Loop:
             entry["val_loss"] = trainer.evaluate()
         if s.log_every:
             left = int((s.steps - done) * tokens / rate)
+            problem = self.run.log and self.run.log.write(entry)  # first: what is printed is there
             self.say(f"{self.where(done)}  loss {entry['loss']:.4f}  norm {norm:.2f}  lr {entry['lr']:.1e}  {more}"
                      f"{rate / 1e3:.1f}k tokens/s  left {left // 60}:{left % 60:02}")
-            if self.run.log and (problem := self.run.log.write(entry)):
+            if problem:
                 self.say(f"log      step {done} is not in {s.out}/log.jsonl: {problem.strerror}")
         if "val_loss" in entry:
             bits = entry["val_loss"] / math.log(2)
@@ -353,16 +411,18 @@ class Run:
         return checkpoint
 
     def start(self):
-        if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
-            sys.stdout.reconfigure(errors="replace")  # a sample may hold letters that this terminal cannot print
         torch.set_num_threads(min(torch.get_num_threads(), launch.cores()))
         if self.processes != self.world:
+            if self.s.survive:
+                start(self.processes)
             launch.start_again(self.processes, self.all_saved)
         watch = Watch(self.s.timeout, self.how_to_go_on, self.last_words)
         try:
-            watch.start()
-            device = dist.initialize(self.s.device, FOR_EVER, self.meet)
-            watch.connect()
+            device = torch.device("cpu")
+            if not self.s.survive:
+                watch.start()
+                device = dist.initialize(self.s.device, FOR_EVER, self.meet)
+                watch.connect()
             saved, stopping = self.train(device)
         except Exception as error:  # noqa: BLE001  the other ranks must hear of any error
             watch.give_up(error)
@@ -388,16 +448,28 @@ class Run:
     def train(self, device):
         """Returns (whether everything was saved, always True on ranks other than 0; the signal that ended it, or 0)."""
         s = self.s
-        batch = checked_batch(s, self.config.vocab_size, self.data, device)
-        trainer = self.make_trainer(s, self.config, self.source, self.data, device, batch=batch,
-                                    **self.edition.parts(s, device))
-        self.edition.prepare(trainer)
-        loop = Loop(self, trainer, self.edition.look(s, trainer))
+
+        def build(s, saved):
+            source = saved["tensors"].__getitem__ if saved and saved is not self.saved else self.source
+            batch = checked_batch(s, self.config.vocab_size, self.data, device)
+            trainer = self.make_trainer(s, self.config, source, self.data, device, batch=batch,
+                                        **self.edition.parts(s, device))
+            self.edition.prepare(trainer)
+            if s.survive and saved:
+                load(trainer, saved, str)
+            return trainer
+
+        if s.survive:
+            loop = Loop(self, Survivor(s, build, Meeting(s.timeout), self.saved), lambda found: found)
+            loop.lost = RuntimeError
+        else:
+            trainer = build(s, None)
+            loop = Loop(self, trainer, self.edition.look(s, trainer))
+            dist.barrier()  # or Ctrl-C could end a rank that has no handler yet, while the others save
         # A cluster sends one of `launch.ENDS` before it takes the machine away, a terminal SIGHUP when it is closed,
         # which is ignored under nohup, and SIGINT at Ctrl-C, which without --out ends a rank at once. The handler only
         # sets a number, so that this step ends and is saved. It stays after an error, because torchrun sends SIGTERM to
         # ranks that still print it.
-        dist.barrier()  # or Ctrl-C could end a rank that has no handler yet, while the others save
         ends = [*launch.ENDS, *[signal.SIGINT] * bool(s.out)]
         ends = [end for end in ends if signal.getsignal(end) != signal.SIG_IGN]
         before = [signal.signal(end, lambda number, _: setattr(loop, "terminated", number)) for end in ends]
@@ -411,5 +483,6 @@ class Run:
             launch.end_after_sigterm()
         if self.lock and loop.saved:
             self.lock.truncate(0)  # possible even on a full disk
-        dist.barrier()
+        if not s.survive:
+            dist.barrier()
         return loop.saved, loop.stopping

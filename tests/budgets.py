@@ -20,12 +20,12 @@ from tests.walls import CORE, SOURCES, TREES, room_of
 
 BUDGETS = [  # a name, its rooms, and the most tokens of code that they may have together
     ("five files", CORE, 26_500),
-    ("further", ("further",), 28_800),
+    ("further", ("further",), 30_200),
     ("fast", ("fast",), 32_600),
-    ("safe", ("safe",), 16_500),
+    ("safe", ("safe",), 17_800),
     ("theory", ("theory",), 8_000),
-    ("lessons with bench.py", ("lessons", "bench"), 56_600),
-    ("tests", ("tests", "test_all"), 98_400)]
+    ("lessons with bench.py", ("lessons", "bench"), 56_700),
+    ("tests", ("tests", "test_all"), 101_200)]
 README = pathlib.Path(HERE, "README.md").read_text()
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
