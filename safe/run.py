@@ -120,8 +120,8 @@ class Loop:
             run.log = Log(f"{run.s.out}/log.jsonl", i)
             run.page = run.page or Page(run.s.out)
         seconds = time.perf_counter() - since
-        self.say(f"survive  --dp {self.trainer.s.dp} goes on with step {i + 1}, {seconds:.1f} s after a message that has "
-                 "not come")
+        self.say(f"survive  --dp {self.trainer.s.dp} goes on with step {i + 1}, {seconds:.1f} s after a message that "
+                 "has not come")
         return i
 
     def begin(self):

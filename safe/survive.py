@@ -64,8 +64,8 @@ def start(n):
 
 
 class Meeting:
-    """`meet` of further/survive.py's Survivor. A thread reads the news. When somebody is dead, it closes all connections
-    of this process, so that whatever it waits for has an error: a message, or others who want to meet."""
+    """`meet` of further/survive.py's Survivor. A thread reads the news. When somebody is dead, it closes this process's
+    connections, so that whatever the process waits for has an error: a message, or others who want to meet."""
     epoch = -1  # how many were dead when this rank last met others
 
     def __init__(self, timeout):

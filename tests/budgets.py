@@ -22,7 +22,7 @@ BUDGETS = [  # a name, its rooms, and the most tokens of code that they may have
     ("five files", CORE, 26_500),
     ("further", ("further",), 30_200),
     ("fast", ("fast",), 32_600),
-    ("safe", ("safe",), 17_800),
+    ("safe", ("safe",), 17_900),
     ("theory", ("theory",), 8_000),
     ("lessons with bench.py", ("lessons", "bench"), 56_700),
     ("tests", ("tests", "test_all"), 101_200)]

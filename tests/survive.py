@@ -301,7 +301,7 @@ def test_the_sweep_sees_what_is_wrong(layout, wrong):
 # ------------------------------------------------------------------------------------------------------ real processes
 
 def killed(words, victims):
-    """What train.py prints with these flags, its ranks `victims` killed after step 4, one after the other; exit code."""
+    """(what train.py prints with these flags, its ranks `victims` killed one by one from step 4 on; the exit code)"""
     with subprocess.Popen([sys.executable, "train.py", *words.split()], cwd=HERE, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT) as process:
         lines = []
@@ -331,7 +331,8 @@ def test_processes_are_killed_and_the_log_is_that_of_an_undisturbed_run(trained,
 
 
 @parametrize("words, why", [
-    ("--survive", "--survive with one replica: give --dp 2"), ("--survive --tp 2", "which goes as a whole: give --dp 2"),
+    ("--survive", "--survive with one replica: give --dp 2"),
+    ("--survive --tp 2", "which goes as a whole: give --dp 2"),
     ("--survive --dp 2 --optimizer muon", "--survive wants --optimizer adamw"),
     ("--survive --dp 2 --fast on", "--survive wants --fast off"),
     ("--survive --dp 2 --experts 4 --ep 2", "--survive wants --ep 1")])
@@ -342,4 +343,4 @@ def test_who_cannot_survive_is_told(words, why):
 if __name__ == "__main__":
     for layout, words in LAYOUTS.items():
         runs, worst = sweep(words)
-        print(f"{layout:14} killed at {runs // 2:5} messages, heard of at once and late: off by {worst:.0e}", flush=True)
+        print(f"{layout:14}{runs // 2:5} messages, at each a death, heard of at once and late: {worst:.0e}", flush=True)
