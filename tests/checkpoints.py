@@ -46,7 +46,7 @@ KNOWN_OTHERWISE = {*"""arch model n_layer n_head n_kv_head n_embd seq_len vocab_
 NO_LOSSES = {*"""micro_batches dp tp sp cp cp_kind ep pp schedule virtual_stages zero
     zero_within recompute recompute_blocks loss_chunk device kernels fast comm plain together config eval_every
     log_every sample prompt temperature out save_every resume profile cuda_graphs
-    deterministic keep timeout""".split()}
+    deterministic survive keep timeout""".split()}
 
 
 def test_every_flag_that_decides_the_losses_is_known():

@@ -262,7 +262,7 @@ def test_a_demo_shows_the_law(plain_pool, name, ranks, shown):
 
 def test_a_demo_outlives_a_closed_pipe(monkeypatch):
     """As behind `| head`: a rank that ended there would be called lost."""
-    monkeypatch.setattr(sys, "stdout", Mock(write=Mock(side_effect=BrokenPipeError)))
+    monkeypatch.setattr(sys, "stdout", Mock(encoding="utf-8", write=Mock(side_effect=BrokenPipeError)))
     say("a line")
 
 
