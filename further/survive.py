@@ -141,7 +141,8 @@ class Survivor:
                 dist.all_reduce(tensor, dist.ReduceOp.MAX)
             reject(not there.all(), f"nobody who lives has all of {name}: a rank is dead, and so is the next one, "
                    f"which kept its rows, too: {NEWEST}")
-            made |= {label + name: row.view(shape) for label, row in zip(("", "exp_avg.", "exp_avg_sq."), rows)}
+            labels = name, *[f"{key}.{name}" for key in MOMENTS]
+            made |= {label: row.view(shape) for label, row in zip(labels, rows)}
         made.setdefault("lm_head.weight", made["wte.weight"])  # tied
         return made
 

@@ -85,8 +85,7 @@ def start_again(processes, saved=lambda: True):
     forget_launcher()
     for number in set(ENDS) - {signal.SIGTERM, signal.SIGHUP}:  # which torchrun hands on
         signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,.*)?", os.environ.get("OMP_NUM_THREADS", "")):
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
+    share_cores(processes)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup, but torchrun would handle it
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # ranks inherit this
     program = os.path.abspath(sys.argv[0])  # not __main__, which is pdb's or a profiler's where they run it
@@ -112,6 +111,12 @@ def start_again(processes, saved=lambda: True):
             sys.exit(0 if saved() else 1)
         sys.exit(130)
     sys.exit(0)
+
+
+def share_cores(processes):
+    """Let each rank that this process starts have its part of the cores, unless somebody has said how many."""
+    if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,.*)?", os.environ.get("OMP_NUM_THREADS", "")):
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
 
 
 def keep_quiet():

@@ -449,9 +449,10 @@ class Run:
         """Returns (whether everything was saved, always True on ranks other than 0; the signal that ended it, or 0)."""
         s = self.s
 
+        batch = checked_batch(s, self.config.vocab_size, self.data, device)
+
         def build(s, saved):
             source = saved["tensors"].__getitem__ if saved and saved is not self.saved else self.source
-            batch = checked_batch(s, self.config.vocab_size, self.data, device)
             trainer = self.make_trainer(s, self.config, source, self.data, device, batch=batch,
                                         **self.edition.parts(s, device))
             self.edition.prepare(trainer)

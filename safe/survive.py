@@ -33,6 +33,7 @@ def start(n):
     A file tells them [how many are dead, whether one has done all steps, who lives]."""
     store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     codes, ranks = [], {}
+    launch.share_cores(n)
     with tempfile.TemporaryDirectory() as folder:
         news = pathlib.Path(folder, "news")
 
@@ -42,8 +43,7 @@ def start(n):
             news.with_suffix(".part").replace(news)
 
         same = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
-                "TORCHELASTIC_RUN_ID": OURS, "TORCHELASTIC_USE_AGENT_STORE": True, "RINGGPT_NEWS": news,
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or max(1, launch.cores() // n)}
+                "TORCHELASTIC_RUN_ID": OURS, "TORCHELASTIC_USE_AGENT_STORE": True, "RINGGPT_NEWS": news}
         for rank in range(n):
             own = {name: str(value) for name, value in (same | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             ranks[subprocess.Popen([sys.executable, *sys.argv], env=os.environ | own).pid] = rank
