@@ -43,12 +43,13 @@ def _add_biases(y, bias, counts, width, E, E_PAD: tl.constexpr, BLOCK: tl.conste
 
 class GroupedProduct(torch.autograd.Function):
     """y_r = W_e x_r + b_e of each row r of expert e, by PyTorch's grouped products, which read where groups end on the
-    GPU. Keeps x, W and counts."""
+    GPU. Keeps x, W, counts and their ends."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, counts):
-        ctx.save_for_backward(x, weight, counts)
-        y = F.grouped_mm(x, weight.mT, offs=ends_of(counts))
+        ends = counts.cumsum(0, dtype=torch.int32)
+        ctx.save_for_backward(x, weight, counts, ends)
+        y = F.grouped_mm(x, weight.mT, offs=ends)
         if bias is not None:
             block = triton.next_power_of_2(y.shape[1])
             _add_biases[len(y),](y, bias, counts, y.shape[1], len(counts), triton.next_power_of_2(len(counts)), block)
@@ -57,17 +58,12 @@ class GroupedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, counts = ctx.saved_tensors
+        x, weight, counts, ends = ctx.saved_tensors
         dy = dy.contiguous()
-        ends = ends_of(counts)
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dx = F.grouped_mm(dy, weight, offs=ends) if needs_dx else None
         dw = F.grouped_mm(dy.T, x, offs=ends) if needs_dw else None
         return dx, dw, column_sums(dy, counts) if needs_db else None, None
-
-
-def ends_of(counts):
-    return counts.cumsum(0, dtype=torch.int32)
 
 
 def fast_grouped(x, weight, bias, counts):

@@ -45,7 +45,7 @@ def axes_of(config, gpus, batch_size, dtype, machine):
     """Layouts by their axes alone: tp inside a node, cp where attention hides a ring inside a node."""
     for tp, cp, pp, kind in itertools.product(*[divisors(gpus)] * 3, KINDS):
         own = config.seq_len // cp
-        hides = max(ring_hides(machine.attention_with(own), machine.link, parallel.PRECISIONS[dtype]))
+        hides = max(ring_hides(machine.attention_with(own, config.head_dim), machine.link, parallel.PRECISIONS[dtype]))
         s = Settings(dp=gpus // (tp * cp * pp), tp=tp, cp=cp, pp=pp, cp_kind=kind, dtype=dtype, batch_size=batch_size)
         if s.dp * tp * cp * pp == gpus and (own >= hides if cp > 1 else kind == "ring"):
             yield s
@@ -182,6 +182,6 @@ def plan(a, _):
             "--gpus, or another --batch-size")
     near = sum(row["ms"] < 1.03 * rows[0]["ms"] for row in rows)
     if near > 1:
-        say(f"\nThe first {near} are within 3 %, and predictions have been up to 13 % too short on four H100s "
+        say(f"\nThe first {near} are within 3 %, and predictions have been up to 6 % too short on two H200s "
             "(docs/results.md): measure them.")
     write_json(a, torch.device("cpu"), table)

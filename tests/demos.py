@@ -66,21 +66,21 @@ SHOWN = [
         256.0 FLOPs a byte: memory
         ...
         1107.0 FLOPs a byte: comp"""),
-    # 4 bytes x 7/8 / (2 x 8192) x 710e12 / 330e9; 2 bytes x 7 / (6 x 1600) and 2 x 8 / (24 x 1600 x 48), times the same
+    # 4 bytes x 7/8 / (2 x 8192) x 660e12 / 350e9; 2 bytes x 7 / (6 x 1600) and 2 x 8 / (24 x 1600 x 48), times the same
     # whatever the tokens; BTC is 2 x 8192 x 1600 bytes
     ("overlap", 1, """
-              0.460     3.370      0.115     0.843      3,766    27,612       1.79e+08
+              0.403     3.133      0.101     0.783      3,300    25,667       1.57e+08
         ...
-              0.230     1.685      0.057     0.421      1,883    13,806
+              0.201     1.567      0.050     0.392      1,650    12,834
         ...
-              3.138    23.009      3.138    23.009      never     never
+              2.750    21.389      2.750    21.389      never     never
         ...
-              0.019     0.137      0.019     0.137        any       any
+              0.016     0.127      0.016     0.127        any       any
         ...
-        which leaves each node by one card, 260 ms; in two levels 50 ms
-        cp, ring: hidden from 2,894
+        which leaves each node by one card, 260 ms; in two levels 48 ms
+        cp, ring: hidden from 2,848
         ...
-        dp: a bucket of 25 MB takes 0.13 ms in a node (2(N-1)/N bucket / W), a block's backward 1.42 (4 tokens K / F).
+        dp: a bucket of 25 MB takes 0.12 ms in a node (2(N-1)/N bucket / W), a block's backward 1.53 (4 tokens K / F).
         ...
         micro-batch, 52.4 MB (docs/words.md), and receives as much. The playbook adds both up: 4 BTC, 104.9 MB."""),
     # 3 + 1 + 2 x 4; of the gated MLP three matrices, each 8/3 or 4; GQA halves two of q, k, v

@@ -13,7 +13,7 @@ import torch
 
 import parallel
 from further.pieces import matrices
-from theory.clock import bubble, lists_of, simulate, stage_to_rank_in, stages_in
+from theory.clock import bubble, is_fast, lists_of, simulate, stage_to_rank_in, stages_in
 from theory.memory import elements_kept, elements_of, table_elements
 from theory.traffic import (
     contents, GATHER, HALVES, in_two_levels, Message, messages, recomputed, SCATTER, sent, shards_of, tokens_of,
@@ -39,7 +39,7 @@ class Machine:
     name: str
     peak: float           # FLOP/s by the datasheet, dense, 16-bit, which MFU is a share of; None: not known, no MFU
     memory: float         # bytes
-    matmul: float         # FLOP/s of a block's matrix products with 8192 tokens
+    matmul: float         # FLOP/s of a block's matrix products with many tokens
     attention: float      # FLOP/s from q, k, v to the heads' outputs, forward and backward, counting only scores that
                           # the mask leaves. In MACHINES: with 1024 tokens
     elementwise: float    # bytes/s of a block's other operations, by `passes`' bytes; above hbm where they are fused
@@ -51,17 +51,22 @@ class Machine:
     network_hop: float = 8e-6  # s of latency of a collective between nodes
     node: int = 8              # GPUs of a node
     long_attention: float = None  # what attention reaches in ever longer rows; None: `attention` has the model's length
+    start: float = 0.0  # s that a block, forward and backward, takes besides: gaps between kernels, tiles that leave a
+                        # GPU half empty
     estimated: tuple = ("network", "network_hop")  # names of the rates that nobody has measured
 
-    def attention_with(self, tokens):
-        """FLOP/s of attention over so many tokens. Long rows are faster, because each query has a fixed cost, too."""
+    def attention_with(self, tokens, head_dim=64):
+        """FLOP/s of attention over so many tokens. Long rows are faster, because each query has a fixed cost, too. In
+        MACHINES rates are those of heads of 64; heads of 128 have 1.2 to 1.4 times as many FLOP/s (docs/results.md)."""
         slow = 1 / self.attention
         fast = 1 / (self.long_attention or self.attention)
-        return 1 / (fast + (slow - fast) * 1024 / max(1024, tokens))
+        wide = 1.4 if self.long_attention and head_dim > 64 else 1.0
+        return wide / (fast + (slow - fast) * 1024 / max(1024, tokens))
 
 
 RATES = {  # field of Machine: in words, times what
-    "matmul": ("products {:,.0f} GFLOP/s", 1e-9), "attention": ("causal attention {:,.0f} GFLOP/s", 1e-9),
+    "matmul": ("products {:,.0f} GFLOP/s", 1e-9), "start": ("a block {:.0f} us besides", 1e6),
+    "attention": ("causal attention {:,.0f} GFLOP/s", 1e-9),
     "long_attention": ("of long sequences {:,.0f} GFLOP/s", 1e-9), "hbm": ("copies {:,.0f} GB/s", 1e-9),
     "elementwise": ("a block's other operations {:,.0f} GB/s", 1e-9), "loss": ("loss {:,.0f} logits/us", 1e-6),
     "link": ("links in a node {:.1f} GB/s", 1e-9),
@@ -71,11 +76,12 @@ RATES = {  # field of Machine: in words, times what
 # `peak` is the datasheet's, `memory` what CUDA reports. Rates were measured on four GPUs of a kind, but those that are
 # `estimated`. --machine FILE takes rates that you have measured. All are of bf16.
 H200 = Machine(
-    "H200", peak=989e12, memory=150e9, matmul=710e12, attention=220e12, long_attention=450e12, elementwise=5.9e12,
-    loss=3.4e11, hbm=4.07e12, link=330e9, hop=2.7e-5, network=45e9)
+    "H200", peak=989e12, memory=150e9, matmul=660e12, attention=270e12, long_attention=450e12, elementwise=5.95e12,
+    loss=6.5e11, hbm=4.19e12, link=350e9, hop=1.6e-5, network=45e9, start=1.6e-4)
 H100 = dataclasses.replace(
     H200, name="H100", memory=85e9, matmul=720.7e12, attention=274.3e12, long_attention=430e12, elementwise=4.08e12,
-    loss=4.798e11, hbm=2.761e12, link=333.8e9, hop=5e-5, estimated=("long_attention", "network", "network_hop"))
+    loss=4.798e11, hbm=2.761e12, link=333.8e9, hop=5e-5, start=0.0,
+    estimated=("long_attention", "network", "network_hop"))
 MACHINES = {"h200": H200, "h100": H100}
 
 
@@ -96,8 +102,7 @@ def call_seconds(op, elements, width, machine, n, here):
 class Costs(NamedTuple):
     """Predicted seconds of a step on the busiest pipeline rank, whose sum the step takes."""
     compute: float      # forward and backward of all micro-batches
-    tp: float           # tensor parallelism's collectives. fast/ hides some of them under weight gradients, but
-                        # predictions without those were 4 to 15 % too short, with them they are at most 7 % off
+    tp: float           # tensor parallelism's collectives, less the time that fast/ hides under weight gradients
     cp: float           # context parallelism's traffic, less the time that attention hides
     ep: float           # expert parallelism's all-to-alls, which nothing hides
     bubble: float
@@ -160,7 +165,7 @@ def block_seconds(config, s, machine, routed):
     if routed:
         met, here = (n + config.shared_experts for n in (config.top_k, config.experts // s.ep))
     attention, mlp = matrices(config, s.tp)
-    product = 2 * (attention + met * mlp) * tokens / machine.matmul             # I and W take as many products as F
+    product = 2 * (attention + met * mlp) * tokens / machine.matmul + machine.start / 3  # I and W take as long as F
     scores = attention_seconds(config, s, machine)                              # backward: 2.5 times as long
     f, i, w = (product + tokens * narrow * n / machine.elementwise for n in passes(config, s.tp, s.sp, s.ep, routed))
     into_messages = (attention + here * mlp) * (2 * narrow + 2 * wide) / machine.hbm
@@ -197,7 +202,7 @@ def stage_seconds(config, s, machine, stages):
 def attention_seconds(config, s, machine):
     """Seconds of attention's forward in one block for one micro-batch: Q K^T and P V, half masked, take 2 T H D FLOPs a
     token. The kernels of a ring of N see T/N tokens at once."""
-    rate = machine.attention_with(config.seq_len // (s.cp if s.cp_kind == "ring" else 1))
+    rate = machine.attention_with(config.seq_len // (s.cp if s.cp_kind == "ring" else 1), config.head_dim)
     return 2 * config.seq_len * config.heads_width / s.tp * tokens_of(config, s) / rate
 
 
@@ -346,6 +351,8 @@ def predict(config, s, machine):
     spent, touched = seconds_by_axis(config, s, machine, items)
 
     tp = spent["tp"].total()
+    if is_fast(s) and tp:  # sums of dX travel beside dW
+        tp -= min(spent["tp"]["sums of dX"], m * w) * (1 - touched["tp"] / tp)
     ep = spent["ep"].total()
     cp = context_seconds(config, s, machine, stages, spent)
     waits = (tp + cp + ep) / m / 2  # a micro-batch's, in forward, and as long in backward

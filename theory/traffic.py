@@ -170,7 +170,9 @@ def messages_of_tensors(config, s, stages):
         yield Message("loss: two sums", "all_reduce", "tp", 2 * rows, wide, m * last)
     x = tokens_of(config, s) * config.n_embd
     ends = m * first + backwards * last
-    yield Message("sums", SCATTER if s.sp else "all_reduce", "tp", x, narrow, ends + forward + backwards * sublayers)
+    combine = SCATTER if s.sp else "all_reduce"
+    yield Message("sums", combine, "tp", x, narrow, ends + forward)
+    yield Message("sums of dX", combine, "tp", x, narrow, backwards * sublayers)
     if s.sp:
         gathered_again = m * (sublayers - routed) * (is_fast(s) and s.dtype != "fp8")
         yield Message("x and dy", GATHER, "tp", x, narrow,

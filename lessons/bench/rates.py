@@ -52,6 +52,14 @@ def replays_of(steps, device):
     return {name: recorded.RecordedGraph(step, pool).replay for name, step in steps.items()}
 
 
+def hot(steps, device):
+    """Seconds a call of {name: function}. Each is called on a GPU for a quarter of a second in a row: then it runs at
+    its power limit, as in training. (On an H200 products were 5 to 9 % slower than in turns of 3 calls.)"""
+    once = interleaved(steps, device, 1, 3)
+    calls = {name: max(3, int(0.25 / took)) if device.type == "cuda" else 3 for name, took in once.items()}
+    return {name: interleaved({name: step}, device, 5, calls[name])[name] for name, step in steps.items()}
+
+
 def both_ways(function, *inputs):
     """A function that runs `function`, which may be a module, forward and backward."""
     dy, leaves = torch.randn_like(function(*inputs)), [*inputs, *getattr(function, "parameters", list)()]
@@ -61,35 +69,40 @@ def both_ways(function, *inputs):
 def measure_machine(device, dtype, config):
     """The Machine of these processes: its rates at a dense model's sizes and in this --dtype, and of its links. (Those
     of FP8 are not measured: its steps are predicted as bf16's.) All ranks measure at once, because in training, too,
-    they share power. On CUDA the computing is replayed, so that a slow CPU changes nothing."""
+    they share power. On CUDA the computing is replayed, so that a slow CPU changes nothing.
+
+    A block is measured with all sequences and with a quarter of them. If that takes s + f and s + f / 4, s is its
+    start."""
     dtype = parallel.PRECISIONS[dtype]
     cuda, n, c, t = device.type == "cuda", dist.get_world_size(), config.n_embd, config.seq_len
     b = max(1, (32768 if cuda else 1024) // t)  # so much that no GPU waits for its CPU
+    few = max(1, b // 4)
     random = functools.partial(torch.randn, dtype=dtype, device=device, requires_grad=True)
 
     block = FusedBlock(config, 0).to(device, dtype)
     targets = torch.zeros(b, t, dtype=torch.int64, device=device)
-    k = min(b * t, 8192)  # tokens of a step on one GPU; with more, products are faster
-    a, wide, up = random(k, c), random(k, config.hidden), random(c, config.hidden)
+    shapes = (c, config.qkv_width), (config.heads_width, c), (c, config.up_width), (config.hidden, c)  # in, out
+    layers = [(random(b * t, n_in), random(n_out, n_in), random(b * t, n_out)) for n_in, n_out in shapes]  # x, w, dy
     source, target = torch.zeros(2, 1 << 29 if cuda else 1 << 24, dtype=torch.uint8, device=device)
     computing = {
-        "products": torch.no_grad()(lambda: (a @ up, wide @ up.T, a.T @ wide)),
+        "products": torch.no_grad()(lambda: [(x @ w.T, dy @ w, dy.T @ x) for x, w, dy in layers]),
         "block": both_ways(block, random(b, t, c)),
+        "few": both_ways(block, random(few, t, c)),
         "attention": both_ways(kernels.attention, random(
             b, t, config.n_head // config.kv_heads + 2, config.kv_heads, config.head_dim)),
         "loss": both_ways(lambda z: parallel.cross_entropy(z, targets, config.vocab_size),
                           random(b, t, config.vocab_size))}
     copying = {"copy": lambda: target.copy_(source)}
-    seconds = interleaved(replays_of(computing, device) | copying, device, 5, calls=3)
-    products = b * t / k * seconds["products"] * sum(matrices(config)) / (c * config.hidden)  # all of a block
-    rest = seconds["block"] - seconds["attention"] - products
+    seconds = hot(replays_of(computing, device) | copying, device)
+    start = max(0.0, (b * seconds["few"] - few * seconds["block"]) / max(1, b - few))
+    rest = seconds["block"] - start - seconds["attention"] - seconds["products"]
     name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n
     if cuda:
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     hop, link = measure_links(device) if n > 1 else (None, None)
     return Machine(
         name, speed.peak_flops(device), memory,
-        matmul=6 * k * c * config.hidden / seconds["products"],
+        matmul=6 * b * t * sum(matrices(config)) / seconds["products"], start=start,
         attention=7 * b * t * t * config.heads_width / seconds["attention"],
         elementwise=sum(passes(config)) * b * t * dtype.itemsize / max(rest, 0.05 * seconds["block"]),
         loss=b * t * config.vocab_size / seconds["loss"], hbm=2 * source.nbytes / seconds["copy"],
@@ -101,7 +114,7 @@ def measure_links(device):
     n = dist.get_world_size()
     short, long = (torch.zeros(1 << log, device=device) for log in ((11, 26) if device.type == "cuda" else (8, 21)))
     calls = {name: functools.partial(dist.all_reduce, t) for name, t in (("short", short), ("long", long))}
-    seconds = interleaved(calls, device, 5, calls=5)
+    seconds = interleaved(replays_of(calls, device), device, 5, calls=5)
     more = 2 * (n - 1) / n * (long.nbytes - short.nbytes)
     return seconds["short"], more / (seconds["long"] - seconds["short"])
 
