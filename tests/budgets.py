@@ -25,7 +25,7 @@ BUDGETS = [  # a name, its rooms, and the most tokens of code that they may have
     ("safe", ("safe",), 17_900),
     ("theory", ("theory",), 8_060),
     ("lessons with bench.py", ("lessons", "bench"), 56_850),
-    ("tests", ("tests", "test_all"), 101_200)]
+    ("tests", ("tests", "test_all"), 101_300)]
 README = pathlib.Path(HERE, "README.md").read_text()
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -33,7 +33,7 @@ MOE = ExpertsConfig(256, 1024, 6, 16, 2048, experts=16, expert_every=2)
 # Machines of bandwidth alone: without latency; and computing in no time, so that nothing hides what is sent.
 FAST = dataclasses.replace(H200, hop=0.0, network_hop=0.0)
 IDLE = dataclasses.replace(FAST, matmul=1e30, attention=1e30, long_attention=1e30, elementwise=1e30, loss=1e30,
-                           hbm=1e30)
+                           hbm=1e30, start=0.0)
 
 
 def layout(flags="", config=XL):
@@ -97,6 +97,14 @@ def test_computation_hides_traffic_and_fills_the_step():
     assert close(tied.pp - untied.pp, 4 * 50257 * 2048 * LINK)  # its gradient, between two
 
 
+def test_a_block_has_a_fixed_cost_and_sums_of_dx_travel_beside_dw():
+    small, large = (predict(XL, layout("--micro-batches 4"), dataclasses.replace(FAST, start=x)) for x in (0.0, 1e-3))
+    assert close(large.compute - small.compute, 4 * 48 * 1e-3)  # in each micro-batch
+    on, off = (predict(EVEN, layout(f"--tp 4 --fast {fast}", EVEN), FAST).tp for fast in ("on", "off"))
+    assert close(off, 30 * 4 * 2 * 3 / 4 * 32 * 1024 * 2048 * 2 * LINK, 0.02)
+    assert 0.5 < on / off < 0.7  # one of two in backward, at a third of its time
+
+
 def test_experts_take_as_long_as_wide_mlps():
     """Two experts a token where there was one MLP, in every second block: the products of MLPs half as wide again. And
     each rank steps its Nth of all."""
@@ -152,7 +160,7 @@ def test_mfu_of_long_sequences_counts_what_the_mask_leaves():
     """A GPU that does products and attention at its peak has an MFU of 100 %, but for the scores that a backward
     kernel computes again."""
     ideal = dataclasses.replace(H200, matmul=H200.peak, attention=H200.peak, elementwise=math.inf, hbm=math.inf,
-                                loss=math.inf, long_attention=None)
+                                loss=math.inf, long_attention=None, start=0.0)
     for tokens in 3072, 3073, 131072:
         config = dataclasses.replace(model.PRESETS["gpt2"], seq_len=tokens)
         scores = config.n_layer * config.n_embd * tokens  # 2 LCT forward and 5 backward are computed
