@@ -102,7 +102,7 @@ def test_a_block_has_a_fixed_cost_and_sums_of_dx_travel_beside_dw():
     assert close(large.compute - small.compute, 4 * 48 * 1e-3)  # in each micro-batch
     on, off = (predict(EVEN, layout(f"--tp 4 --fast {fast}", EVEN), FAST).tp for fast in ("on", "off"))
     assert close(off, 30 * 4 * 2 * 3 / 4 * 32 * 1024 * 2048 * 2 * LINK, 0.02)
-    assert 0.5 < on / off < 0.7  # one of two in backward, at a third of its time
+    assert 0.6 < on / off < 0.7  # one of two in backward, at a third of its time
 
 
 def test_experts_take_as_long_as_wide_mlps():
