@@ -1,5 +1,6 @@
 """The README and docs/: links and figures are there, and commands run."""
 
+import inspect
 import json
 import os
 import pathlib
@@ -212,6 +213,11 @@ def cells_run():
     cells = [cell for cell in cells if cell["cell_type"] == "code"]
     return [(printed_by(exec, "".join(cell["source"]), names), [out.get("text") for out in cell["outputs"]])
             for cell in cells]
+
+
+def test_the_debugger_stops_where_a_list_s_action_begins():
+    [line] = re.findall(r"b parallel:(\d+)", PAGES["docs/reading.md"])
+    assert int(line) == inspect.getsourcelines(Pipeline.do)[1] + 1
 
 
 def test_the_notebook_runs_and_prints_what_stands_in_it():
