@@ -530,16 +530,13 @@ class Link:
         """
         process.traffic[name].calls += 1
 
-        if not async_op and self.last.is_completed():
-            self.last.wait()  # raises if it failed: peers could take this operation's messages for those of that one
-            with inference_where(arguments):
-                algorithm(self.during(name), *arguments)
-            return None
-
         def operation():
             with inference_where(arguments):
                 algorithm(self.during(name, async_op), *arguments)
 
+        if not async_op and self.last.is_completed():
+            self.last.wait()  # raises if it failed: peers could take this operation's messages for those of that one
+            return operation()
         if self.device == "cuda":
             return self.on_a_stream(operation, tensors_among(arguments))
         self.worker = self.worker or Worker()
