@@ -316,7 +316,8 @@ def buffers(config):
 
 
 def materialize(module, source, device="cpu", dtype=torch.float32, place=lambda param, value: value):
-    """Replace every parameter, one at a time, by place(param, source(name)) on `device`; tied ones stay tied.
+    """Replace every parameter, one at a time, by place(param, source(name)) on `device`; tied ones stay tied. Every
+    buffer becomes source(name).
 
     At no time does more than one whole parameter exist beside what stays here; `place` may keep a part of it.
     """
@@ -328,11 +329,5 @@ def materialize(module, source, device="cpu", dtype=torch.float32, place=lambda 
                 made[old] = type(old)(value.to(device, dtype, copy=True).contiguous(), old.requires_grad)
                 made[old].__dict__.update(old.__dict__)  # its placement: how it was cut
             setattr(owner, leaf, made[old])
-    materialize_buffers(module, source, device)
-
-
-def materialize_buffers(module, source, device):
-    """Give every buffer its value, float32 whatever dtype layers have."""
-    for prefix, owner in module.named_modules():
-        for leaf, old in list(owner.named_buffers(recurse=False)):
+        for leaf, _ in list(owner.named_buffers(recurse=False)):  # float32 whatever dtype layers have
             owner.register_buffer(leaf, source(f"{prefix}.{leaf}").to(device, torch.float32, copy=True))
