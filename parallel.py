@@ -1214,8 +1214,9 @@ class Parallel:
 
     @property
     def params(self):
-        """What the optimizer steps: this rank's parts of its parameters."""
-        return params_of(self.optimizer)
+        """What the optimizer steps: this rank's parts of its parameters. [] without one."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [param for group in groups for param in group["params"]]
 
     def kept(self, param):
         """For checkpoints, as Unit.kept."""
@@ -1380,11 +1381,6 @@ def inside(group, groups):
     """Whether one of `groups` has all ranks of a group."""
     ranks = torch.distributed.get_process_group_ranks
     return any(set(ranks(group)) <= set(ranks(other)) for other in groups)
-
-
-def params_of(optimizer):
-    """What an optimizer steps; None steps nothing."""
-    return [param for group in optimizer.param_groups for param in group["params"]] if optimizer else []
 
 
 def clip_grad_norm_(parameters, max_norm, scale=1.0):
