@@ -186,8 +186,7 @@ class ParallelGPT(parallel.Parallel):
 
     def named_parameters(self):
         """{parameter: its name in the whole GPT} of this rank's pieces."""
-        named = [both for piece in self.pieces.values() for both in piece.named_parameters()]
-        return {param: name for name, param in reversed(named)}
+        return {param: name.partition(".")[2] for param, name in super().named_parameters().items()}
 
     def shape(self, i, tokens):
         """Of what travels between pieces: (B, T, C), or with sequence parallelism (B, T/N, C)."""
