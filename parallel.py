@@ -1146,8 +1146,8 @@ class Parallel:
         self.pieces = {i: pieces[i] for i in stages_on(dist.get_rank(self.groups.pp), self.piece_to_rank)}
         here = (param.device for piece in self.pieces.values() for param in piece.parameters())
         self.device = next(here, torch.device(mesh.device_type))
-        names = param_names({i: piece for i, piece in enumerate(pieces) if piece})
-        self.shapes = None if None in pieces else {name: whole_shape(param) for param, name in names.items()}
+        self.shapes = None if None in pieces else {
+            name: whole_shape(param) for param, name in param_names(dict(enumerate(pieces))).items()}
         self.check_given(pieces, loss, lists, pipeline, groups, shape)
         shape = shape or (shapes_of(pieces) if p > 1 else None)
         for piece in self.pieces.values() if not groups else ():
