@@ -249,10 +249,15 @@ def load(trainer, saved, say):
         vars(trainer.scaler).update(saved["scaler"])
     updates = done - trainer.skipped
     if updates:  # before the first one, an optimizer has no state
-        for key in MOMENTS:
-            load_state(trainer.net, key, lambda name, key=key: saved["tensors"][f"{key}.{name}"])
-        set_updates(trainer.net, updates)
+        load_moments(trainer.net, saved["tensors"], updates)
     return done
+
+
+def load_moments(net, tensors, updates):
+    """Let a ParallelGPT's optimizer take its part of a checkpoint's moments, made by so many updates."""
+    for key in MOMENTS:
+        load_state(net, key, lambda name, key=key: tensors[f"{key}.{name}"])
+    set_updates(net, updates)
 
 
 def load_state(net, key, source):

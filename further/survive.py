@@ -33,8 +33,8 @@ import collectives as dist
 from further.bad_input import reject
 from further.flags import learning_rate
 from further.kinds import shapes_of_all
-from further.resume import load_state, run_of
-from further.whole import MOMENTS, put_part, set_updates
+from further.resume import load_moments, run_of
+from further.whole import MOMENTS, put_part
 from parallel import master_dtype
 
 
@@ -174,7 +174,5 @@ def second_copy(net, saved):
     for group in second.param_groups():
         second.optimizer.add_param_group(group)
     if saved and net.optimizer.state:
-        for key in MOMENTS:
-            load_state(second, key, lambda name, key=key: saved["tensors"][f"{key}.{name}"])
-        set_updates(second, saved["step"] - saved["skipped"])
+        load_moments(second, saved["tensors"], saved["step"] - saved["skipped"])
     return second
