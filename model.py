@@ -292,7 +292,7 @@ def initial_weight(config, name, seed):
     name = "wte.weight" if config.tied and name == "lm_head.weight" else name
     if each := config.stacked(name):
         return torch.stack([initial_value(config, one, shapes(config)[name][1:], seed) for one in each])
-    return initial_value(config, name, {**shapes(config), **buffers(config)}[name], seed)
+    return initial_value(config, name, shapes_of_all(config)[name], seed)
 
 
 def initial_value(config, name, shape, seed):
@@ -310,9 +310,10 @@ def shapes(config):
 
 
 @functools.cache
-def buffers(config):
-    """Name -> shape of every buffer: what is kept and is no parameter, float32. A GPT-2 has none."""
-    return {name: tuple(b.shape) for name, b in GPT(config, seed=None).named_buffers()}
+def shapes_of_all(config):
+    """Name -> shape of every parameter, then of every buffer: what is kept and is no parameter, float32. A GPT-2 has
+    none."""
+    return shapes(config) | {name: tuple(b.shape) for name, b in GPT(config, seed=None).named_buffers()}
 
 
 def materialize(module, source, device="cpu", dtype=torch.float32, place=lambda param, value: value):

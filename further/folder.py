@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from further.kinds import shapes_of_all
+from model import shapes_of_all
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

@@ -1,12 +1,12 @@
 """Which config has these sizes? Experts, a Llama: each is a subclass, in a file of its own.
 
-And which tensors has a model of that config, and how does tensor parallelism cut its layers?
+And how does tensor parallelism cut its layers?
 """
 
 from dataclasses import asdict, fields
 
 from further.experts import ExpertsConfig
-from model import buffers, GPTConfig, shapes
+from model import GPTConfig
 
 
 def resized(config, **sizes):
@@ -33,8 +33,3 @@ def add_to_plan(plan, config, f, g, columns):
     if config.arch == "llama":
         from further.llama import llama_plan
         plan |= llama_plan(f, columns)
-
-
-def shapes_of_all(config):
-    """Name -> shape of every parameter of the whole model, then of every buffer."""
-    return {**shapes(config), **buffers(config)}

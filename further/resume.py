@@ -32,11 +32,11 @@ from further.bad_input import BadInput, reject
 from further.flags import config_of, dashed, Flags, learning_rate, sizes_in
 from further.folder import (
     hf_config, read_safetensors, source_of, sync_folder, write_file, write_folder, write_safetensors)
-from further.kinds import resized, shapes_of_all
+from further.kinds import resized
 from further.text import Bytes
 from further.whole import MOMENTS, set_updates, whole_tensor
 from further import whole
-from model import GPTConfig, shapes
+from model import GPTConfig, shapes, shapes_of_all
 from parallel import master_dtype
 
 

@@ -32,9 +32,9 @@ import torch.distributed as torch_dist
 import collectives as dist
 from further.bad_input import reject
 from further.flags import learning_rate
-from further.kinds import shapes_of_all
 from further.resume import load_moments, run_of
 from further.whole import MOMENTS, put_part
+from model import shapes_of_all
 from parallel import master_dtype
 
 

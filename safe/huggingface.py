@@ -17,9 +17,9 @@ from further.fits import misfit, what_sizes_divide
 from further.folder import (
     ARCHITECTURES, FIXED, hf_config, is_llama, KEYS, keys_of, LLAMAS_FIXED, LLAMAS_KEYS, NO_IDS,
     OF_EXPERTS, PLAIN_ROPE, read_safetensors, shapes_there, source_of, WITH_EXPERTS, write_folder)
-from further.kinds import resized, shapes_of_all
+from further.kinds import resized
 from further.llama import LlamaConfig
-from model import GPT, GPTConfig, materialize
+from model import GPT, GPTConfig, materialize, shapes_of_all
 from safe.files import is_ours
 from further.bad_input import BadInput, reject
 

@@ -27,8 +27,8 @@ from tests.pool import close, GPUS, HERE, on_cpus, on_linux, parametrize, table
 from tests.runs import (
     end_of, log_of, processes, ran, Ranks, run_training, start, TRAIN, trained)
 from further.folder import read_safetensors
-from further.kinds import shapes_of_all
 from further.resume import checkpoints, crc_of, NUMBERS, open_checkpoint
+from model import shapes_of_all
 from safe.checkpoints import start_of
 from safe.files import Log
 from safe.page import Page

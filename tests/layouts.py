@@ -385,7 +385,7 @@ def train_steps(edition, layout, optimizer, micro_batches, change, steps, batch,
                   for piece in net.pieces.values() for name, buffer in piece.named_buffers()]
         return losses, norms, grads, distances(net, want[1], torch.detach) + biases
     return losses, norms, grads, {n: net.whole_parameter(n).cpu().numpy().copy()
-                                  for n in {**shapes, **model.buffers(config)}}
+                                  for n in model.shapes_of_all(config)}
 
 
 def whole_gradients(net, optimizer, names):

@@ -160,7 +160,7 @@ def test_overflow_is_skipped_on_all_ranks_alike(text, flags, rank):
     """One rank's loss overflows: every rank skips the step, halves the scale, and goes on as if nothing had been.
     Routers' biases stay as they are, too."""
     trainer = make_trainer([*TINY, "--data", text, "--dtype", "fp16", *flags.split()])
-    names = [*model.buffers(trainer.config), *model.shapes(trainer.config)]
+    names = [*model.shapes_of_all(trainer.config)]
     pipeline = trainer.net.pipeline
     loss, factor = pipeline.loss, torch.ones(())  # CUDA graphs read it where it lies
     pipeline.loss = lambda logits, targets: loss(logits, targets) * factor

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import collectives as dist
 import kernels
 import parallel
-from further.kinds import shapes_of_all
 from lessons.bench.timing import patched, plain_kernels
-from model import GPT, materialize
+from model import GPT, materialize, shapes_of_all
 from theory.clock import stage_to_rank_in, stages_in
 
 
@@ -24,7 +23,7 @@ def random_source(config, device):
     GPT-2 XL a CPU needs longer than the benchmark. A name has the same weights on every rank: routers that differ
     would send each rank's tokens elsewhere."""
     sizes = shapes_of_all(config)
-    sizes.setdefault("lm_head.weight", sizes["wte.weight"])  # of a tied head
+    sizes = {"lm_head.weight": sizes["wte.weight"]} | sizes  # of a tied head
 
     def draw(name):
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
