@@ -40,10 +40,6 @@ def module_and_inputs(branches, seed):
     return Odd().double().to(device), [[(x[i, rank], right(i, rank)) for rank in range(size)] for i in range(2)]
 
 
-def stepped_by(optimizer):
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 @on_both
 @parametrize("branches", [False, True])
 @on_ranks(3)
