@@ -137,20 +137,13 @@ def test_hand_derived_backwards_equal_autograd():
             assert close(a.detach(), b.detach(), 1e-14)
 
 
-def test_attention_in_blocks_is_the_kernels(triton_kernels):
-    """Of 100 tokens in blocks of 32: PyTorch's to 1e-14, the kernels' as in float32; and each gradient of theirs."""
-    q, k, v, do = torch.randn(4, 100, 16, dtype=torch.float64)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    exact = plain_attention(*(x[None, None] for x in leaves), True)
-    exact = [exact[0, 0], *torch.autograd.grad(exact[0, 0], leaves, do)]
+def test_attention_in_blocks_is_the_kernels():
+    """Of 100 tokens in blocks of 32: PyTorch's to 1e-14. So are the kernels, as far as float32 goes: `test_kernel`."""
+    q, k, v = torch.randn(3, 100, 16, dtype=torch.float64)
+    whole = [x[None, None] for x in (q, k, v)]
     o, lse = by_hand.attention_in_blocks(q, k, v, 32)
-    _, sums = kernels.attention_reference(*(x[None, None] for x in (q, k, v)), True)
-    assert close(lse, sums[0, 0], 1e-14) and close(o, exact[0].detach(), 1e-14)
-    leaves = [x[None, None].float().to(KERNEL_DEVICE).requires_grad_() for x in (q, k, v)]
-    theirs = kernels.FlashAttention.apply(*leaves, True)
-    theirs = [theirs, *torch.autograd.grad(theirs, leaves, do[None, None].to(theirs))]
-    for b, c in zip(exact, theirs, strict=True):
-        assert close(c.detach()[0, 0].double().cpu(), b.detach(), 1e-5)
+    _, sums = kernels.attention_reference(*whole, True)
+    assert close(lse, sums[0, 0], 1e-14) and close(o, plain_attention(*whole, True)[0, 0], 1e-14)
 
 
 plain_gelu = functools.partial(F.gelu, approximate="tanh")
