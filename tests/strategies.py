@@ -5,7 +5,6 @@ import re
 from collections import Counter
 
 import torch
-import torch.nn.functional as F
 
 import collectives as dist
 import parallel
@@ -80,24 +79,6 @@ def test_the_printed_list_is_with_weights_and_its_bytes_are_the_traffic(words, c
             sent[op] += int(nbytes.replace(",", ""))
         halves = sent["reduce_scatter_tensor"], sent["all_gather_into_tensor"]
         assert halves == 2 * (train.config_of(s).parameters() // 2 * 4,)
-
-
-@on_plain
-@parametrize("lost", ["", "all_reduce"])
-@on_ranks(3)
-def test_f_and_g_as_the_lecture_has_them(lost):
-    """Y needs g, dX needs f."""
-    rank, generator = dist.get_rank(), torch.Generator().manual_seed(0)
-    x, A, B, dy = (torch.randn(size, dtype=torch.float64, generator=generator).to(torch.get_default_device())
-                   for size in ((2, 4, 5), (5, 6), (6, 7), (2, 4, 7)))
-    x.requires_grad_()
-    want = F.gelu(x @ A) @ B
-    want = want.detach(), *torch.autograd.grad(want, x, dy)
-    with without(lost):
-        hidden = F.gelu(parallel.CopyToGroup.apply(x, None) @ A.chunk(3, 1)[rank])
-        y = parallel.ReduceFromGroup.apply(hidden @ B.chunk(3)[rank], None)
-        have = y.detach(), *torch.autograd.grad(y, x, dy)
-    assert [close(a, b) for a, b in zip(have, want)] == [not lost] * 2
 
 
 @on_plain
