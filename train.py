@@ -173,8 +173,10 @@ class ParallelGPT(parallel.Parallel):
     def __init__(self, config, layout, mesh, groups, pieces, runs, optimizer):
         self.config = config
         self.layout = layout
-        of_piece = map(idea("routers"), filter(None, pieces))
-        self.routers = {i: router for routers in of_piece for i, router in routers.items()}  # {}: there are no experts
+        self.routers = {}
+        if config.experts:
+            of_piece = map(idea("routers"), filter(None, pieces))
+            self.routers = {i: router for routers in of_piece for i, router in routers.items()}
         pipeline = parallel.Pipeline
         if layout.schedule not in parallel.SCHEDULES:
             pipeline = idea("HalvedPipeline")
