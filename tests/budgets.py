@@ -19,13 +19,13 @@ from tests.pool import HERE, parametrize
 from tests.walls import CORE, SOURCES, TREES, room_of
 
 BUDGETS = [  # a name, its rooms, and the most tokens of code that they may have together
-    ("five files", CORE, 26_500),
+    ("five files", CORE, 26_400),
     ("further", ("further",), 30_200),
     ("fast", ("fast",), 32_600),
     ("safe", ("safe",), 17_900),
     ("theory", ("theory",), 8_060),
     ("lessons with bench.py", ("lessons", "bench"), 56_850),
-    ("tests", ("tests", "test_all"), 101_300)]
+    ("tests", ("tests", "test_all"), 100_900)]
 README = pathlib.Path(HERE, "README.md").read_text()
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
