@@ -16,7 +16,7 @@ When they have met, all have made equally many steps. Every parameter and its mo
 have of them, as for a checkpoint, and a new Trainer takes its parts. Batches are cut anew, over fewer replicas; shares
 may differ by one sample, because a loss counts by its targets. Ranks of a replica that has lost one leave with it.
 
-    python train.py --survive --dp 3              kill any of its processes
+    python train.py --survive --dp 4              kill any of its processes
 
 Read with: Gray and Lamport, "Consensus on Transaction Commit" (2006), section 3, for the question before the update.
 """
@@ -67,7 +67,7 @@ class Survivor:
         if s.zero:
             second = second_copy(trainer.net, saved)
             group = torch_dist.get_process_group_ranks(trainer.net.groups.shard)
-            before = ranks[group[dist.get_rank(trainer.net.groups.shard) - 1]]
+            before = ranks[group[dist.get_rank(trainer.net.groups.shard) - s.cp]]
         self.trainer, self.second, self.before = trainer, second, before
 
     def gradients(self, i):
@@ -79,7 +79,7 @@ class Survivor:
         self.ready = found._replace(loss=torch.tensor(loss, dtype=torch.float64))
         for unit, copied in zip(self.trainer.net.units, self.second.units if self.second else ()):
             if unit.trained:
-                copied.show_average(of_the_rank_before(unit.total, unit.group))
+                copied.show_average(of_the_rank_before(unit.total, unit.group, self.s.cp))
         return self.ready
 
     def update(self, found, i, skip=False):
@@ -147,11 +147,12 @@ class Survivor:
         return made
 
 
-def of_the_rank_before(tensor, group):
-    """The tensor that the rank before this one has, in the ring of a group."""
+def of_the_rank_before(tensor, group, cp):
+    """The tensor that the rank before this one has, in the ring of a group. With --cp it is one of the replica before,
+    because a replica goes as a whole."""
     r, n = dist.get_rank(group), dist.get_world_size(group)
     to, source = [0] * n, [0] * n
-    to[(r + 1) % n] = source[(r - 1) % n] = tensor.numel()
+    to[(r + cp) % n] = source[(r - cp) % n] = tensor.numel()
     theirs = torch.empty_like(tensor)
     dist.all_to_all_single(theirs, tensor.contiguous(), source, to, group)
     return theirs
@@ -159,13 +160,14 @@ def of_the_rank_before(tensor, group):
 
 def second_copy(net, saved):
     """A Parallel like `net`, for the rows of the rank before. It computes nothing but the optimizer's steps."""
+    cp = net.layout.cp
     second = copy.copy(net)
     second.unit_of = {}
     second.units = []
     for unit in net.units:
         copied = copy.copy(unit)
-        copied.mine = of_the_rank_before(unit.mine, unit.group)
-        copied.first = (dist.get_rank(unit.group) - 1) % dist.get_world_size(unit.group) * unit.width
+        copied.mine = of_the_rank_before(unit.mine, unit.group, cp)
+        copied.first = (dist.get_rank(unit.group) - cp) % dist.get_world_size(unit.group) * unit.width
         copied.stepped = {param: copied.make_stepped(param) for param in unit.params}
         second.units.append(copied)
         second.unit_of.update(dict.fromkeys(unit.params, copied))

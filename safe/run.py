@@ -77,7 +77,7 @@ class Loop:
         i = min(self.first, s.steps)
         missed = (0.0, None) if s.survive else None  # when a message has not come, the error
         try:
-            while i <= s.steps and not self.stopping:
+            while missed or i <= s.steps and not self.stopping:
                 try:
                     if missed:
                         i = min(self.meet_the_living(*missed), s.steps)
@@ -89,10 +89,12 @@ class Loop:
                         self.step(i)
                     else:
                         self.show_sample()
+                    if i == s.steps or self.stopping:
                         self.trainer.agree(0)  # nobody leaves who may be missed
                     i += 1
                 except self.lost as error:
                     missed = time.perf_counter(), error
+                    self.stopping = 0  # all agree on that again, in the step that is made again
         except torch.OutOfMemoryError as error:
             full, *_ = str(error).partition(" Including")
             graphs = "--cuda-graphs off, " * (s.cuda_graphs == "on")
@@ -111,14 +113,16 @@ class Loop:
             sys.exit(1)
         if i is None:
             sys.exit(LEFT)
-        if not self.since:
-            return i
         self.logged = min(self.logged, i)  # a report may come again
         if dist.get_rank() == 0 and run.s.out:
-            with contextlib.suppress(BadInput):  # who has the lock leaves, too
-                run.lock = run.lock or lock(run.s.out, run.identity)
+            while not run.lock:
+                with contextlib.suppress(BadInput):  # who has it leaves, too
+                    run.lock = lock(run.s.out, run.identity)
+                time.sleep(0.05)
             run.log = Log(f"{run.s.out}/log.jsonl", i)
             run.page = run.page or Page(run.s.out)
+        if not self.since:
+            return i
         seconds = time.perf_counter() - since
         self.say(f"survive  --dp {self.trainer.s.dp} goes on with step {i + 1}, {seconds:.1f} s after a message that "
                  "has not come")
@@ -280,6 +284,8 @@ class Loop:
 
     def save(self, done):
         """Rank 0 writes the checkpoint into --out. All ranks call this, to gather one whole tensor at a time."""
+        if self.s.survive and os.path.exists(f"{self.s.out}/step-{done:08}"):
+            return  # written before a death, after which the step came again
         started = time.perf_counter()
         try:
             if self.run.log:
@@ -414,7 +420,7 @@ class Run:
         torch.set_num_threads(min(torch.get_num_threads(), launch.cores()))
         if self.processes != self.world:
             if self.s.survive:
-                start(self.processes)
+                start(self.processes, self.all_saved)
             launch.start_again(self.processes, self.all_saved)
         watch = Watch(self.s.timeout, self.how_to_go_on, self.last_words)
         try:
@@ -484,6 +490,4 @@ class Run:
             launch.end_after_sigterm()
         if self.lock and loop.saved:
             self.lock.truncate(0)  # possible even on a full disk
-        if not s.survive:
-            dist.barrier()
         return loop.saved, loop.stopping

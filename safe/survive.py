@@ -1,5 +1,6 @@
 """Processes that may die: who starts them and says who lives, and how the living meet again, for further/survive.py."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as torch_dist
 
@@ -28,9 +30,10 @@ def is_ours():
     return os.environ.get("TORCHELASTIC_RUN_ID") == OURS
 
 
-def start(n):
-    """Run this command line again as n ranks, in this process's place, and exit when all have ended. No rank is ended.
-    A file tells them [how many are dead, whether one has done all steps, who lives]."""
+def start(n, saved):
+    """Run this command line again as n ranks, in this process's place, and exit when all have ended. No rank is ended,
+    unless one refuses the command line. A file tells them [how many are dead, whether one has done all steps, who
+    lives]. saved() -> whether rank 0 has written all."""
     store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     codes, ranks = [], {}
     launch.share_cores(n)
@@ -49,27 +52,38 @@ def start(n):
             ranks[subprocess.Popen([sys.executable, *sys.argv], env=os.environ | own).pid] = rank
         publish()
         tell(f"survive  ranks 0 to {n - 1} are processes {' '.join(map(str, ranks))}")
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the ranks, too
+        interrupted = []
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # the terminal sends it to the ranks, too
+            signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
         for number in launch.ENDS:
             signal.signal(number, lambda number, _: [os.kill(pid, number) for pid in [*ranks]])
         while ranks:
             pid, status = os.wait()
+            if pid not in ranks:  # a child of the shell in whose place this process runs
+                continue
             rank = ranks.pop(pid)
             codes.append(os.waitstatus_to_exitcode(status))
             publish()
-            if codes[-1] not in (0, LEFT, 130):  # 130: Ctrl-C
+            if codes[-1] == 2:  # it has said why
+                for other in ranks:
+                    os.kill(other, signal.SIGKILL)
+                sys.exit(2)
+            if codes[-1] not in (0, LEFT) and not interrupted:
                 how = f"signal {-codes[-1]}" if codes[-1] < 0 else f"exit code {codes[-1]}"
                 tell(f"survive  rank {rank} is dead ({how}); {len(ranks)} live", sys.stderr)
-    sys.exit(0 if 0 in codes else max(codes))
+    sys.exit(130 if interrupted else 0 if 0 in codes and saved() else 1)
 
 
 class Meeting:
     """`meet` of further/survive.py's Survivor. A thread reads the news. When somebody is dead, it closes this process's
     connections, so that whatever the process waits for has an error: a message, or others who want to meet."""
     epoch = -1  # how many were dead when this rank last met others
+    waits = False  # whether for the words of others
 
     def __init__(self, timeout):
-        self.timeout = timeout
+        self.timeout = timedelta(seconds=timeout)
+        torch_dist.Backend.register_backend("mortal", self.make_group, devices="cpu")
+        dist.DEVICE["mortal"] = "cpu"
         self.me = int(os.environ["RANK"])
         launch.settled_rendezvous("cpu", timeout)
         self.adopting = threading.Lock()
@@ -83,8 +97,22 @@ class Meeting:
             while True:
                 time.sleep(0.05)
                 with self.adopting:
-                    if -1 < self.epoch < self.news()[0]:
+                    dead, over, _ = self.news()
+                    if -1 < self.epoch < dead or over and self.waits:
                         hang_up()
+
+    def make_group(self, store, rank, size, timeout):
+        """gloo's. A thread makes it, and is left alone when somebody dies: it may wait for one who does not come, on no
+        connection that can be closed."""
+        worker = dist.Worker()
+        made = worker.start(partial(torch_dist.ProcessGroupGloo, store, rank, size, timeout))
+        while not made.is_completed():
+            if self.epoch < self.news()[0]:
+                atexit.unregister(worker.close)
+                raise RuntimeError("somebody has died while a group was made")
+            time.sleep(0.01)
+        worker.close()
+        return made.wait()
 
     def next_news(self):
         """TimeoutError if nobody else is dead, so that the peer who is missed lives."""
@@ -99,6 +127,7 @@ class Meeting:
 
     def __call__(self, choose, word):
         while True:
+            self.waits = False
             if torch_dist.is_initialized():
                 dist.destroy_process_group()
             over, living = self.next_news()
@@ -107,12 +136,15 @@ class Meeting:
                 return None
             with contextlib.suppress(RuntimeError):  # somebody has died since
                 store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
-                                            wait_for_workers=False)
+                                            wait_for_workers=False, timeout=self.timeout)
                 store = torch_dist.PrefixStore(f"epoch {self.epoch}", store)
                 store.set(f"{self.me}", json.dumps(word))
+                self.waits = True
                 words = [json.loads(store.get(f"{rank}")) for rank in stay]
-                dist.init_process_group("gloo", store=store, rank=stay.index(self.me), world_size=len(stay),
-                                        timeout=timedelta(seconds=self.timeout))
+                self.waits = False
+                torch_dist.distributed_c10d._world.group_count = 0  # one that was not made has counted
+                dist.init_process_group("mortal", store=store, rank=stay.index(self.me), world_size=len(stay),
+                                        timeout=self.timeout)
                 return stay, words
 
 

@@ -22,10 +22,10 @@ BUDGETS = [  # a name, its rooms, and the most tokens of code that they may have
     ("five files", CORE, 26_400),
     ("further", ("further",), 30_200),
     ("fast", ("fast",), 32_600),
-    ("safe", ("safe",), 17_900),
+    ("safe", ("safe",), 18_100),
     ("theory", ("theory",), 8_060),
     ("lessons with bench.py", ("lessons", "bench"), 56_850),
-    ("tests", ("tests", "test_all"), 100_900)]
+    ("tests", ("tests", "test_all"), 101_250)]
 README = pathlib.Path(HERE, "README.md").read_text()
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -1,13 +1,18 @@
 """A run that nobody can stop: further/survive.py, with a rank killed at each message."""
 
+import fcntl
 import functools
 import os
+import pathlib
 import random
 import re
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections import Counter, defaultdict
+from datetime import timedelta
 from threading import current_thread
 from unittest.mock import patch
 
@@ -24,6 +29,7 @@ from further.resume import load, open_checkpoint
 from further.survive import Survivor
 from further.text import Bytes
 from model import shapes
+from safe.survive import Meeting
 from tests.pool import close, HERE, in_new_process, on_linux, parametrize
 from tests.refusals import refusal_of_layout
 from tests.runs import log_of, trained  # noqa: F401  a fixture
@@ -141,7 +147,7 @@ def run(words, kills=(), late=False, change=lambda survivor: None, **loop):
     """(of each rank that has done all steps (losses, {name: weights}), how many messages each rank has sent)"""
     s = Flags(**BASE | words)
     config = config_of(s)
-    n = s.dp * s.tp * s.pp
+    n = s.dp * s.tp * s.pp * s.cp
     world = Mortal(n, dict(kills), late)
 
     def make(s, saved):
@@ -199,7 +205,7 @@ def train(survivor, asks_first=True):
 
 @functools.cache
 def one_process(**words):
-    [alone], _ = run({**words, "dp": 1, "tp": 1, "pp": 1, "zero": 0})
+    [alone], _ = run({**words, "dp": 1, "tp": 1, "pp": 1, "cp": 1, "zero": 0})
     return alone
 
 
@@ -231,7 +237,7 @@ def test_whoever_dies_at_whichever_message_the_others_go_on(layout):
 
 
 @parametrize("words", [dict(dp=2, experts=4, zero=1), dict(dp=2, arch="llama", micro_batches=3, zero=2),
-                       dict(dp=3, tp=2, zero=3)], ids=str)
+                       dict(dp=3, tp=2, zero=3), dict(dp=3, cp=2, zero=2, seq_len=8)], ids=str)
 def test_so_they_do_in_other_models_and_layouts(words):
     assert in_new_process(sweep, words, 151)[1] < 1e-10
 
@@ -314,6 +320,9 @@ def killed(words, victims):
     return "".join(lines), process.returncode
 
 
+SHORT = "--dtype fp64 --batch-size 12 --seq-len 16 --n-layer 1 --n-embd 16 --n-head 2 --sample 0 --eval-every 0"
+
+
 @on_linux
 @parametrize("layout, victims, left", [("--dp 3 --zero 3", [2, 0], 1), ("--dp 2 --tp 2", [1], 2)])
 def test_processes_are_killed_and_the_log_is_that_of_an_undisturbed_run(trained, text, tmp_path, layout, victims, left):
@@ -328,6 +337,63 @@ def test_processes_are_killed_and_the_log_is_that_of_an_undisturbed_run(trained,
     assert close(log_of(tmp_path / "killed", *keys), log_of(tmp_path / "one", *keys))
     one, other = (open_checkpoint(tmp_path / run / "step-00000040", True) for run in ("one", "killed"))
     assert all(close(one.source(name), other.source(name)) for name in shapes(one.config))
+
+
+DIES = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import safe.run, train
+write = safe.run.write_checkpoint
+safe.run.write_checkpoint = lambda *given: os.kill(os.getpid(), 9) if os.environ["RANK"] == "0" else write(*given)
+train.main()"""
+
+
+@on_linux
+def test_a_signal_s_checkpoint_is_written_by_those_who_live(tmp_path):
+    """Rank 0 dies as it begins to write."""
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    words = f"{SHORT} --steps 90000 --survive --dp 2 --out {tmp_path}/run".split()
+    with subprocess.Popen([sys.executable, script, *words], cwd=HERE, text=True, stdout=subprocess.PIPE) as process:
+        for line in process.stdout:
+            if line.startswith("step"):
+                process.send_signal(signal.SIGTERM)
+                break
+        said = process.stdout.read()
+    assert "--dp 1 goes on" in said and "the same command goes on from step" in said and process.returncode == 0, said
+    assert len([*tmp_path.glob("run/step-*/manifest.json")]) == 1
+
+
+@on_linux
+def test_a_second_run_in_the_folder_is_refused(tmp_path):
+    with open(tmp_path / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        said, code = killed(f"{SHORT} --survive --dp 2 --out {tmp_path}", [])
+    assert code == 2 and "writes there" in said and "is dead" not in said, said
+
+
+@on_linux
+def test_a_save_that_fails_is_told_by_the_exit_code(tmp_path):
+    words = f"{SHORT} --steps 4 --survive --dp 2 --out {tmp_path}"
+    ran = subprocess.run(["bash", "-c", f"ulimit -f 40; exec {sys.executable} train.py {words}"], cwd=HERE, text=True,
+                         capture_output=True)
+    assert ran.returncode == 1 and "not saved" in ran.stdout, ran
+
+
+def group_of_one_who_is_dead():
+    with tempfile.TemporaryDirectory() as folder:
+        news = pathlib.Path(folder, "news")
+        news.write_text("[0, false, [0, 1]]")
+        os.environ["RINGGPT_NEWS"] = str(news)
+        meeting = object.__new__(Meeting)
+        meeting.epoch = 0
+        threading.Timer(0.3, news.write_text, ["[1, false, [0]]"]).start()
+        meeting.make_group(torch_dist.HashStore(), 0, 2, timedelta(seconds=60))
+
+
+def test_nobody_waits_for_the_dead_where_groups_are_made():
+    with pytest.raises(RuntimeError, match="while a group was made"):
+        in_new_process(group_of_one_who_is_dead)
 
 
 @parametrize("words, why", [
