@@ -368,6 +368,6 @@ def needs_kernels():
 
 def close(a, b, tolerance=1e-10):
     """Relative to the largest value; NaN is never close."""
-    a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
-    return (a.shape == b.shape and float((a - b).detach().abs().max() if a.numel() else 0)
+    a, b = (torch.as_tensor(x).detach().double() for x in (a, b))
+    return (a.shape == b.shape and float((a - b).abs().max() if a.numel() else 0)
             <= tolerance * max(1e-3, float(b.abs().max()) if b.numel() else 1))
