@@ -115,10 +115,11 @@ class Loop:
             sys.exit(LEFT)
         self.logged = min(self.logged, i)  # a report may come again
         if dist.get_rank() == 0 and run.s.out:
-            while not run.lock:
+            for _ in range(100):
                 with contextlib.suppress(BadInput):  # who has it leaves, too
-                    run.lock = lock(run.s.out, run.identity)
-                time.sleep(0.05)
+                    run.lock = run.lock or lock(run.s.out, run.identity)
+                    break
+                time.sleep(0.1)
             run.log = Log(f"{run.s.out}/log.jsonl", i)
             run.page = run.page or Page(run.s.out)
         if not self.since:
