@@ -22,7 +22,7 @@ BUDGETS = [  # a name, its rooms, and the most tokens of code that they may have
     ("five files", CORE, 26_400),
     ("further", ("further",), 30_200),
     ("fast", ("fast",), 32_600),
-    ("safe", ("safe",), 18_100),
+    ("safe", ("safe",), 18_110),
     ("theory", ("theory",), 8_060),
     ("lessons with bench.py", ("lessons", "bench"), 56_850),
     ("tests", ("tests", "test_all"), 101_250)]
