@@ -371,7 +371,8 @@ def attention_reference(q, k, v, is_causal, starts=None):
     q, k, v = (at_least_float32(to_each_query(x, q)) for x in (q, k, v))
     D = q.shape[3]
     s = q @ k.transpose(2, 3) / math.sqrt(D)                                          # (B, H, Tq, Tk)
-    s = s.masked_fill(~seen_keys(q, k, is_causal, starts), -math.inf)
+    if is_causal or starts is not None:
+        s = s.masked_fill(~seen_keys(q, k, is_causal, starts), -math.inf)
     lse = s.logsumexp(3)                                                              # (B, H, Tq)
     return torch.exp(s - finite_or_inf(lse)) @ v, lse                                 # the exponentials are softmax(s)
 
@@ -397,7 +398,8 @@ def attention_backward_reference(q, k, v, o, lse, do, is_causal, starts=None):
     q, k, v, o, lse, do = map(at_least_float32, (q, k, v, o, lse, do))
     scale = 1 / math.sqrt(q.shape[3])
     p = torch.exp(q @ k.transpose(2, 3) * scale - finite_or_inf(lse))                 # (B, H, Tq, Tk)
-    p = p * seen_keys(q, k, is_causal, starts)
+    if is_causal or starts is not None:
+        p = p * seen_keys(q, k, is_causal, starts)
     delta = (do * o).sum(3, keepdim=True)                                             # (B, H, Tq, 1)
     ds = p * (do @ v.transpose(2, 3) - delta) * scale                                 # (B, H, Tq, Tk)
     of_keys = ds.transpose(2, 3) @ q, p.transpose(2, 3) @ do                          # of each head of queries
