@@ -66,8 +66,8 @@ class Survivor:
         second = before = None
         if s.zero:
             second = second_copy(trainer.net, saved)
-            group = torch_dist.get_process_group_ranks(trainer.net.groups.shard)
-            before = ranks[group[dist.get_rank(trainer.net.groups.shard) - s.cp]]
+            group = trainer.net.groups.shard
+            before = ranks[torch_dist.get_process_group_ranks(group)[the_rank_before(group, s.cp)]]
         self.trainer, self.second, self.before = trainer, second, before
 
     def gradients(self, i):
@@ -147,12 +147,17 @@ class Survivor:
         return made
 
 
+def the_rank_before(group, cp):
+    """This one's, in the ring of a group. With --cp it is one of the replica before, because a replica goes as a whole.
+    """
+    return (dist.get_rank(group) - cp) % dist.get_world_size(group)
+
+
 def of_the_rank_before(tensor, group, cp):
-    """The tensor that the rank before this one has, in the ring of a group. With --cp it is one of the replica before,
-    because a replica goes as a whole."""
-    r, n = dist.get_rank(group), dist.get_world_size(group)
+    """The tensor that the rank before this one has."""
+    n = dist.get_world_size(group)
     to, source = [0] * n, [0] * n
-    to[(r + cp) % n] = source[(r - cp) % n] = tensor.numel()
+    to[(dist.get_rank(group) + cp) % n] = source[the_rank_before(group, cp)] = tensor.numel()
     theirs = torch.empty_like(tensor)
     dist.all_to_all_single(theirs, tensor.contiguous(), source, to, group)
     return theirs
@@ -167,7 +172,7 @@ def second_copy(net, saved):
     for unit in net.units:
         copied = copy.copy(unit)
         copied.mine = of_the_rank_before(unit.mine, unit.group, cp)
-        copied.first = (dist.get_rank(unit.group) - cp) % dist.get_world_size(unit.group) * unit.width
+        copied.first = the_rank_before(unit.group, cp) * unit.width
         copied.stepped = {param: copied.make_stepped(param) for param in unit.params}
         second.units.append(copied)
         second.unit_of.update(dict.fromkeys(unit.params, copied))

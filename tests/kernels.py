@@ -137,7 +137,7 @@ def test_hand_derived_backwards_equal_autograd():
             assert close(a.detach(), b.detach(), 1e-14)
 
 
-def test_attention_in_blocks_is_the_kernels():
+def test_attention_in_blocks_is_pytorch_s():
     """Of 100 tokens in blocks of 32: PyTorch's to 1e-14. So are the kernels, as far as float32 goes: `test_kernel`."""
     q, k, v = torch.randn(3, 100, 16, dtype=torch.float64)
     whole = [x[None, None] for x in (q, k, v)]

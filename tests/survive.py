@@ -320,15 +320,15 @@ def killed(words, victims):
     return "".join(lines), process.returncode
 
 
-SHORT = "--dtype fp64 --batch-size 12 --seq-len 16 --n-layer 1 --n-embd 16 --n-head 2 --sample 0 --eval-every 0"
+SMALL = "--dtype fp64 --batch-size 12 --seq-len 16 --n-layer 1 --n-embd 16 --n-head 2"
+SHORT = f"{SMALL} --sample 0 --eval-every 0"
 
 
 @on_linux
 @parametrize("layout, victims, left", [("--dp 3 --zero 3", [2, 0], 1), ("--dp 2 --tp 2", [1], 2)])
 def test_processes_are_killed_and_the_log_is_that_of_an_undisturbed_run(trained, text, tmp_path, layout, victims, left):
     """Rank 0, who writes it, too. Nobody is left behind, and a later run goes on from its checkpoint."""
-    flags = "--dtype fp64 --batch-size 12 --seq-len 16 --n-layer 1 --n-embd 16 --n-head 2 --steps 40 --log-every 2"
-    more = f"{flags} --eval-every 10 --save-every 20 --sample 5 --data {text}"
+    more = f"{SMALL} --steps 40 --log-every 2 --eval-every 10 --save-every 20 --sample 5 --data {text}"
     trained(1, f"{more} --out OUT/one")
     said, code = killed(f"{more} {layout} --survive --out {tmp_path}/killed", [*victims])
     assert code == 0 and len(re.findall("is dead .signal 9.", said)) == len(victims), said
